@@ -1,0 +1,6 @@
+"""hpctrain: convolutional networks trained on supercomputers over MPI.
+
+Importing this package imports nothing heavy: no NumPy, no MPI (thread counts must be set before NumPy loads).
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,69 @@
+"""The seam between backward and the network: gradients in, agreed parameters out.
+
+An averager turns this rank's gradients into the update of every `Parameter.data` that the whole group agrees on. It sums and
+never divides: the loss has divided by the global count of the step. It owns the order of its collectives, which follows from
+the step alone and is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hpctrain.comm.base import Array, Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.parameter import FlatGroup, Parameter
+from hpctrain.optim.base import Optimizer
+
+
+class GradientAverager(ABC):
+    """One strategy a file. A step calls, in this order:
+
+    begin_step(lr); per layer in forward: before_forward, input_ready; per layer in backward: error_ready, grad_ready,
+    data_free; end_backward(). `drain` may come between steps.
+
+    Args:
+        group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank owns.
+        comm: the group of ranks that hold these parameters. progress: the process's progress engine.
+    """
+
+    def __init__(
+        self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine
+    ) -> None:
+        self.group = group
+        self.optimizer = optimizer
+        self.comm = comm
+        self.progress = progress
+
+    @abstractmethod
+    def begin_step(self, lr: float) -> None:
+        """A step starts; its update will use learning rate `lr`."""
+
+    def takes_factors(self, parameter: Parameter) -> bool:
+        """True where this parameter's gradient is made from exchanged inputs and errors. Fixed at set-up."""
+        return False
+
+    def input_ready(self, parameter: Parameter, x: Array) -> None:  # noqa: B027  most strategies take gradients only
+        """Forward: the input of a layer that `takes_factors`; copied before this returns."""
+
+    def error_ready(self, parameter: Parameter, dy: Array) -> None:  # noqa: B027
+        """Backward, before the input's gradient: the output's gradient of a layer that `takes_factors`."""
+
+    @abstractmethod
+    def grad_ready(self, parameter: Parameter) -> None:
+        """`parameter.grad` is final on this rank, once a step (the last micro-batch). May post, must not wait."""
+
+    def data_free(self, parameter: Parameter) -> None:  # noqa: B027
+        """Backward no longer reads `parameter.data`. Nothing writes it before: updates and posted receives included."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """All gradients of the step are announced."""
+
+    @abstractmethod
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        """Wait until these parameters hold the values of this step. Nobody reads them earlier."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Everything complete everywhere: before evaluation, checkpoint and hash. Collective."""

@@ -1,0 +1,172 @@
+"""The seam between layers and arithmetic: operators, made at set-up, run every step.
+
+A kernel set turns a spec into an `Operator`; the program (nn) plans memory from what the operator declares, binds it to
+its buffers once, and then only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing
+after `bind` (scratch and saved memory are planned for it) and never keeps a reference to anything but its buffers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Reaches every operator at the start of a forward pass.
+
+    Args:
+        training: batch statistics and dropout, or their evaluation counterparts.
+        epoch, step: counted from 0 since the start of training (not since the last resume).
+        sample_ids: int64 (N,), the data set's index of each sample of this (micro-)batch on this rank.
+        global_count: samples of the whole step over all ranks and micro-batches.
+    """
+
+    training: bool = True
+    epoch: int = 0
+    step: int = 0
+    sample_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    global_count: int = 0
+
+
+class StatisticsMerger(Protocol):
+    """Merges batch statistics over the ranks that share a step. One process: the identity."""
+
+    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
+        """Replace `mean` and `m2` (sum of squared deviations), float64 (C,), by those of all ranks, merged in rank order;
+        give the total count. Collective: every rank calls it, with count 0 where it has no samples."""
+        ...
+
+    def sum(self, values: np.ndarray) -> None:
+        """Replace `values`, float64, by their sum over the ranks, in rank order. Collective."""
+        ...
+
+
+class LocalStatistics:
+    """The merger of a rank that shares with nobody."""
+
+    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
+        return count
+
+    def sum(self, values: np.ndarray) -> None:
+        return None
+
+
+@dataclass
+class Buffers:
+    """The memory that one operator works on, fixed for the life of a program. Arrays in plain layout have the logical shape;
+    in a kernel set's own layout they are flat, `TensorSpec.size` long.
+
+    input_grads[i] is None where nobody asks for it. With `accumulate[i]` the operator adds to it instead of writing it;
+    only operators whose class sets `can_accumulate` are asked to.
+    """
+
+    inputs: tuple[Array, ...]
+    output: Array
+    input_grads: tuple[Array | None, ...] = ()
+    output_grad: Array | None = None
+    accumulate: tuple[bool, ...] = ()
+    parameters: Mapping[str, Array] = field(default_factory=dict)  # by role: "weight", "bias"
+    gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; written, never added to
+    statistics: Mapping[str, Array] = field(default_factory=dict)  # by role: "running_mean", "batch_mean", ...
+    saved: Array | None = None  # uint8 (saved_bytes), kept from forward to backward
+    scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, valid within one call
+    merger: StatisticsMerger = field(default_factory=LocalStatistics)
+
+
+class Operator(ABC):
+    """One planned computation. What it declares is fixed at construction, so that memory can be planned.
+
+    inputs, output: the specs (with layouts) that it wants; the program inserts reorders where a neighbour differs.
+    needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output. What nobody needs is reused.
+    in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
+    view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
+    """
+
+    spec: Spec
+    inputs: tuple[TensorSpec, ...]
+    output: TensorSpec
+    needs_inputs: tuple[bool, ...] = (False,)
+    needs_output: bool = False
+    in_place: ClassVar[bool] = False
+    view: ClassVar[bool] = False
+    can_accumulate: ClassVar[bool] = False
+    saved_bytes: int = 0
+    scratch_bytes: int = 0
+
+    def bind(self, buffers: Buffers) -> None:
+        """Take the buffers and build everything that a step will use (views, argument lists)."""
+        self.buffers = buffers
+
+    @abstractmethod
+    def forward(self, context: StepContext) -> None:
+        """Write the output from the inputs."""
+
+    def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
+        """Write the parameters' gradients from output_grad (and inputs)."""
+
+    @abstractmethod
+    def backward_input(self) -> None:
+        """Write (or add to, as `accumulate` says) each input_grads[i] that is not None."""
+
+    def parameters_changed(self) -> None:  # noqa: B027  only sets that cache reordered weights care
+        """Parameter values differ from the last forward's; a cached copy of them is stale."""
+
+
+@dataclass
+class LossSums:
+    """What one micro-batch adds to the step's sums: not means, so that ranks with few samples weigh as they should."""
+
+    loss: float  # sum over the samples, undivided
+    top1: int
+    top5: int
+    count: int
+
+
+class LossOperator(ABC):
+    """Softmax cross entropy over logits (N, classes)."""
+
+    @abstractmethod
+    def run(
+        self, logits: Array, labels: Array, global_count: int, d_logits: Array | None
+    ) -> LossSums:
+        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given."""
+
+
+class KernelSet(ABC):
+    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32; cuda: CuPy and cuDNN."""
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+
+        Raises:
+            BackendError: a spec or dtype that this set cannot compute.
+        """
+
+    @abstractmethod
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""
+        return graph
+
+    def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
+        """The operator that copies a tensor from one layout to another (backward: the gradient back)."""
+        raise NotImplementedError(f"the {self.name} kernel set has one layout")
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> Array:
+        """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""

@@ -1,0 +1,82 @@
+"""What hpctrain asks of a transport: buffer operations among an ordered group of ranks.
+
+A communicator never sees a parameter, and posts nothing by itself. Collectives on one communicator match by posting order, so
+every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64 or uint8 and
+must stay untouched between posting and completion. Names that end in `_object` pickle and are for start-up and shut-down
+only; they wait through the same deadline as everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+Array = Any
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """A posted operation."""
+
+    def test(self) -> bool:
+        """Drive progress; True once complete (and for ever after). Never blocks."""
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """An ordered group of ranks. Implementations: MPI (mpi.py), one process (single.py), threads (threads.py)."""
+
+    rank: int
+    size: int
+    name: str  # for messages: "world", "row", "column", ...
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        """Sum over the ranks, in place. Collective."""
+        ...
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        """Rank r receives the sum of everyone's r-th part of `send` (parts of `counts` elements). Collective."""
+        ...
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        """Everyone receives all parts in rank order; `send` None: this rank's part is already in place. Collective."""
+        ...
+
+    def ialltoall(
+        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Handle:
+        """Part r of `send` goes to rank r, part r of `recv` comes from rank r. Collective."""
+        ...
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        """`root`'s buffer to all. Collective."""
+        ...
+
+    def ibarrier(self) -> Handle:
+        """Complete once every rank has posted it. Collective."""
+        ...
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle: ...
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle: ...
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        """Ranks of one color, ordered by key; None for color None. Collective; set-up only (few communicators exist)."""
+        ...
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        """The ranks on this rank's node, in rank order. Collective; set-up only."""
+        ...
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Everyone's picklable value, in rank order. Collective; waits."""
+        ...
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """`root`'s picklable value. Collective; waits."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End the whole job at once."""
+        ...

@@ -1,0 +1,41 @@
+"""Errors that a user can cause and mend.
+
+Each message is one full sentence with the value, the rule and the nearest legal value. They are raised alike on every
+rank before any communication, so that no rank is left waiting for another.
+"""
+
+
+class HpctrainError(Exception):
+    """Base of all errors that are the user's to mend; the command line prints the sentence and no traceback."""
+
+
+class ConfigError(HpctrainError):
+    """A configuration that cannot be used: unknown key, wrong type, value outside its range."""
+
+
+class DataError(HpctrainError):
+    """A data file that is missing, truncated, or does not hold what the configuration says."""
+
+
+class ShapeError(HpctrainError):
+    """Layers, images or a process grid whose sizes do not fit together."""
+
+
+class LaunchError(HpctrainError):
+    """A job that was not started as asked for: wrong world size, oversubscribed cores."""
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint that is missing, damaged, or belongs to another model."""
+
+
+class DivergedError(HpctrainError):
+    """The loss or a gradient is no longer finite."""
+
+
+class BackendError(HpctrainError):
+    """A backend or kernel set that is absent, or cannot compute what was asked for."""
+
+
+class CommunicationTimeoutError(HpctrainError):
+    """An operation among ranks that did not complete before its deadline."""

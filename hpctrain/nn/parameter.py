@@ -1,0 +1,164 @@
+"""Parameters and statistics: named views into flat buffers.
+
+A layer declares what it needs (`ParameterSpec`); `FlatGroup` gives every declared parameter its place in one flat buffer for
+the data and one for the gradients, described by one table of segments that optimiser, averager, hash and checkpoint share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Interchange:
+    """How an array of ours becomes torchvision's: reshape to `shape`, then permute by `axes`, then reshape to `final`.
+
+    None everywhere: as it is. conv KRSC -> KCRS is axes (0, 3, 1, 2); linear (in, out) -> (out, in) is axes (1, 0);
+    a linear layer behind a flattened (H, W, C) image is shape (H, W, C, out), axes (3, 2, 0, 1), final (out, C*H*W).
+    """
+
+    shape: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
+    final: tuple[int, ...] | None = None
+
+    def export(self, array: np.ndarray) -> np.ndarray:
+        """Our layout -> torchvision's, contiguous."""
+        if self.shape is not None:
+            array = array.reshape(self.shape)
+        if self.axes is not None:
+            array = array.transpose(self.axes)
+        array = np.ascontiguousarray(array)
+        return array if self.final is None else array.reshape(self.final)
+
+    def restore(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """torchvision's layout -> ours, of `shape`, contiguous."""
+        if self.axes is not None:
+            permuted = shape if self.shape is None else self.shape
+            array = array.reshape(tuple(permuted[axis] for axis in self.axes))
+            array = array.transpose(np.argsort(self.axes))
+        return np.ascontiguousarray(array).reshape(shape)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a layer declares: shape (KRSC, or (in, out)), first values, whether weight decay may apply to it by default."""
+
+    shape: tuple[int, ...]
+    initialise: Initializer
+    decay: bool = True
+    interchange: Interchange = Interchange()
+
+
+@dataclass(frozen=True)
+class StatisticSpec:
+    """State that is not trained: running means and variances. `fill` is the first value."""
+
+    shape: tuple[int, ...]
+    fill: float
+    momentum: float  # weight of the newest batch in the running value
+
+
+@dataclass
+class Parameter:
+    """One trained tensor.
+
+    Attributes:
+        name: torchvision's dotted name.
+        data, grad: views into the flat buffers of its group, of `spec.shape`.
+        order: forward position, 0 nearest the input: the priority key.
+    """
+
+    name: str
+    spec: ParameterSpec
+    order: int
+    data: np.ndarray
+    grad: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.spec.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a flat buffer that belong to one parameter; a part of it, where it is sliced or sharded."""
+
+    parameter: str
+    start: int
+    stop: int
+    order: int
+    decay: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> Segment:
+        """The elements of this segment inside [start, stop) of the flat buffer (empty where they do not meet)."""
+        low = min(max(start, self.start), self.stop)
+        return Segment(self.parameter, low, max(low, min(stop, self.stop)), self.order, self.decay)
+
+
+class FlatGroup:
+    """Parameters averaged over one communicator: flat data and gradient buffers and the table of their segments.
+
+    Segments lie in forward order without gaps, so a shard is a list of slices and the payload of a collective is exactly
+    the parameters. `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them.
+
+    Args:
+        specs: name -> declared parameter, in forward order.
+        dtype: "float32" or "float64".
+        zeros: allocates a zeroed 1-D array (a backend's; NumPy's by default).
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParameterSpec],
+        dtype: str = "float32",
+        *,
+        zeros: Callable[[int, str], np.ndarray] = np.zeros,
+        orders: Mapping[str, int] | None = None,
+    ) -> None:
+        sizes = [math.prod(spec.shape) for spec in specs.values()]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.size = int(starts[-1])
+        self.dtype = dtype
+        self.data = zeros(self.size, dtype)
+        self.grad = zeros(self.size, dtype)
+        self.parameters: dict[str, Parameter] = {}
+        segments = []
+        for position, (name, spec) in enumerate(specs.items()):
+            low, high = int(starts[position]), int(starts[position + 1])
+            order = position if orders is None else orders[name]
+            segments.append(Segment(name, low, high, order, spec.decay))
+            self.parameters[name] = Parameter(
+                name, spec, order, self.data[low:high].reshape(spec.shape), self.grad[low:high].reshape(spec.shape)
+            )
+        self.segments: tuple[Segment, ...] = tuple(segments)
+        self._by_name = {segment.parameter: segment for segment in segments}
+
+    def segment(self, name: str) -> Segment:
+        """The whole segment of one parameter."""
+        return self._by_name[name]
+
+    def covering(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """Parts of segments that make up [start, stop), in order, empty ones left out."""
+        parts = (segment.part(start, stop) for segment in self.segments)
+        return tuple(part for part in parts if part.size)
+
+
+def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:
+    """Maximal runs [start, stop) of touching segments."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        if runs and runs[-1][1] == segment.start:
+            runs[-1] = (runs[-1][0], segment.stop)
+        else:
+            runs.append((segment.start, segment.stop))
+    return runs

@@ -1,0 +1,78 @@
+"""Optimisers: one pass over the segments that a rank owns.
+
+An optimiser is bound to a flat group and to the segments that this rank updates (all of them, or a shard): its state holds just
+those. It never communicates; what must be summed over ranks (squared norms, for LARS and clipping) is asked of the averager.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.nn.parameter import FlatGroup, Segment
+
+
+class Norms:
+    """Squared norms of whole parameters, float64: of the data and of the gradient, complete over all owners.
+
+    `squares[i] = (|w|^2, |g|^2)` of `group.segments[i]`.
+    """
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.index = {segment.parameter: i for i, segment in enumerate(group.segments)}
+        self.squares = np.zeros((len(group.segments), 2), np.float64)
+
+    def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
+        """Add the squares of the elements in `segments`. The sum over all owners of all partial sums is the norm."""
+        for segment in segments:
+            row = self.squares[self.index[segment.parameter]]
+            for column, flat in enumerate((group.data, group.grad)):
+                part = flat[segment.start : segment.stop]
+                row[column] += float(np.dot(part, part)) if part.dtype == np.float64 else _square_sum(part)
+
+    def global_gradient(self) -> float:
+        """|g| over all parameters."""
+        return float(np.sqrt(self.squares[:, 1].sum()))
+
+
+_BLOCK = 1 << 16
+
+
+def _square_sum(part: np.ndarray) -> float:
+    """Sum of squares of a float32 array, in float64, without a float64 copy of the whole."""
+    total = 0.0
+    for start in range(0, part.size, _BLOCK):
+        block = part[start : start + _BLOCK].astype(np.float64)
+        total += float(np.dot(block, block))
+    return total
+
+
+class Optimizer(ABC):
+    """Updates `group.data` from `group.grad`.
+
+    Args (common to all): weight_decay, decay_exclude ("norm_and_bias" or "none"), clip_norm (None: off).
+    """
+
+    #: the update of one layer needs that layer's norms (LARS)
+    layer_norms: ClassVar[bool] = False
+    clip_norm: float | None = None
+
+    @property
+    def needs_norms(self) -> bool:
+        """True where `update` must be given `norms` (LARS or clipping)."""
+        return self.layer_norms or self.clip_norm is not None
+
+    @abstractmethod
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        """Allocate the state of the owned segments, zeroed."""
+
+    @abstractmethod
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        """Update the data of `segments` (each one of the bound ones) from their gradients, which may be overwritten."""
+
+    @abstractmethod
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        """Views of the state of one owned segment, 1-D, by name ("momentum"): what a checkpoint writes and restores."""
