@@ -66,7 +66,7 @@ class Window:
     @property
     def extent(self) -> Pair:
         """Rows and columns from the first to the last tap, dilation included."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))  # type: ignore[return-value]
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def output_size(self, size: Pair, *, ceil_mode: bool = False) -> Pair:
         """(Ho, Wo) for an input of (H, W); 0 where H or W is 0.
@@ -113,7 +113,7 @@ def _nhwc(x: TensorSpec, channels: int, what: str) -> tuple[int, int, int, int]:
         raise ShapeError(f"{what} takes images of shape (N, H, W, C), not {x.shape}.")
     if x.shape[3] != channels:
         raise ShapeError(f"{what} was built for {channels} channels, its input has {x.shape[3]}.")
-    return x.shape  # type: ignore[return-value]
+    return x.shape
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Conv2dSpec:
         return x.with_shape((n, ho, wo, self.channels_out))
 
     def flops(self, x: TensorSpec) -> int:
-        n, ho, wo, k = self.output(x).shape
+        n, ho, wo, _ = self.output(x).shape
         return 2 * n * ho * wo * math.prod(self.weight_shape)
 
 
