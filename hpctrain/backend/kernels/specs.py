@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from hpctrain.errors import ShapeError
 
@@ -66,7 +66,8 @@ class Window:
     @property
     def extent(self) -> Pair:
         """Rows and columns from the first to the last tap, dilation included."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+        (rows, columns), (dilation_rows, dilation_columns) = self.kernel, self.dilation
+        return dilation_rows * (rows - 1) + 1, dilation_columns * (columns - 1) + 1
 
     def output_size(self, size: Pair, *, ceil_mode: bool = False) -> Pair:
         """(Ho, Wo) for an input of (H, W); 0 where H or W is 0.
@@ -97,13 +98,16 @@ class Window:
 
 @runtime_checkable
 class Spec(Protocol):
-    """One operation: what it computes, its output for given inputs, its cost."""
+    """One operation: what it computes, its output for given inputs (one TensorSpec each), its cost.
 
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
+    The keywords below only say "any number of inputs" to the type checker; no spec takes any.
+    """
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         """The output in plain memory."""
         ...
 
-    def flops(self, *inputs: TensorSpec) -> int:
+    def flops(self, *inputs: Any, **none: Any) -> int:
         """Floating-point operations of one forward pass (a multiply-add counts two)."""
         ...
 

@@ -1,0 +1,90 @@
+"""A layer of one's own in one file, in plain array code: no kernel set needs to know it.
+
+Subclass `ArrayLayer`, say what shape comes out, and write forward and backward. Neighbours that keep another layout get a
+reorder in between; averaging, checkpoints and the gradient check work as for any layer.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.backend.kernels.base import Array, Operator, StepContext
+from hpctrain.backend.kernels.specs import Shape, Spec, TensorSpec
+from hpctrain.nn.layer import Leaf
+
+
+class ArrayLayer(Leaf):
+    """A user's layer. `saved` is a dict of the operator's own that lives from forward to backward."""
+
+    @abstractmethod
+    def output_shape(self, shape: Shape) -> Shape:
+        """Shape of y for x of `shape`, both with N in front."""
+
+    @abstractmethod
+    def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
+        """y for x; never writes x."""
+
+    @abstractmethod
+    def backward(
+        self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """(dx, gradients by role); never writes x or dy."""
+
+    def spec(self, name: str) -> Spec:
+        return ArraySpec(self, name)
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The operation of one `ArrayLayer`."""
+
+    layer: ArrayLayer
+    name: str
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        return x.with_shape(self.layer.output_shape(x.shape))
+
+    def flops(self, x: TensorSpec) -> int:
+        return math.prod(self.output(x).shape)
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return ArrayOperator(self, inputs[0])
+
+
+class ArrayOperator(Operator):
+    """Runs an `ArrayLayer` on plain memory."""
+
+    needs_inputs = (True,)
+
+    def __init__(self, spec: ArraySpec, x: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
+        self._layer = spec.layer
+        self._saved: dict[str, Any] = {}
+        self._dx: Array | None = None
+
+    def forward(self, context: StepContext) -> None:
+        self._saved.clear()
+        self._dx = None
+        self.buffers.output[...] = self._layer.forward(self.buffers.inputs[0], self.buffers.parameters, context, self._saved)
+
+    def backward_parameters(self) -> None:
+        gradients = self._backward()
+        for role, target in self.buffers.gradients.items():
+            target[...] = gradients[role]
+
+    def backward_input(self) -> None:
+        if self._dx is None:
+            self._backward()
+        target = self.buffers.input_grads[0]
+        if target is not None:
+            target[...] = self._dx
+        self._dx = None
+
+    def _backward(self) -> Mapping[str, Array]:
+        buffers = self.buffers
+        self._dx, gradients = self._layer.backward(buffers.inputs[0], buffers.output_grad, buffers.parameters, self._saved)
+        return gradients

@@ -1,0 +1,64 @@
+"""Memory planning: blocks with lifetimes packed into one arena. Pure arithmetic, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
+
+
+@dataclass(frozen=True)
+class Block:
+    """`size_bytes` that are live in all time slots from `first` to `last`, both included."""
+
+    size_bytes: int
+    first: int
+    last: int
+
+    def meets(self, other: Block) -> bool:
+        """True where some time slot belongs to both."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def pack(blocks: Sequence[Block]) -> tuple[list[int], int]:
+    """Byte offsets of the blocks and the size of the arena; blocks that live at one time never overlap.
+
+    Greedy by size, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset
+    calculation"); offsets are multiples of 64 bytes. Deterministic, so the same on every rank.
+    """
+    offsets = [0] * len(blocks)
+    placed: list[tuple[int, int, Block]] = []  # (offset, end, block), by offset
+    arena = 0
+    for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].size_bytes, i)):
+        block = blocks[index]
+        size = _round_up(block.size_bytes)
+        offset = _best_gap(placed, block, size)
+        offsets[index] = offset
+        placed.append((offset, offset + size, block))
+        placed.sort(key=lambda entry: entry[0])
+        arena = max(arena, offset + size)
+    return offsets, arena
+
+
+def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int) -> int:
+    best_offset, best_room = -1, 0
+    cursor = 0
+    for offset, end, other in placed:
+        if not block.meets(other):
+            continue
+        room = offset - cursor
+        if room >= size and (best_offset < 0 or room < best_room):
+            best_offset, best_room = cursor, room
+        cursor = max(cursor, end)
+    return cursor if best_offset < 0 else best_offset
+
+
+def lower_bound(blocks: Sequence[Block]) -> int:
+    """Bytes that no packing can go below: the most that is live in one time slot."""
+    times = {block.first for block in blocks}
+    return max((sum(_round_up(b.size_bytes) for b in blocks if b.first <= t <= b.last) for t in times), default=0)

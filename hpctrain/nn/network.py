@@ -1,0 +1,140 @@
+"""A model with its parameters, statistics and programs: what a rank trains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
+from hpctrain.errors import ShapeError
+from hpctrain.nn.initialise import first_value
+from hpctrain.nn.layer import Layer, join
+from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
+from hpctrain.nn.plan import plan
+from hpctrain.nn.program import Program
+from hpctrain.nn.statistics import FlatStatistics
+
+_MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
+
+
+class Network:
+    """One rank's copy of a model.
+
+    Parameters lie in forward order in flat groups (one, unless `group_of` says otherwise); values are drawn from (seed, name),
+    so they are the same on every rank and for every split.
+
+    Args:
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: "float32" or "float64".
+        seed: of the initial values. smoothing: label smoothing of the loss. merger: for synchronised batch norm.
+        group_of: parameter name -> name of the group it is averaged in.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the image; the message names the layer.
+    """
+
+    def __init__(
+        self,
+        model: Layer,
+        image_shape: tuple[int, int, int],
+        kernels: KernelSet,
+        *,
+        dtype: str = "float32",
+        seed: int = 0,
+        smoothing: float = 0.0,
+        merger: StatisticsMerger | None = None,
+        group_of: Callable[[str], str] = lambda name: "all",
+    ) -> None:
+        self.model, self.image_shape, self.kernels, self.dtype = model, image_shape, kernels, dtype
+        self._merger = merger if merger is not None else LocalStatistics()
+        self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
+        self._programs: OrderedDict[tuple[int, bool, bool], Program] = OrderedDict()
+        self._arena: Array = kernels.allocate(0)
+        parameter_specs, statistic_specs = declared(model, self.graph(1))
+        self.groups = self._make_groups(parameter_specs, group_of)
+        self.parameters: dict[str, Parameter] = {
+            name: group.parameters[name]
+            for name, group in ((n, g) for n in parameter_specs for g in self.groups.values())
+            if name in group.parameters
+        }
+        self.statistics = FlatStatistics(statistic_specs, dtype)
+        for name, parameter in self.parameters.items():
+            parameter.data[...] = first_value(parameter.spec, name, seed, dtype)
+
+    @property
+    def classes(self) -> int:
+        """Width of the logits."""
+        graph = self.graph(1)
+        return graph.tensors[graph.output].shape[1]
+
+    def graph(self, batch: int) -> Graph:
+        """The model lowered at (batch, H, W, C), not yet fused."""
+        builder = GraphBuilder(TensorSpec((batch, *self.image_shape), self.dtype))
+        graph = builder.build(self.model.lower(builder, 0, ""))
+        shape = graph.tensors[graph.output].shape
+        if len(shape) != 2:
+            raise ShapeError(
+                f"The model's output must have shape (N, classes), not {shape}; flatten or pool before the last layer."
+            )
+        return graph
+
+    def program(self, batch: int, *, training: bool, input_gradient: bool = False) -> Program:
+        """The program for N = batch, from a small cache; made at first use."""
+        key = (batch, training, input_gradient)
+        if key not in self._programs:
+            if len(self._programs) >= _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+            self._programs[key] = Program(
+                plan(self.graph(batch), self.kernels, training=training, input_gradient=input_gradient),
+                parameters=self.parameters,
+                statistics=self.statistics,
+                arena=self._reserve,
+                loss=self._loss,
+                merger=self._merger,
+            )
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def parameters_changed(self) -> None:
+        """Parameters were written from outside a training step; programs refresh what they cached."""
+        for program in self._programs.values():
+            program.parameters_changed()
+
+    def _reserve(self, size_bytes: int) -> Array:
+        """The shared arena, grown where a program needs more (older programs keep the smaller one they were bound to)."""
+        if self._arena.size < size_bytes:
+            self._arena = self.kernels.allocate(size_bytes)
+        return self._arena
+
+    def _make_groups(self, specs: Mapping[str, ParameterSpec], group_of: Callable[[str], str]) -> dict[str, FlatGroup]:
+        orders = {name: order for order, name in enumerate(specs)}
+        members: dict[str, dict[str, ParameterSpec]] = {}
+        for name, spec in specs.items():
+            members.setdefault(group_of(name), {})[name] = spec
+        return {group: FlatGroup(inside, self.dtype, zeros=self._zeros, orders=orders) for group, inside in members.items()}
+
+    def _zeros(self, size: int, dtype: str) -> np.ndarray:
+        array: np.ndarray = self.kernels.allocate(size * np.dtype(dtype).itemsize).view(dtype)
+        return array
+
+
+def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict[str, StatisticSpec]]:
+    """Parameters and statistics by full name, in the order in which forward uses them.
+
+    Raises:
+        ShapeError: a parameter that no node uses, or that two nodes use.
+    """
+    parameters: dict[str, ParameterSpec] = {}
+    statistics: dict[str, StatisticSpec] = {}
+    for prefix, layer in model.walk():
+        parameters.update({join(prefix, role): spec for role, spec in layer.parameters().items()})
+        statistics.update({join(prefix, role): spec for role, spec in layer.statistics().items()})
+    used = [name for node in graph.nodes for name in node.parameters.values()]
+    for name in parameters:
+        if used.count(name) != 1:
+            raise ShapeError(f"Parameter {name} is used by {used.count(name)} operations; each must be used by exactly one.")
+    order = [name for node in graph.nodes for name in node.statistics.values()]
+    return {name: parameters[name] for name in used}, {name: statistics[name] for name in order}

@@ -1,0 +1,197 @@
+"""From a graph to an execution plan: operators in order, reorders where layouts differ, and the lifetime of every buffer.
+
+Tensors are numbered as in the graph, with those that reorders add behind them. Time: step k of n runs forward in slot k, the
+loss in slot n, backward of step k in slot 2n - k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from hpctrain.backend.kernels.base import KernelSet, Operator
+from hpctrain.backend.kernels.graph import Graph, Node
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.nn.memory import Block
+
+
+@runtime_checkable
+class SelfMade(Protocol):
+    """A spec that brings its own operator (a user's layer, a halo exchange); it works on plain memory."""
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One operator at its place. `inputs` and `output` are tensor numbers; `node` is None for a reorder."""
+
+    name: str
+    operator: Operator
+    inputs: tuple[int, ...]
+    output: int
+    node: Node | None = None
+
+    @property
+    def has_parameters(self) -> bool:
+        return self.node is not None and bool(self.node.parameters)
+
+    @property
+    def input_first(self) -> bool:
+        return self.node is not None and self.node.input_first
+
+
+@dataclass
+class ExecutionPlan:
+    """Steps in forward order, and which tensors share storage.
+
+    storage[t]: the tensor whose memory tensor t lies in (itself where it has its own). needs_grad[t]: its gradient is computed.
+    grad_storage[t] likewise for gradients.
+    """
+
+    steps: list[PlannedStep]
+    tensors: list[TensorSpec]
+    output: int
+    training: bool
+    needs_grad: list[bool] = field(default_factory=list)
+    storage: list[int] = field(default_factory=list)
+    grad_storage: list[int] = field(default_factory=list)
+
+    def readers(self, tensor: int) -> list[int]:
+        """Positions of the steps that read `tensor`."""
+        return [k for k, step in enumerate(self.steps) if tensor in step.inputs]
+
+
+def plan(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
+    """Fuse, make operators, insert reorders, decide who shares memory."""
+    result = _make_steps(kernels.fuse(graph, training=training), kernels, training)
+    _find_gradients(result, input_gradient)
+    _share_activations(result)
+    _share_gradients(result)
+    return result
+
+
+def _make_steps(graph: Graph, kernels: KernelSet, training: bool) -> ExecutionPlan:
+    tensors = list(graph.tensors)
+    steps: list[PlannedStep] = []
+    copies: dict[tuple[int, str], int] = {}
+
+    def in_layout(tensor: int, wanted: TensorSpec) -> int:
+        if tensors[tensor].layout == wanted.layout:
+            return tensor
+        key = (tensor, wanted.layout)
+        if key not in copies:
+            tensors.append(wanted)
+            copies[key] = len(tensors) - 1
+            reorder = kernels.reorder(tensors[tensor], wanted)
+            steps.append(PlannedStep(f"reorder.{tensor}", reorder, (tensor,), copies[key]))
+        return copies[key]
+
+    for node in graph.nodes:
+        specs = tuple(tensors[i] for i in node.inputs)
+        operator = (
+            node.spec.operator(tuple(spec.plain() for spec in specs), training=training)
+            if isinstance(node.spec, SelfMade)
+            else kernels.make(node.spec, specs, training=training)
+        )
+        inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
+        tensors[node.output] = operator.output
+        steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
+    output = in_layout(graph.output, tensors[graph.output].plain())
+    return ExecutionPlan(steps, tensors, output, training)
+
+
+def _find_gradients(plan: ExecutionPlan, input_gradient: bool) -> None:
+    plan.needs_grad = [False] * len(plan.tensors)
+    if not plan.training:
+        return
+    plan.needs_grad[0] = input_gradient
+    for step in plan.steps:
+        plan.needs_grad[step.output] = step.has_parameters or any(plan.needs_grad[i] for i in step.inputs)
+
+
+def _share_activations(plan: ExecutionPlan) -> None:
+    """Views share their input's memory; in-place operators too, where nobody needs what they overwrite."""
+    plan.storage = list(range(len(plan.tensors)))
+    last_read, kept = _uses(plan)
+    members: dict[int, list[int]] = {t: [t] for t in range(len(plan.tensors))}
+    for k, step in enumerate(plan.steps):
+        source = plan.storage[step.inputs[0]]
+        fits = step.operator.in_place and plan.tensors[step.inputs[0]] == plan.tensors[step.output]
+        free = all(last_read[t] <= k and t not in kept for t in members[source])
+        once = step.inputs.count(step.inputs[0]) == 1
+        keeps_input = step.operator.needs_inputs[0] and plan.training
+        if step.operator.view or (fits and source != 0 and free and once and not keeps_input):
+            plan.storage[step.output] = source
+            members[source].append(step.output)
+
+
+def _uses(plan: ExecutionPlan) -> tuple[list[int], set[int]]:
+    """Last forward position that reads each tensor, and the tensors that backward reads."""
+    last_read = [-1] * len(plan.tensors)
+    kept: set[int] = set()
+    for k, step in enumerate(plan.steps):
+        for i, tensor in enumerate(step.inputs):
+            last_read[tensor] = k
+            if plan.training and step.operator.needs_inputs[i]:
+                kept.add(tensor)
+        if plan.training and step.operator.needs_output:
+            kept.add(step.output)
+    last_read[plan.output] = len(plan.steps)
+    return last_read, kept
+
+
+def _share_gradients(plan: ExecutionPlan) -> None:
+    """The input's gradient may lie in the output's, where the operator works in place and is the only reader of its input."""
+    plan.grad_storage = list(range(len(plan.tensors)))
+    readers: dict[int, int] = {}
+    for step in plan.steps:
+        for tensor in step.inputs:
+            readers[tensor] = readers.get(tensor, 0) + 1
+    for step in reversed(plan.steps):
+        source = step.inputs[0]
+        alone = readers[source] == 1 and plan.needs_grad[source]
+        same = step.operator.in_place and plan.tensors[source] == plan.tensors[step.output] and not step.input_first
+        if alone and (step.operator.view or same):
+            plan.grad_storage[source] = plan.grad_storage[step.output]
+
+
+def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
+    """Blocks by ("activation" | "gradient" | "saved" | "partial", number): tensors by storage, saved and partial by step.
+
+    "partial" holds the gradient of a step's input that must be added to what an earlier step of backward wrote.
+    """
+    n = len(plan.steps)
+    spans: dict[tuple[str, int], list[int]] = {}
+
+    def live(kind: str, number: int, size_bytes: int, *times: int) -> None:
+        span = spans.setdefault((kind, number), [size_bytes, min(times), max(times)])
+        span[0] = max(span[0], size_bytes)
+        span[1] = min(span[1], *times)
+        span[2] = max(span[2], *times)
+
+    live("activation", 0, plan.tensors[0].bytes, 0)
+    for k, step in enumerate(plan.steps):
+        backward = 2 * n - k
+        operator = step.operator
+        out = plan.storage[step.output]
+        live("activation", out, plan.tensors[step.output].bytes, k)
+        if plan.training and operator.needs_output:
+            live("activation", out, 0, backward)
+        for i, tensor in enumerate(step.inputs):
+            live("activation", plan.storage[tensor], 0, k)
+            if plan.training and operator.needs_inputs[i]:
+                live("activation", plan.storage[tensor], 0, backward)
+            if plan.needs_grad[tensor]:
+                live("gradient", plan.grad_storage[tensor], plan.tensors[tensor].bytes, backward)
+        if plan.needs_grad[step.output]:
+            live("gradient", plan.grad_storage[step.output], plan.tensors[step.output].bytes, backward)
+        if operator.saved_bytes:
+            live("saved", k, operator.saved_bytes, k, *([backward] if plan.training else []))
+    live("activation", plan.storage[plan.output], 0, n)
+    if plan.training:
+        live("gradient", plan.grad_storage[plan.output], plan.tensors[plan.output].bytes, n)
+    if plan.needs_grad[0]:
+        live("gradient", plan.grad_storage[0], 0, 2 * n + 1)  # the caller reads it after backward
+    return {key: Block(size, first, last) for key, (size, first, last) in spans.items()}

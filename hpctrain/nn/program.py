@@ -1,0 +1,276 @@
+"""A model at one batch size, planned once and run many times: operators bound to one arena."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Array, Buffers, LossOperator, LossSums, Operator, StatisticsMerger, StepContext
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.memory import pack
+from hpctrain.nn.parameter import Parameter
+from hpctrain.nn.plan import ExecutionPlan, PlannedStep, lifetimes
+from hpctrain.nn.statistics import FlatStatistics
+
+_NO_HOOKS = StepHooks()
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A planned step with its parameters and what is left to do by the program itself.
+
+    add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
+    """
+
+    name: str
+    operator: Operator
+    parameters: tuple[Parameter, ...]
+    input_first: bool
+    passes_back: bool
+    add_partials: tuple[tuple[Array, Array], ...]
+
+
+class Program:
+    """Runs forward, loss and backward of one plan. Allocates nothing after construction.
+
+    Several programs share one arena, and only one runs at a time: `x`, logits and gradients are valid until another one starts.
+
+    Attributes:
+        x: input buffer (N, H, W, C), to be filled before each forward. logits: (N, classes).
+        x_grad: gradient of the input, where it was asked for at set-up.
+        activation_bytes: size of the arena that this program uses.
+
+    Args:
+        plan: operators and who shares memory. parameters: by full name. statistics: of all batch norms.
+        arena: gives a uint8 buffer of at least so many bytes. loss: None in a program that only predicts.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        *,
+        parameters: Mapping[str, Parameter],
+        statistics: FlatStatistics,
+        arena: Callable[[int], Array],
+        loss: LossOperator,
+        merger: StatisticsMerger,
+    ) -> None:
+        self._plan = plan
+        self._loss = loss
+        binder = _Binder(plan, parameters, statistics, arena, merger)
+        self.activation_bytes = binder.total_bytes
+        self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
+        self.x: Array = binder.activation(0)
+        self.logits: Array = binder.activation(plan.output)
+        self.d_logits: Array | None = binder.gradient(plan.output) if plan.training else None
+        self.x_grad: Array | None = binder.gradient(0) if plan.needs_grad[0] else None
+
+    @property
+    def batch(self) -> int:
+        """N of this program."""
+        return int(self.x.shape[0])
+
+    def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
+        """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
+        for step in self.steps:
+            if step.parameters:
+                hooks.before_forward(step.parameters)
+            step.operator.forward(context)
+            hooks.operator_done(step.name, "forward")
+        return self.logits
+
+    def loss(self, labels: Array, global_count: int) -> LossSums:
+        """Sums over this batch; leaves the logits' gradient, divided by the step's global count, for `backward`.
+
+        Args:
+            labels: int64 (N,). global_count: samples of the step over all ranks and micro-batches.
+        """
+        return self._loss.run(self.logits, labels, global_count, self.d_logits)
+
+    def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
+        """Gradients of all parameters, last layer first, each announced as soon as it is final."""
+        for step in reversed(self.steps):
+            if step.input_first:
+                self._input_gradient(step, hooks)
+                self._parameter_gradients(step, hooks)
+            else:
+                self._parameter_gradients(step, hooks)
+                self._input_gradient(step, hooks)
+            for parameter in step.parameters:
+                hooks.data_free(parameter)
+
+    def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
+        if not step.parameters:
+            return
+        step.operator.backward_parameters()
+        hooks.operator_done(step.name, "parameters")
+        for parameter in reversed(step.parameters):
+            hooks.grad_ready(parameter)
+
+    def _input_gradient(self, step: BoundStep, hooks: StepHooks) -> None:
+        if not step.passes_back:
+            return
+        step.operator.backward_input()
+        for target, partial in step.add_partials:
+            np.add(target, partial, out=target)
+        hooks.operator_done(step.name, "input")
+
+    def parameters_changed(self) -> None:
+        """Parameters were written outside of a training step (a checkpoint, an averager): cached copies are stale."""
+        for step in self.steps:
+            step.operator.parameters_changed()
+
+
+class _ViewCopy(Operator):
+    """Stands in for a view whose gradient cannot share memory: its input has several readers."""
+
+    def __init__(self, inner: Operator) -> None:
+        self.spec, self.inputs, self.output = inner.spec, inner.inputs, inner.output
+        self._inner = inner
+
+    def forward(self, context: StepContext) -> None:
+        self._inner.forward(context)
+
+    def backward_input(self) -> None:
+        target = self.buffers.input_grads[0]
+        assert target is not None
+        np.copyto(target, self.buffers.output_grad.reshape(target.shape))  # type: ignore[union-attr]
+
+
+class _Binder:
+    """Places a plan's buffers in the arena and binds its operators, in forward order."""
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        parameters: Mapping[str, Parameter],
+        statistics: FlatStatistics,
+        arena: Callable[[int], Array],
+        merger: StatisticsMerger,
+    ) -> None:
+        self._plan, self._parameters, self._statistics, self._merger = plan, parameters, statistics, merger
+        blocks = dict(lifetimes(plan))
+        self._first_writer = _first_writers(plan)
+        scratch_bytes = max((step.operator.scratch_bytes for step in plan.steps), default=0)
+        offsets, packed_bytes = pack(list(blocks.values()))
+        self._offset = dict(zip(blocks, offsets, strict=True))
+        partial_bytes = self._largest_partial()
+        self._scratch_at = packed_bytes
+        self._partial_at = packed_bytes + -(-scratch_bytes // 64) * 64
+        self.total_bytes = self._partial_at + partial_bytes
+        self._scratch_bytes = scratch_bytes
+        self._memory = arena(self.total_bytes)
+
+    def activation(self, tensor: int) -> Array:
+        """The buffer of a tensor, in its shape (flat in a layout that is not plain)."""
+        return self._view(self._offset["activation", self._plan.storage[tensor]], self._plan.tensors[tensor])
+
+    def gradient(self, tensor: int) -> Array:
+        """The buffer of a tensor's gradient."""
+        return self._view(self._offset["gradient", self._plan.grad_storage[tensor]], self._plan.tensors[tensor])
+
+    def bind(self, k: int, step: PlannedStep) -> BoundStep:
+        operator = step.operator
+        plan = self._plan
+        shared = plan.grad_storage[step.inputs[0]] == plan.grad_storage[step.output]
+        if operator.view and not shared and plan.needs_grad[step.inputs[0]]:
+            operator = _ViewCopy(operator)
+        grads: list[Array | None] = []
+        accumulate: list[bool] = []
+        partials: list[tuple[Array, Array]] = []
+        partial_at = self._partial_at
+        for i, tensor in enumerate(step.inputs):
+            if not plan.needs_grad[tensor]:
+                grads.append(None)
+                accumulate.append(False)
+                continue
+            target = self.gradient(tensor)
+            adds = self._first_writer[tensor] != (k, i)
+            accumulate.append(adds and operator.can_accumulate)
+            if adds and not operator.can_accumulate:
+                partial = self._view(partial_at, plan.tensors[tensor])
+                partial_at += plan.tensors[tensor].bytes
+                partials.append((target, partial))
+                target = partial
+            grads.append(target)
+        parameters = self._bind_buffers(k, step, operator, tuple(grads), tuple(accumulate))
+        return BoundStep(
+            step.name,
+            operator,
+            parameters,
+            step.input_first,
+            any(grad is not None for grad in grads) and not operator.view,
+            tuple(partials),
+        )
+
+    def _bind_buffers(
+        self, k: int, step: PlannedStep, operator: Operator, grads: tuple[Array | None, ...], accumulate: tuple[bool, ...]
+    ) -> tuple[Parameter, ...]:
+        node = step.node
+        roles = dict(node.parameters) if node is not None else {}
+        own = {role: self._parameters[name] for role, name in roles.items()}
+        statistics = self._statistics.by_role(node.statistics) if node is not None else {}
+        plan = self._plan
+        operator.bind(
+            Buffers(
+                inputs=tuple(self.activation(i) for i in step.inputs),
+                output=self.activation(step.output),
+                input_grads=grads,
+                output_grad=self.gradient(step.output) if plan.needs_grad[step.output] else None,
+                accumulate=accumulate,
+                parameters={role: parameter.data for role, parameter in own.items()},
+                gradients={role: parameter.grad for role, parameter in own.items()} if plan.training else {},
+                statistics=statistics,
+                saved=self._bytes(self._offset["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
+                scratch=self._bytes(self._scratch_at, self._scratch_bytes) if operator.scratch_bytes else None,
+                merger=self._merger,
+            )
+        )
+        return tuple(own.values())
+
+    def _largest_partial(self) -> int:
+        plan = self._plan
+        largest = 0
+        for k, step in enumerate(plan.steps):
+            if step.operator.can_accumulate:
+                continue
+            sizes = (
+                plan.tensors[tensor].bytes
+                for i, tensor in enumerate(step.inputs)
+                if plan.needs_grad[tensor] and self._first_writer[tensor] != (k, i)
+            )
+            largest = max(largest, sum(sizes))
+        return largest
+
+    def _bytes(self, offset: int, size: int) -> Array:
+        return self._memory[offset : offset + size]
+
+    def _view(self, offset: int, spec: TensorSpec) -> Any:
+        flat = self._bytes(offset, spec.bytes).view(spec.dtype)
+        return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
+
+
+def _first_writers(plan: ExecutionPlan) -> dict[int, tuple[int, int]]:
+    """Who writes a tensor's gradient first in backward: (step, input position); (-1, -1) is the loss."""
+    writers = {plan.output: (-1, -1)}
+    for k in reversed(range(len(plan.steps))):
+        for i, tensor in enumerate(plan.steps[k].inputs):
+            writers.setdefault(tensor, (k, i))
+    return writers
+
+
+def macs(plan: ExecutionPlan) -> int:
+    """Multiply-adds of one forward pass, for reports."""
+    return sum(
+        step.node.spec.flops(*(plan.tensors[i].plain() for i in step.inputs)) // 2 for step in plan.steps if step.node is not None
+    )
+
+
+def parameter_bytes(parameters: Mapping[str, Parameter]) -> int:
+    """Bytes of all parameters' data."""
+    return sum(math.prod(p.spec.shape) * p.data.itemsize for p in parameters.values())

@@ -1,0 +1,54 @@
+"""Running statistics of batch norm: flat, beside what the last training batches left, so that one message averages them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpctrain.nn.parameter import StatisticSpec
+
+_BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
+
+
+class FlatStatistics:
+    """Views into two flat arrays of one layout: `running`, and `batch`, which training forwards write.
+
+    A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
+    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only.
+
+    Attributes:
+        running, batch: 1-D arrays of the network's dtype. momentum: float64, per element.
+        views: every running statistic by full name ("bn1.running_mean"), in its shape.
+    """
+
+    def __init__(self, specs: Mapping[str, StatisticSpec], dtype: str) -> None:
+        self.names = tuple(specs)
+        sizes = [math.prod(spec.shape) for spec in specs.values()]
+        self.size = sum(sizes)
+        self.running = np.zeros(self.size, dtype)
+        self.batch = np.zeros(self.size, dtype)
+        self.momentum = np.zeros(self.size, np.float64)
+        self.views: dict[str, np.ndarray] = {}
+        self._batch_views: dict[str, np.ndarray] = {}
+        start = 0
+        for (name, spec), size in zip(specs.items(), sizes, strict=True):
+            part = slice(start, start + size)
+            self.running[part] = spec.fill
+            self.momentum[part] = spec.momentum
+            self.views[name] = self.running[part].reshape(spec.shape)
+            self._batch_views[name] = self.batch[part].reshape(spec.shape)
+            start += size
+
+    def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+        """What one operator works on, for its role -> full name: the running statistics and the batch's beside them."""
+        views = {role: self.views[name] for role, name in names.items()}
+        return views | {_BATCH_ROLE[role]: self._batch_views[name] for role, name in names.items()}
+
+    def blend(self, weighted_sums: np.ndarray, count: float) -> None:
+        """Move the running statistics towards weighted_sums / count (float64, flat); nothing where count is 0."""
+        if count == 0:
+            return
+        target = weighted_sums / count
+        self.running[...] = self.running + self.momentum * (target - self.running)
