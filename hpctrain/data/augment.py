@@ -1,0 +1,296 @@
+"""Augmentation as pure functions of (seed, epoch, sample id): independent of how samples are grouped into batches.
+
+Each augmentation is a frozen description with its options as fields; it draws `draws` uniform numbers per sample and works on
+uint8 images. `Pipeline` runs a list of them and normalises last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hpctrain.backend import counter_random
+from hpctrain.errors import ConfigError, ShapeError
+
+_RESIZE_TRIES = 10
+
+
+class Augmentation(ABC):
+    """One map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
+
+    Attributes:
+        name: as the configuration calls it. draws: uniform numbers per sample.
+    """
+
+    name: ClassVar[str]
+    draws: ClassVar[int] = 0
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        """(H, W, C) after it, for (h, w, c) before.
+
+        Raises:
+            ShapeError: the images are too small.
+        """
+        return h, w, c
+
+    @abstractmethod
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
+
+
+@dataclass(frozen=True)
+class PadCrop(Augmentation):
+    """Black edges of `padding` pixels, then a random window of the images' own size (He et al., CVPR 2016, section 4.2)."""
+
+    padding: int = 4
+
+    name: ClassVar[str] = "pad_crop"
+    draws: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        _require(self.padding >= 0, "pad_crop", "padding", self.padding, "is negative; the smallest is 0, the usual one 4")
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        height, width = images.shape[1:3]
+        shifts = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
+        out[...] = 0
+        for image, target, (dy, dx) in zip(images, out, shifts.tolist(), strict=True):
+            rows, to_rows = _overlap(dy, height)
+            columns, to_columns = _overlap(dx, width)
+            target[to_rows, to_columns] = image[rows, columns]
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Augmentation):
+    """A window of random area (`scale`, share of the image) and aspect (`ratio`), resized to `size` (Szegedy et al., CVPR 2015).
+
+    Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
+    widened where it shrinks.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+
+    name: ClassVar[str] = "random_resized_crop"
+    draws: ClassVar[int] = 2 * _RESIZE_TRIES + 2
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, self.name, "size", self.size, "is not positive; the smallest is 1, the usual one 224")
+        low, high = self.scale
+        _require(0 < low <= high <= 1, self.name, "scale", self.scale, "must be low <= high within (0, 1], such as [0.08, 1.0]")
+        low, high = self.ratio
+        _require(0 < low <= high, self.name, "ratio", self.ratio, "must be 0 < low <= high, such as [0.75, 1.333]")
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        return self.size, self.size, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        boxes = self.boxes(images.shape[1], images.shape[2], u)
+        for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
+            _resize(image[top : top + height, left : left + width], target)
+
+    def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
+        """Windows (N, 4) int64: top, left, height, width, inside (height, width)."""
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 0 : 2 * _RESIZE_TRIES : 2])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = np.exp(low + (high - low) * u[:, 1 : 2 * _RESIZE_TRIES : 2])
+        w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        first, rows = fits.argmax(axis=1), np.arange(len(u))
+        w, h = w[rows, first], h[rows, first]
+        top = (u[:, -2] * (height - h + 1)).astype(np.int64)
+        left = (u[:, -1] * (width - w + 1)).astype(np.int64)
+        boxes = np.stack([top, left, h, w], axis=1)
+        boxes[~fits.any(axis=1)] = self._central(height, width)
+        return boxes
+
+    def _central(self, height: int, width: int) -> tuple[int, int, int, int]:
+        aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
+        h = max(1, min(height, round(width / aspect)))
+        w = max(1, min(width, round(height * aspect)))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclass(frozen=True)
+class CenterCrop(Augmentation):
+    """The central window of `size` x `size`."""
+
+    size: int
+
+    name: ClassVar[str] = "center_crop"
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, self.name, "size", self.size, "is not positive; the smallest is 1, the usual one 224")
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        if min(h, w) < self.size:
+            raise ShapeError(f"center_crop.size {self.size} is larger than the images of {h}x{w}; at most {min(h, w)} fits.")
+        return self.size, self.size, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        top, left = (images.shape[1] - self.size) // 2, (images.shape[2] - self.size) // 2
+        out[...] = images[:, top : top + self.size, left : left + self.size]
+
+
+@dataclass(frozen=True)
+class Flip(Augmentation):
+    """Left and right exchanged with `probability`."""
+
+    probability: float = 0.5
+
+    name: ClassVar[str] = "flip"
+    draws: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        legal = 0 <= self.probability <= 1
+        _require(legal, self.name, "probability", self.probability, "is outside [0, 1]; the usual one is 0.5")
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
+            target[...] = image[:, ::-1] if flipped else image
+
+
+AUGMENTATIONS: Mapping[str, type[Augmentation]] = {kind.name: kind for kind in (PadCrop, RandomResizedCrop, CenterCrop, Flip)}
+
+
+def check(name: str, options: Mapping[str, Any]) -> Augmentation:
+    """The augmentation that a configuration describes.
+
+    Raises:
+        ConfigError: an unknown name or option (with the nearest known one), a missing option, a value of a wrong type or range.
+    """
+    if name not in AUGMENTATIONS:
+        raise ConfigError(f"There is no augmentation {name!r}; {_nearest(name, AUGMENTATIONS)}.")
+    kind = AUGMENTATIONS[name]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            hint = _nearest(option, fields) if fields else "it has none"
+            raise ConfigError(f"The augmentation {name} has no option {option!r}; {hint}.")
+    for field in fields.values():
+        if field.default is dataclasses.MISSING and field.name not in options:
+            raise ConfigError(f"The augmentation {name} needs the option {field.name!r}, such as {field.name}: 224.")
+    return kind(**{option: _typed(name, option, str(fields[option].type), value) for option, value in options.items()})
+
+
+class Pipeline:
+    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`.
+
+    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for the largest batch seen,
+    so one thread at a time may call it.
+
+    Args:
+        specs: (name, options) pairs, checked by `check`.
+        mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
+        dtype: "float32" or "float64" of the result.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[tuple[str, Mapping[str, Any]]],
+        seed: int,
+        mean: np.ndarray,
+        std: np.ndarray,
+        dtype: str = "float32",
+    ) -> None:
+        self.augmentations = tuple(check(name, options) for name, options in specs)
+        self.seed = seed
+        self.dtype = np.dtype(dtype)
+        # A constant channel has std 0 and would turn into NaN.
+        spread = np.where(np.asarray(std) > 0, std, 1.0)
+        self._scale = 1 / (255 * spread)
+        self._shift = -np.asarray(mean) / spread
+        self._scratch: dict[int, np.ndarray] = {}
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        """(H, W, C) of the result for images of (h, w, c).
+
+        Raises:
+            ShapeError: too small for a crop, or with channels for which there is no mean.
+        """
+        if c != len(self._scale):
+            raise ShapeError(f"The images have {c} channels, but mean and std have {len(self._scale)}; they must agree.")
+        for augmentation in self.augmentations:
+            h, w, c = augmentation.output_shape(h, w, c)
+        return h, w, c
+
+    def __call__(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> np.ndarray:
+        """Augment and normalise images (N, H, W, C) uint8 of samples (N,) int64 into `out` (N, *output_shape) of `dtype`."""
+        for position, augmentation in enumerate(self.augmentations):
+            stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name)
+            u = counter_random.uniform(stream, sample_ids, range(augmentation.draws))
+            result = self._buffer(position, len(images), augmentation.output_shape(*images.shape[1:]))
+            augmentation.apply(images, u, result)
+            images = result
+        return self._normalise(images, out)
+
+    def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
+        # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
+        n, h, w, c = images.shape
+        rows = out.reshape(n, h, w * c)
+        np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
+        np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
+        return out
+
+    def _buffer(self, position: int, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+        buffer = self._scratch.get(position)
+        if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
+            buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
+        return buffer[:count]
+
+
+def _overlap(shift: int, size: int) -> tuple[slice, slice]:
+    """Source and target slices of a window moved by `shift` over an image of `size` (empty where they do not meet)."""
+    length = max(0, size - abs(shift))
+    source, target = (shift, 0) if shift >= 0 else (0, -shift)
+    return slice(source, source + length), slice(target, target + length)
+
+
+def _resize(image: np.ndarray, target: np.ndarray) -> None:
+    """Bilinear resize of (h, w, C) uint8 into `target` (H, W, C)."""
+    size = target.shape[1], target.shape[0]
+    if image.shape[2] == 3:
+        target[...] = Image.fromarray(np.ascontiguousarray(image)).resize(size, Image.Resampling.BILINEAR)
+        return
+    for channel in range(image.shape[2]):
+        plane = Image.fromarray(np.ascontiguousarray(image[..., channel]))
+        target[..., channel] = plane.resize(size, Image.Resampling.BILINEAR)
+
+
+def _require(legal: bool, name: str, option: str, value: object, rule: str) -> None:
+    if not legal:
+        shown = list(value) if isinstance(value, tuple) else value
+        raise ConfigError(f"The option {name}.{option} = {shown} {rule}.")
+
+
+def _nearest(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+
+
+def _typed(name: str, option: str, kind: str, value: Any) -> Any:
+    """The value as its field's type ("int", "float" or a pair of floats).
+
+    Raises:
+        ConfigError: another type. YAML gives lists for pairs, integers for whole floats.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "int" and isinstance(value, int) and number:
+        return value
+    if kind == "float" and number:
+        return float(value)
+    if kind.startswith("tuple") and isinstance(value, (list, tuple)) and len(value) == 2:
+        return tuple(_typed(name, option, "float", part) for part in value)
+    wanted = {"int": "a whole number", "float": "a number"}.get(kind, "two numbers [low, high]")
+    raise ConfigError(f"The option {name}.{option} = {value!r} must be {wanted}.")

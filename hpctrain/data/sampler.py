@@ -1,0 +1,77 @@
+"""Which samples a step takes: a pure function of (seed, epoch, step), the same on every rank and after every restart."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.backend import counter_random
+from hpctrain.errors import ConfigError, DataError
+
+
+def counts(samples: int, parts: int) -> tuple[int, ...]:
+    """`samples` over `parts` as evenly as possible, larger parts first; zeros where there are fewer samples than parts."""
+    share, rest = divmod(samples, parts)
+    return tuple(share + (part < rest) for part in range(parts))
+
+
+def part_of(ids: NDArray[np.int64], part: int, parts: int) -> NDArray[np.int64]:
+    """The contiguous share of one part, as long as `counts` says; a view."""
+    share, rest = divmod(len(ids), parts)
+    start = part * share + min(part, rest)
+    return ids[start : start + share + (part < rest)]
+
+
+class Sampler:
+    """Global batches of an epoch: every sample exactly once, the last batch short where `batch` does not divide.
+
+    Args:
+        samples: size of the data set.
+        batch: samples of a step over all ranks.
+        seed: of the order; another epoch has another order.
+        shuffle: False for evaluation: samples in file order.
+
+    Raises:
+        DataError: no samples. ConfigError: a batch below 1.
+    """
+
+    def __init__(self, samples: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
+        if samples < 1:
+            raise DataError(f"A data set of {samples} samples cannot be trained on; at least 1 is needed.")
+        if batch < 1:
+            raise ConfigError(f"A batch of {batch} samples is not possible; the smallest is 1.")
+        self.samples = samples
+        self.batch = batch
+        self.seed = seed
+        self.shuffle = shuffle
+        self._cached: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch, the short one included."""
+        return -(-self.samples // self.batch)
+
+    def global_count(self, step: int) -> int:
+        """Samples of one step of an epoch over all ranks."""
+        return max(0, min(self.batch, self.samples - step * self.batch))
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """All sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's is kept."""
+        cached = self._cached
+        if cached is None or cached[0] != epoch:
+            order = self._shuffled(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
+            order.flags.writeable = False
+            cached = self._cached = (epoch, order)
+        return cached[1]
+
+    def ids(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """Sample ids of one global batch, (global_count(step),) int64, a read-only view."""
+        assert 0 <= step < self.steps_per_epoch, f"step {step} of {self.steps_per_epoch}"
+        return self.order(epoch)[step * self.batch : (step + 1) * self.batch]
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        # Sorting 64-bit random words, not a generator's permutation: NumPy may change that one between versions.
+        stream = counter_random.key("sampler", self.seed, epoch)
+        words = counter_random.words(stream, np.zeros(1, np.int64), range(2 * self.samples))
+        keys = words.reshape(self.samples, 2).astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
+        return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
