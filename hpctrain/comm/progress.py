@@ -1,0 +1,245 @@
+"""The progress engine: posts operations in a fixed order, drives them all, and never waits for ever.
+
+One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a row collective that
+waits beside a column one which nobody drives is a deadlock that separate communicators do not cure. The order within a queue
+is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TextIO
+
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.errors import CommunicationTimeoutError
+
+#: exit code of a job that ended at a deadline (as of timeout(1))
+TIMEOUT_EXIT_CODE = 124
+
+# A wait first spins (a message on its way arrives within microseconds), then offers its core to the other ranks on it, then
+# sleeps, so that a rank which waits for a slower one leaves that one the core.
+_SPIN_SECONDS = 20e-6
+_YIELD_SECONDS = 200e-6
+_SLEEP_SECONDS = 50e-6
+
+
+class Ticket:
+    """An operation given to a queue: waiting for its turn, in flight, or done.
+
+    Attributes:
+        what: what it is for, usually the parameter's name. sequence: its position in its queue, counted from 0 at start-up.
+        done: complete; stays True.
+    """
+
+    __slots__ = ("_after", "_start", "done", "handle", "queue_name", "sequence", "what")
+
+    def __init__(self, start: Callable[[], Handle], what: str, after: Sequence[Ticket], queue_name: str, sequence: int) -> None:
+        self.what = what
+        self.queue_name = queue_name
+        self.sequence = sequence
+        self.done = False
+        self.handle: Handle | None = None
+        self._start: Callable[[], Handle] | None = start
+        self._after = tuple(after)
+
+    def ready(self) -> bool:
+        """True once everything that it comes after is complete."""
+        return all(ticket.done for ticket in self._after)
+
+    def begin(self) -> None:
+        """Start the operation. Its dependencies are let go, so that no chain of old tickets is kept."""
+        assert self._start is not None, "an operation is started once"
+        start, self._start, self._after = self._start, None, ()
+        self.handle = start()
+
+    def test(self) -> bool:
+        """Drive the started operation; True once complete, and its buffers are let go."""
+        assert self.handle is not None
+        if self.handle.test():
+            self.done = True
+            self.handle = None
+        return self.done
+
+    def __str__(self) -> str:
+        head = f"{self.what}: queue {self.queue_name}, sequence number {self.sequence}"
+        if self.done:
+            return f"{head}, complete"
+        if self.handle is not None:
+            return f"{head}, operation {self.handle}, in flight"
+        blockers = [f"{ticket.what} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
+
+
+class PostingQueue:
+    """Operations of one communicator, started strictly in the order of `post`.
+
+    Args:
+        name: for messages. window: most operations in flight at a time; None: no limit.
+    """
+
+    def __init__(self, name: str, window: int | None = None) -> None:
+        assert window is None or window >= 1
+        self.name = name
+        self.window = window
+        self._waiting: deque[Ticket] = deque()
+        self._in_flight: list[Ticket] = []
+        self._posted = 0
+        self.starting = False
+
+    def post(self, start: Callable[[], Handle], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue an operation; it starts at once where it may.
+
+        Args:
+            start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
+                all of `after` are complete. May compute (a shard's update) and may post; must not wait.
+            what: what it is for, as a message names it: the parameter.
+            after: tickets of any queue.
+        """
+        ticket = Ticket(start, what, after, self.name, self._posted)
+        self._posted += 1
+        self._waiting.append(ticket)
+        self.start_heads()
+        return ticket
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing waits and nothing is in flight."""
+        return not self._waiting and not self._in_flight
+
+    def unfinished(self) -> Sequence[Ticket]:
+        """What is in flight, then what waits, each in order."""
+        return (*self._in_flight, *self._waiting)
+
+    def collect(self) -> None:
+        """Test everything in flight once."""
+        flying = self._in_flight
+        kept = 0
+        for ticket in flying:
+            if not ticket.test():
+                flying[kept] = ticket
+                kept += 1
+        del flying[kept:]
+
+    def start_heads(self) -> None:
+        """Start operations from the head while they may start."""
+        if self.starting:  # a `start` that posts: what it adds comes after itself
+            return
+        self.starting = True
+        try:
+            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
+                ticket = self._waiting.popleft()
+                ticket.begin()
+                if not ticket.test():
+                    self._in_flight.append(ticket)
+        finally:
+            self.starting = False
+
+
+class ProgressEngine:
+    """Owns the posting queues of a process; the only place that waits.
+
+    Not thread-safe: one thread of a process posts, polls and waits.
+
+    Args:
+        rank: this process's rank, for messages.
+        deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
+            and the stacks of all threads, and calls `abort`.
+        abort: ends the whole job with an exit code (`Communicator.abort` of the world).
+        clock, sleep: seconds since any start, and a sleep of so many seconds.
+        stream: where the report goes; stderr by default.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        deadline_seconds: float,
+        abort: Callable[[int], None],
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.rank = rank
+        self.deadline_seconds = deadline_seconds
+        self.waited_seconds = 0.0  # all waits so far: communication that nothing hid
+        self._abort = abort
+        self._clock = clock
+        self._sleep = sleep
+        self._stream = stream
+        self._queues: dict[Communicator, PostingQueue] = {}
+
+    def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
+        """The queue of `comm`: made at the first call (with `window`), the same one ever after."""
+        if comm not in self._queues:
+            self._queues[comm] = PostingQueue(comm.name, window)
+        return self._queues[comm]
+
+    def poll(self) -> None:
+        """One pass over all queues: test what is in flight, then start what may start. Never blocks."""
+        queues = self._queues.values()
+        for queue in queues:
+            if not queue.idle:
+                queue.collect()
+        for queue in queues:
+            if not queue.idle:
+                queue.start_heads()
+
+    def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
+        """Drive all queues until these operations are complete."""
+        for ticket in (tickets,) if isinstance(tickets, Ticket) else tickets:
+            self._wait_one(ticket)
+
+    def wait_handle(self, handle: Handle, what: str) -> None:
+        """Drive all queues until an operation outside them is complete."""
+        if not handle.test():
+            self._drive(handle.test, f"{what}: outside the queues, operation {handle}")
+
+    def drain(self) -> None:
+        """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
+        for queue in self._queues.values():
+            while not queue.idle:
+                self.wait(queue.unfinished()[0])
+
+    def _wait_one(self, ticket: Ticket) -> None:
+        if not ticket.done:
+            self._drive(lambda: ticket.done, ticket)
+
+    def _drive(self, finished: Callable[[], bool], what: object) -> None:
+        assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
+        begin = now = self._clock()
+        while True:
+            self.poll()
+            if finished():
+                break
+            now = self._clock()
+            if now - begin > self.deadline_seconds:
+                self._give_up(what)
+            elif now - begin > _YIELD_SECONDS:
+                self._sleep(_SLEEP_SECONDS)
+            elif now - begin > _SPIN_SECONDS:
+                os.sched_yield()
+        self.waited_seconds += now - begin
+
+    def _give_up(self, what: object) -> NoReturn:
+        """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
+        stream = self._stream or _open_stderr()
+        sentence = f"[rank {self.rank}] no completion within the deadline of {self.deadline_seconds:g} s: {what}"
+        lines = [sentence, f"[rank {self.rank}] unfinished on this rank:"]
+        lines += [f"[rank {self.rank}]   {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
+        stream.write("\n".join([*lines, f"[rank {self.rank}] stacks of all threads:", ""]))
+        stream.flush()
+        faulthandler.dump_traceback(stream, all_threads=True)
+        stream.flush()
+        self._abort(TIMEOUT_EXIT_CODE)
+        raise CommunicationTimeoutError(sentence)  # only where `abort` came back
+
+
+def _open_stderr() -> TextIO:
+    """stderr as a real file: faulthandler writes to a descriptor, which a replaced sys.stderr may not have."""
+    assert sys.__stderr__ is not None
+    return sys.__stderr__
