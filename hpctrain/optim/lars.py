@@ -1,0 +1,84 @@
+"""Layer-wise adaptive rate scaling (You, Gitman and Ginsburg, arXiv 1708.03888, equation 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.errors import ConfigError
+from hpctrain.nn.parameter import FlatGroup, Segment
+from hpctrain.optim._momentum import DecayExclude, MomentumDescent, Run, merged
+from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.optim.clip import check_clip_norm, clip_scale
+
+
+class Lars(Optimizer):
+    """SGD whose step of each parameter is scaled by its trust ratio.
+
+    lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), the norms over the whole parameter;
+    g' = lambda * (g + weight_decay * w); m := momentum * m + g'; w := w - lr * m.
+
+    lambda is 1 where |w| or |g| is 0. A parameter that `decay_exclude` leaves out (norms and biases) has neither decay nor
+    ratio: it is updated as by plain SGD. Clipping comes first: g and |g| above are those of the clipped gradient. The
+    learning rate is outside the momentum as in `Sgd`, so a change of rate acts on the whole sum at once (the paper's
+    algorithm 1 has it inside; the two are equal while the rate is constant).
+
+    Args:
+        momentum: in [0, 1). nesterov: w := w - lr * (g' + momentum * m) instead.
+        weight_decay, decay_exclude, clip_norm: as in `Sgd`.
+        trust_coefficient: the paper's eta. epsilon: keeps the quotient finite.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    layer_norms: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decay_exclude: DecayExclude = "norm_and_bias",
+        clip_norm: float | None = None,
+        trust_coefficient: float = 0.001,
+        epsilon: float = 1e-9,
+    ) -> None:
+        if not trust_coefficient > 0.0:
+            raise ConfigError(f"trust_coefficient {trust_coefficient} must be positive; the usual value is 0.001.")
+        if not epsilon >= 0.0:
+            raise ConfigError(f"epsilon {epsilon} must be at least 0; the usual value is 1e-9.")
+        self.clip_norm = check_clip_norm(clip_norm)
+        self.trust_coefficient = float(trust_coefficient)
+        self.epsilon = float(epsilon)
+        self._descent = MomentumDescent(momentum, nesterov, weight_decay, decay_exclude)
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        self._descent.bind(group, owned)
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        assert norms is not None, "LARS needs norms"
+        scale = clip_scale(self.clip_norm, norms)
+        self._descent.update(merged(self._run(segment, scale, norms) for segment in segments), lr)
+
+    def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
+        """lambda of the parameter that `segment` belongs to; `clip` has scaled its gradient."""
+        if self._descent.excluded(segment):
+            return 1.0
+        data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
+        gradient *= clip
+        if data == 0.0 or gradient == 0.0:
+            return 1.0
+        return self.trust_coefficient * data / (gradient + self._descent.weight_decay * data + self.epsilon)
+
+    def _run(self, segment: Segment, clip: float, norms: Norms) -> Run:
+        ratio = self.trust_ratio(segment, norms, clip)
+        decay = 0.0 if self._descent.excluded(segment) else self._descent.weight_decay
+        return Run(segment.start, segment.stop, ratio * clip, ratio * decay)
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        return self._descent.state(segment)

@@ -1,0 +1,176 @@
+"""Learning-rate schedules: boundary values, continuity, monotony."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError
+from hpctrain.optim.schedules import Constant, Cosine, Polynomial, Schedule, Step, make, option_names, schedule_class
+
+COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    epochs = draw(st.integers(1, 12))
+    base = draw(st.floats(1e-4, 10.0))
+    warmup = draw(st.floats(0.0, epochs))
+    name = draw(st.sampled_from(["constant", "step", "cosine", "polynomial"]))
+    options: dict[str, object] = {"warmup_start": draw(st.floats(0.0, 1.0))}
+    if name == "step":
+        options["milestones_epochs"] = sorted(draw(st.sets(st.floats(max(warmup, 0.01), 15.0), max_size=3)))
+        options["gamma"] = draw(st.floats(0.05, 1.0))
+    elif name != "constant":
+        options["final_lr"] = draw(st.floats(0.0, 1.0)) * base
+    if name == "polynomial":
+        options["power"] = draw(st.floats(0.25, 4.0))
+    return make(name, options, base, epochs, draw(st.integers(1, 11)), warmup)
+
+
+@given(schedules())
+def test_rises_through_the_warm_up_then_never_rises_again(schedule):
+    rates = [schedule.lr(step) for step in range(schedule.total_steps + 3)]
+    slack = 1e-12 * schedule.base_lr
+    warmup = schedule.warmup_steps
+    assert all(b >= a - slack for a, b in pairwise(rates[:warmup]))
+    assert all(b <= a + slack for a, b in pairwise(rates[warmup:]))
+    assert all(-slack <= rate <= schedule.base_lr + slack for rate in rates)
+    assert rates == [schedule.lr(step) for step in range(schedule.total_steps + 3)]
+
+
+@given(schedules())
+def test_warm_up_begins_at_its_factor_and_is_linear(schedule):
+    warmup = schedule.warmup_steps
+    if not warmup:
+        return
+    assert schedule.lr(0) == pytest.approx(schedule.base_lr * schedule.warmup_start)
+    slope = schedule.base_lr * (1.0 - schedule.warmup_start) / warmup
+    for step in range(warmup - 1):
+        assert schedule.lr(step + 1) - schedule.lr(step) == pytest.approx(slope, abs=1e-12)
+    if not isinstance(schedule, Step) and warmup < schedule.total_steps:  # a milestone may lie where the warm-up ends
+        assert schedule.lr(warmup) == pytest.approx(schedule.base_lr)
+
+
+@given(schedules())
+def test_past_the_end_the_last_value_holds(schedule):
+    last = schedule.lr(schedule.total_steps)
+    assert schedule.lr(100 * schedule.total_steps + 1000) <= last
+    if isinstance(schedule, Cosine | Polynomial):
+        assert last == pytest.approx(schedule.final_lr, abs=1e-12)
+
+
+def test_smooth_schedules_have_no_jump():
+    """A step changes the rate by at most the steepest slope times one step; no jump where warm-up and decay meet."""
+    common = {**COMMON, "steps_per_epoch": 1000, "warmup_epochs": 2}
+    steep = {Cosine: math.pi / 2, Polynomial: 2.0}
+    for schedule in (Cosine(**common, final_lr=0.01), Polynomial(**common, final_lr=0.01)):
+        bound = 0.4 * max(steep[type(schedule)] / 7000, 1 / 2000) * 1.001
+        rates = [schedule.lr(step) for step in range(9001)]
+        assert max(abs(b - a) for a, b in pairwise(rates)) <= bound
+
+
+def test_constant():
+    schedule = Constant(**COMMON)
+    assert {schedule.lr(step) for step in (0, 1, 62, 63, 10**6)} == {0.4}
+
+
+def test_step_drops_at_the_first_step_of_each_milestone_counted_from_the_start():
+    schedule = Step(**COMMON, milestones_epochs=(3, 5.5), gamma=0.5, warmup_epochs=1)
+    assert schedule.lr(7) == schedule.lr(3 * 7 - 1) == 0.4
+    assert schedule.lr(3 * 7) == 0.2
+    assert schedule.lr(37) == 0.2
+    assert schedule.lr(38) == 0.1  # 5.5 epochs of 7 steps are 38.5, rounded to even
+    assert schedule.lr(62) == 0.1
+
+
+def test_cosine_boundary_values():
+    schedule = Cosine(**COMMON, final_lr=0.04, warmup_epochs=1, warmup_start=0.0)
+    assert schedule.lr(0) == 0.0
+    assert schedule.lr(7) == 0.4
+    assert schedule.lr(7 + 28) == pytest.approx(0.22)  # half of the remaining 56 steps
+    assert schedule.lr(63) == pytest.approx(0.04)
+    assert schedule.lr(62) > schedule.lr(63)
+
+
+def test_polynomial_boundary_values():
+    schedule = Polynomial(**COMMON, final_lr=0.04, power=2.0, warmup_epochs=1)
+    assert schedule.lr(7) == pytest.approx(0.4)
+    assert schedule.lr(7 + 28) == pytest.approx(0.04 + 0.36 / 4)
+    assert schedule.lr(63) == pytest.approx(0.04)
+
+
+@pytest.mark.torch
+def test_equal_to_torch():
+    torch = pytest.importorskip("torch")
+    pairs = [
+        (Cosine(**COMMON, final_lr=0.04), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 63, 0.04)),
+        (Polynomial(**COMMON, power=1.5), lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 63, 1.5)),
+        (Step(**COMMON, milestones_epochs=(2, 5)), lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [14, 35], 0.1)),
+        (Constant(**COMMON, warmup_epochs=3), lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 21)),
+    ]
+    for schedule, theirs in pairs:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+        scheduler = theirs(optimizer)
+        for step in range(63):
+            assert schedule.lr(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9, abs=1e-12), (schedule, step)
+            optimizer.step()
+            scheduler.step()
+
+
+def test_training_that_is_all_warm_up():
+    for schedule in (Constant(**COMMON, warmup_epochs=9), Cosine(**COMMON, warmup_epochs=9, final_lr=0.1)):
+        assert schedule.lr(62) == pytest.approx(0.4 * (0.1 + 0.9 * 62 / 63))
+    assert Cosine(**COMMON, warmup_epochs=9, final_lr=0.1).lr(63) == pytest.approx(0.1)
+
+
+def test_names_and_options():
+    assert schedule_class("cosine") is Cosine
+    assert option_names("cosine") == ("warmup_start", "final_lr")
+    assert set(option_names("step")) == {"warmup_start", "milestones_epochs", "gamma"}
+    made = make("step", {"milestones_epochs": [3, 6]}, 0.1, 9, 5, 1)
+    assert made == Step(base_lr=0.1, epochs=9, steps_per_epoch=5, warmup_epochs=1, milestones_epochs=(3, 6))
+    assert hash(made) == hash(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("cosin", {}, "cosine"),
+        ("cosine", {"final": 0.1}, "final_lr"),
+        ("constant", {"base_lr": 0.1}, "base_lr"),
+        ("step", {}, "milestones_epochs"),
+        ("step", {"milestones_epochs": [5, 3]}, "as in \\[3, 5\\]"),
+        ("step", {"milestones_epochs": [0, 3]}, "increase from above 0"),
+        ("step", {"milestones_epochs": [1, 3]}, "inside the warm-up"),
+        ("step", {"milestones_epochs": [3], "gamma": 0.0}, "gamma 0.0"),
+        ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),
+        ("cosine", {"final_lr": 0.5}, "nearest legal value is 0.4"),
+        ("cosine", {"final_lr": -0.5}, "nearest legal value is 0.0"),
+        ("polynomial", {"power": 0.0}, "power 0.0"),
+        ("constant", {"warmup_start": 1.5}, "nearest legal value is 1"),
+    ],
+)
+def test_bad_options_are_refused_with_a_sentence(name, options, words):
+    with pytest.raises(ConfigError, match=words):
+        make(name, options, 0.4, 9, 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"base_lr": 0.0}, "lr 0.0"),
+        ({"base_lr": float("nan")}, "lr nan"),
+        ({"epochs": 0}, "epochs 0"),
+        ({"steps_per_epoch": 0}, "0 steps"),
+        ({"warmup_epochs": 10}, "nearest legal value is 9"),
+        ({"warmup_epochs": -1}, "nearest legal value is 0"),
+    ],
+)
+def test_bad_training_sizes_are_refused_with_a_sentence(change, words):
+    with pytest.raises(ConfigError, match=words):
+        Constant(**{**COMMON, **change})
