@@ -46,6 +46,8 @@ class ImageFileWriter:
         self._path = Path(path)
         if count < 1:
             raise DataError(f"{self._path} would hold no image; a data file needs at least one.")
+        if min(shape) < 1:
+            raise DataError(f"{self._path} would hold images of shape {shape}; height, width and channels are at least 1.")
         if not class_names:
             raise DataError(f"{self._path} would have no class; name at least one.")
         self._names = [str(name) for name in class_names]

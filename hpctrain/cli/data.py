@@ -1,0 +1,206 @@
+"""`hpctrain data`: fetch, convert, look at and check data files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+# NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
+
+_INPUT = click.Path(path_type=Path)
+_OUTPUT = click.Path(path_type=Path, dir_okay=False)
+_FITS = click.Choice(["crop", "squash"])
+
+
+@click.group()
+def data() -> None:
+    """Fetch, convert and check data files."""
+
+
+@data.command()
+@click.argument("name", type=click.Choice(["fashion-mnist"]))
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory for train.h5 and test.h5."
+)
+def fetch(name: str, out: Path) -> None:
+    """Find, install or download a data set and convert it; does nothing where it is there."""
+    from hpctrain.data import fetch as sources
+
+    for path in sources.fetch(out).values():
+        click.echo(path)
+
+
+@data.command()
+@click.argument("file", type=_INPUT)
+def info(file: Path) -> None:
+    """Print what a data file holds."""
+    import numpy as np
+
+    from hpctrain.data.format import ImageFile
+
+    opened = ImageFile.open(file)
+    height, width, channels = opened.shape
+    per_class = np.bincount(opened.labels, minlength=len(opened.class_names))
+    click.echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {opened.images.nbytes / 1e6:.1f} MB")
+    click.echo(f"mean     {_numbers(opened.mean)}")
+    click.echo(f"std      {_numbers(opened.std)}")
+    click.echo(f"classes  {len(opened.class_names)}")
+    for label, (class_name, count) in enumerate(zip(opened.class_names, per_class.tolist(), strict=True)):
+        click.echo(f"  {label:4d}  {class_name}: {count}")
+
+
+@data.command()
+@click.argument("file", type=_INPUT)
+def verify(file: Path) -> None:
+    """Read a whole data file and compare it with its checksums."""
+    from hpctrain.data.format import ImageFile
+
+    opened = ImageFile.open(file)
+    opened.verify()
+    click.echo(f"{file}: {len(opened)} images, all checksums agree")
+
+
+@data.group()
+def convert() -> None:
+    """Write images of other formats as one data file, OUT."""
+
+
+def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "Text file of class names, one a line, or another data file whose classes to use."
+    return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
+
+
+def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--threads", type=click.IntRange(1), help="Decoding threads; all cores by default.")(command)
+
+
+@convert.command("idx")
+@click.argument("images", type=_INPUT)
+@click.argument("labels", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@_names_option
+def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None) -> None:
+    """IDX files (MNIST and its relatives), plain or gzipped."""
+    from hpctrain.data.convert import idx
+
+    idx.convert(images, labels, out, _class_names(names_file))
+    click.echo(out)
+
+
+@convert.command("cifar")
+@click.argument("directory", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--split", type=click.Choice(["train", "test"]), required=True)
+@click.option("--coarse", is_flag=True, help="The 20 superclasses of CIFAR-100.")
+def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool) -> None:
+    """The binary version of CIFAR-10 or CIFAR-100."""
+    from hpctrain.data.convert import cifar
+
+    cifar.convert(directory, split, out, coarse=coarse)
+    click.echo(out)
+
+
+@convert.command("npz")
+@click.argument("file", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--size", type=click.IntRange(1), help="Side of the square images; without it they stay as they are.")
+@click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
+@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True)
+@click.option("--limit", type=click.IntRange(1), help="Only the first LIMIT images.")
+@_names_option
+@_threads_option
+def convert_npz(
+    file: Path,
+    out: Path,
+    size: int | None,
+    fit: Any,
+    channels: str,
+    limit: int | None,
+    names_file: Path | None,
+    threads: int | None,
+) -> None:
+    """JPEG files packed in an .npz or .npz.xz with `blob`, `offsets` and `labels`."""
+    from hpctrain.data.convert import npz
+
+    with _progress(f"converting {file.name}", None) as advance:
+        npz.convert(
+            file,
+            out,
+            _class_names(names_file),
+            size=None if size is None else (size, size),
+            fit=fit,
+            channels=int(channels),
+            threads=threads,
+            limit=limit,
+            advance=advance,
+        )
+    click.echo(out)
+
+
+@convert.command("folder")
+@click.argument("directory", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--size", type=click.IntRange(1), required=True, help="Side of the square images.")
+@click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
+@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True)
+@click.option("--skip-unreadable", is_flag=True, help="Leave out images that cannot be decoded, and list them.")
+@_names_option
+@_threads_option
+def convert_folder(
+    directory: Path,
+    out: Path,
+    size: int,
+    fit: Any,
+    channels: str,
+    skip_unreadable: bool,
+    names_file: Path | None,
+    threads: int | None,
+) -> None:
+    """A tree of JPEG and PNG files, DIRECTORY/<class>/<name>.jpg."""
+    from hpctrain.data.convert import folder
+
+    tree = folder.scan(directory, _class_names(names_file))
+    with _progress(f"converting {directory.name}", len(tree.files)) as advance:
+        skipped = folder.convert(
+            tree,
+            out,
+            size=(size, size),
+            fit=fit,
+            channels=int(channels),
+            skip_unreadable=skip_unreadable,
+            threads=threads,
+            advance=advance,
+        )
+    for path in skipped:
+        click.echo(f"skipped {path}", err=True)
+    click.echo(out)
+
+
+def _class_names(names_file: Path | None) -> Sequence[str] | None:
+    if names_file is None:
+        return None
+    from hpctrain.data.convert.common import read_names
+    from hpctrain.data.format import ImageFile
+
+    return ImageFile.open(names_file).class_names if names_file.suffix in (".h5", ".hdf5") else read_names(names_file)
+
+
+def _numbers(values: Any) -> str:
+    return " ".join(f"{value:.4f}" for value in values.tolist())
+
+
+@contextmanager
+def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,78 @@
+"""The binary versions of CIFAR-10 and CIFAR-100 (Krizhevsky 2009): records of label bytes and 3 x 32 x 32 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.convert.common import Advance, no_progress, numbered_names, read_names
+from hpctrain.errors import DataError
+
+Split = Literal["train", "test"]
+
+_SHAPE = (32, 32, 3)
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One of the two data sets: its files, the bytes before the pixels, and which of them is the label."""
+
+    files: tuple[str, ...]
+    label_bytes: int
+    label: int
+    names: str
+    classes: int
+
+
+def convert(directory: Path, split: Split, out: Path, *, coarse: bool = False, advance: Advance = no_progress) -> None:
+    """Write one split of the binary version in `directory` as a data file.
+
+    Args:
+        directory: holds data_batch_1.bin ... and test_batch.bin (CIFAR-10) or train.bin and test.bin (CIFAR-100).
+        coarse: CIFAR-100's 20 superclasses instead of its 100 classes.
+
+    Raises:
+        DataError: missing files, a size that is no whole number of records, a label out of range.
+    """
+    layout = _layout(directory, split, coarse)
+    paths = [directory / name for name in layout.files]
+    names_file = directory / layout.names
+    names = read_names(names_file) if names_file.is_file() else numbered_names(np.array([layout.classes - 1]))
+    record = layout.label_bytes + _PIXELS
+    data_format.write(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
+
+
+def _layout(directory: Path, split: Split, coarse: bool) -> _Layout:
+    batches = sorted(path.name for path in directory.glob("data_batch_*.bin")) if split == "train" else ["test_batch.bin"]
+    if batches and (directory / batches[0]).is_file():
+        if coarse:
+            raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; they exist in CIFAR-100 only.")
+        return _Layout(tuple(batches), 1, 0, "batches.meta.txt", 10)
+    if (directory / f"{split}.bin").is_file():
+        kind, position, classes = ("coarse", 0, 20) if coarse else ("fine", 1, 100)
+        return _Layout((f"{split}.bin",), 2, position, f"{kind}_label_names.txt", classes)
+    raise DataError(
+        f"There are no CIFAR batches of the {split} split in {directory}: the binary version of CIFAR-10 has data_batch_1.bin "
+        "and test_batch.bin, that of CIFAR-100 train.bin and test.bin."
+    )
+
+
+def _records(path: Path, record: int) -> int:
+    size = path.stat().st_size
+    if size == 0 or size % record:
+        raise DataError(f"{path} has {size} bytes, no whole number of records of {record}: it is truncated or not CIFAR.")
+    return size // record
+
+
+def _read(paths: list[Path], layout: _Layout, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for path in paths:
+        records = np.fromfile(path, np.uint8).reshape(-1, layout.label_bytes + _PIXELS)
+        planes = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
+        yield np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, layout.label].astype(np.int64)
+        advance(len(records))

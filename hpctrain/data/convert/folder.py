@@ -1,0 +1,120 @@
+"""A tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.convert.common import (
+    Advance,
+    Fit,
+    chunks,
+    decode,
+    default_threads,
+    in_order,
+    listed,
+    no_progress,
+)
+from hpctrain.errors import DataError
+from hpctrain.log import get_logger
+
+_SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a directory holds: class names, and (file, label) sorted by class and path."""
+
+    class_names: tuple[str, ...]
+    files: tuple[tuple[Path, int], ...]
+
+
+def scan(directory: Path, class_names: Sequence[str] | None = None) -> Tree:
+    """Find the classes and their files; hidden ones are ignored.
+
+    Args:
+        class_names: gives the labels, so that several splits agree; None: the directories' names, sorted.
+
+    Raises:
+        DataError: no such directory, no class directory, one that is not among `class_names`, or no image.
+    """
+    if not directory.is_dir():
+        raise DataError(f"There is no directory {directory}; it must hold one directory of images for each class.")
+    found = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = tuple(found if class_names is None else class_names)
+    strange = sorted(set(found) - set(names))
+    if strange:
+        raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
+    files = tuple((path, label) for label, name in enumerate(names) for path in _images(directory / name))
+    if not files:
+        raise DataError(f"{directory} holds no image; it must hold <class>/<name>.jpg, .jpeg or .png.")
+    return Tree(names, files)
+
+
+def convert(
+    tree: Tree,
+    out: Path,
+    *,
+    size: tuple[int, int],
+    fit: Fit = "crop",
+    channels: int = 3,
+    skip_unreadable: bool = False,
+    threads: int | None = None,
+    advance: Advance = no_progress,
+) -> list[str]:
+    """Write the tree as one data file with images of `size` (H, W); give the files that were skipped.
+
+    Raises:
+        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left.
+    """
+
+    def one(item: tuple[Path, int]) -> tuple[np.ndarray, int] | str:
+        path, label = item
+        try:
+            return decode(path, size, fit, channels), label
+        except DataError as error:
+            _log.warning("%s: %s", path, error)
+            return str(path)
+
+    unreadable: list[str] = []
+    results = in_order(one, tree.files, default_threads() if threads is None else threads)
+    readable = _readable(results, unreadable)
+    first = next(readable, None)
+    if first is None:
+        raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
+    with data_format.ImageFileWriter(out, len(tree.files), (*size, channels), tree.class_names) as writer:
+        for images, labels in chunks(itertools.chain([first], readable), advance):
+            # After the first bad file nothing more is kept, but the rest is read, so that all bad ones are named at once.
+            if skip_unreadable or not unreadable:
+                writer.append(images, labels)
+        if unreadable and not skip_unreadable:
+            raise DataError(
+                f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; mend or remove them, or give "
+                "--skip-unreadable."
+            )
+    return unreadable
+
+
+def _images(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return sorted(
+        path
+        for path in directory.rglob("*")
+        if path.suffix.lower() in _SUFFIXES and path.is_file() and not path.name.startswith(".")
+    )
+
+
+def _readable(results: Iterator[tuple[np.ndarray, int] | str], unreadable: list[str]) -> Iterator[tuple[np.ndarray, int]]:
+    """Only the decoded ones; the names of the others are added to `unreadable`."""
+    for result in results:
+        if isinstance(result, str):
+            unreadable.append(result)
+        else:
+            yield result

@@ -1,0 +1,80 @@
+"""IDX files (MNIST and its relatives), plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.convert.common import Advance, no_progress, numbered_names, slices
+from hpctrain.errors import DataError
+
+_UINT8 = 8
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content, decompressed where its first bytes say gzip.
+
+    Raises:
+        DataError: missing, or a damaged gzip stream.
+    """
+    if not path.is_file():
+        raise DataError(f"There is no IDX file {path}; give the path of an existing one, plain or .gz.")
+    content = path.read_bytes()
+    if content[:2] != b"\x1f\x8b":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"The file {path} is a truncated or damaged gzip file ({error}); fetch it again.") from error
+
+
+def parse(content: bytes, name: str) -> np.ndarray:
+    """The array of an IDX file of unsigned bytes, read-only: two zeros, type, dims; sizes as big-endian int32; the data.
+
+    Raises:
+        DataError: not IDX, of another type, truncated, or too long.
+    """
+    if len(content) < 4 or content[:2] != b"\0\0" or content[3] == 0:
+        raise DataError(f"{name} is not an IDX file: it must start with two zero bytes, the type and the number of dims.")
+    if content[2] != _UINT8:
+        raise DataError(f"{name} holds IDX type 0x{content[2]:02x}; only unsigned bytes, 0x08, are images or labels.")
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise DataError(f"{name} is truncated within its header of {start} bytes.")
+    shape = tuple(np.frombuffer(content, ">i4", content[3], 4).tolist())
+    needed = start + math.prod(shape)
+    if min(shape) < 0 or len(content) != needed:
+        raise DataError(f"{name} has {len(content)} bytes, but its header {shape} asks for {needed}.")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def convert(
+    images: Path, labels: Path, out: Path, class_names: Sequence[str] | None = None, advance: Advance = no_progress
+) -> None:
+    """Write images (N, H, W) or (N, H, W, C) and labels (N,) from two IDX files as one data file.
+
+    Raises:
+        DataError: see `parse`; another number of labels than images; a label without a class name.
+    """
+    pixels, targets = parse(read_bytes(images), str(images)), parse(read_bytes(labels), str(labels))
+    write(pixels, targets, out, class_names, advance, f"{images} and {labels}")
+
+
+def write(
+    pixels: np.ndarray, targets: np.ndarray, out: Path, class_names: Sequence[str] | None, advance: Advance, origin: str
+) -> None:
+    """Write parsed IDX arrays as one data file; `origin` is for messages."""
+    if pixels.ndim not in (3, 4) or targets.ndim != 1:
+        raise DataError(f"{origin} hold arrays of {pixels.shape} and {targets.shape}; images have 3 or 4 dims, labels 1.")
+    if len(pixels) != len(targets):
+        raise DataError(f"{origin} hold {len(pixels)} images and {len(targets)} labels; the numbers must be equal.")
+    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
+    names = numbered_names(targets) if class_names is None else class_names
+    height, width, channels = pixels.shape[1:4]
+    data_format.write(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))

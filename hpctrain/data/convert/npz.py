@@ -1,0 +1,102 @@
+"""JPEG or PNG files packed into one `.npz` (or `.npz.xz`): `blob` uint8, `offsets` (N + 1,), `labels` (N,)."""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.convert.common import (
+    Advance,
+    Fit,
+    chunks,
+    decode,
+    default_threads,
+    in_order,
+    no_progress,
+    numbered_names,
+)
+from hpctrain.errors import DataError
+
+
+def load(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64.
+
+    Raises:
+        DataError: missing, truncated, without these arrays, or with offsets that do not rise from 0 to the blob's end.
+    """
+    if not path.is_file():
+        raise DataError(f"There is no file {path}; give the path of an existing .npz or .npz.xz.")
+    try:
+        with tempfile.TemporaryFile() as unpacked, np.load(_seekable(path, unpacked), allow_pickle=False) as arrays:
+            blob = np.asarray(arrays["blob"], np.uint8)
+            offsets, labels = (np.asarray(arrays[name]).astype(np.int64) for name in ("offsets", "labels"))
+    except KeyError as error:
+        raise DataError(f"{path} lacks an array ({error.args[0]}); it needs blob, offsets and labels.") from error
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, lzma.LZMAError) as error:
+        raise DataError(f"{path} is truncated or no .npz file ({error}); fetch it again.") from error
+    rising = offsets.ndim == 1 and len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+    if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
+        raise DataError(f"In {path} the offsets do not fit {blob.size} bytes and {labels.shape} labels: N + 1 from 0 to the end.")
+    return blob, offsets, labels
+
+
+def convert(
+    path: Path,
+    out: Path,
+    class_names: Sequence[str] | None = None,
+    *,
+    size: tuple[int, int] | None = None,
+    fit: Fit = "crop",
+    channels: int = 3,
+    threads: int | None = None,
+    limit: int | None = None,
+    advance: Advance = no_progress,
+) -> None:
+    """Decode all images (the first `limit`) and write them as one data file; without `size` all must be as large as the first.
+
+    Raises:
+        DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name.
+    """
+    blob, offsets, labels = load(path)
+    labels = labels[:limit]
+    if not labels.size:
+        raise DataError(f"{path} holds no image; at least one is needed.")
+    names = numbered_names(labels) if class_names is None else class_names
+
+    def one(index: int) -> tuple[np.ndarray, int]:
+        try:
+            return decode(blob[offsets[index] : offsets[index + 1]].tobytes(), size, fit, channels), int(labels[index])
+        except DataError as error:
+            raise DataError(f"In {path}, image {index}: {error}") from error
+
+    samples = in_order(one, range(len(labels)), default_threads() if threads is None else threads)
+    first = next(samples)
+    rest = _of_shape(itertools.chain([first], samples), first[0].shape, path)
+    height, width, depth = first[0].shape
+    data_format.write(out, len(labels), (height, width, depth), names, chunks(rest, advance))
+
+
+def _of_shape(samples: Iterator[tuple[np.ndarray, int]], shape: tuple[int, ...], path: Path) -> Iterator[tuple[np.ndarray, int]]:
+    for index, (image, label) in enumerate(samples):
+        if image.shape != shape:
+            raise DataError(f"Image {index} of {path} is {image.shape}, the first one {shape}; give --size to resize them all.")
+        yield image, label
+
+
+def _seekable(path: Path, unpacked: IO[bytes]) -> Path | IO[bytes]:
+    """The path itself, or its decompressed content in a temporary file (a zip archive is read from its end)."""
+    if path.suffix != ".xz":
+        return path
+    with lzma.open(path) as packed:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    unpacked.seek(0)
+    return unpacked

@@ -1,0 +1,192 @@
+"""Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv 1708.07747): found, installed or downloaded, checked, and converted.
+
+The four IDX files are known by the sha256 of their *content*: compressed files differ between distributions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.data.convert import idx
+from hpctrain.data.convert.common import no_progress
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import DataError
+from hpctrain.log import get_logger
+
+CLASS_NAMES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+PACKAGE = "dataset-fashion-mnist"
+PACKAGE_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
+URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+_TIMEOUT_SECONDS = 60
+_INSTALL_TIMEOUT_SECONDS = 900
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The IDX files of one split, without .gz, and the sha256 of their decompressed content."""
+
+    images: str
+    labels: str
+    images_sha256: str
+    labels_sha256: str
+
+
+SPLITS: Mapping[str, Split] = {
+    "train": Split(
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    ),
+    "test": Split(
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+}
+
+#: gives a directory with all files of `splits`, or None where it cannot; may write into the directory it is given
+Source = Callable[[Path, Mapping[str, Split]], Path | None]
+
+
+def fetch(
+    out: Path, sources: Sequence[Source] | None = None, splits: Mapping[str, Split] = SPLITS, names: Sequence[str] = CLASS_NAMES
+) -> dict[str, Path]:
+    """Make sure that out/train.h5 and out/test.h5 exist; give their paths by split. Does nothing where both are there.
+
+    Args:
+        sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
+            package manager, the data set's own site.
+
+    Raises:
+        DataError: no source has the files (says how to get them), or a file is not the one it should be.
+    """
+    paths = {split: out / f"{split}.h5" for split in splits}
+    missing = {split: splits[split] for split, path in paths.items() if not path.exists()}
+    for split in splits.keys() - missing.keys():
+        ImageFile.open(paths[split])
+    if not missing:
+        return paths
+    out.mkdir(parents=True, exist_ok=True)
+    for source in DEFAULT_SOURCES if sources is None else sources:
+        directory = source(out, missing)
+        if directory is not None:
+            for split, files in missing.items():
+                _convert(directory, files, paths[split], names)
+            return paths
+    raise DataError(
+        f"Fashion-MNIST was not found; install Debian's package with `apt-get install {PACKAGE}`, or put the four IDX files "
+        f"(from {URL}/) into {out}."
+    )
+
+
+def already_there(out: Path, splits: Mapping[str, Split]) -> Path | None:
+    """IDX files in the output directory itself."""
+    return out if _has_all(out, splits) else None
+
+
+def debian_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
+    """Files of Debian's package, where it is installed."""
+    return PACKAGE_DIRECTORY if _has_all(PACKAGE_DIRECTORY, splits) else None
+
+
+def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
+    """Install Debian's package; only as root, where there is apt-get."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return None
+    _log.info("installing %s", PACKAGE)
+    install = ("apt-get", "install", "-y", "--no-install-recommends", PACKAGE)
+    # The lists of packages may be missing (fresh containers) or old.
+    if _run(install) or (_run(("apt-get", "update")) and _run(install)):
+        return debian_package(out, splits)
+    return None
+
+
+def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | None:
+    """Fetch the gzipped files from the data set's own site into the output directory; None where it cannot be reached.
+
+    Raises:
+        DataError: what arrived is not the expected file.
+    """
+    for split in splits.values():
+        for name, digest in ((split.images, split.images_sha256), (split.labels, split.labels_sha256)):
+            _log.info("downloading %s/%s.gz", url, name)
+            try:
+                with urllib.request.urlopen(f"{url}/{name}.gz", timeout=_TIMEOUT_SECONDS) as response:
+                    packed = response.read()
+            except (urllib.error.URLError, OSError) as error:
+                _log.warning("cannot download %s/%s.gz: %s", url, name, error)
+                return None
+            _check(_unpacked(packed, f"{url}/{name}.gz"), digest, f"{url}/{name}.gz")
+            temporary = out / f".{name}.gz.tmp"
+            temporary.write_bytes(packed)
+            os.replace(temporary, out / f"{name}.gz")
+    return out
+
+
+DEFAULT_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package, download)
+
+
+def _has_all(directory: Path, splits: Mapping[str, Split]) -> bool:
+    return all(_find(directory, name) is not None for split in splits.values() for name in (split.images, split.labels))
+
+
+def _find(directory: Path, name: str) -> Path | None:
+    return next((path for path in (directory / name, directory / f"{name}.gz") if path.is_file()), None)
+
+
+def _convert(directory: Path, files: Split, out: Path, names: Sequence[str]) -> None:
+    arrays = []
+    for name, digest in ((files.images, files.images_sha256), (files.labels, files.labels_sha256)):
+        path = _find(directory, name)
+        assert path is not None, f"a source without {name}"
+        content = idx.read_bytes(path)
+        _check(content, digest, str(path))
+        arrays.append(idx.parse(content, str(path)))
+    idx.write(arrays[0], arrays[1], out, names, no_progress, str(directory))
+    _log.info("wrote %s: %d images", out, len(arrays[1]))
+
+
+def _check(content: bytes, digest: str, origin: str) -> None:
+    found = hashlib.sha256(content).hexdigest()
+    if found != digest:
+        raise DataError(
+            f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {found[:12]}..., it must be {digest[:12]}...; "
+            "remove it and fetch again."
+        )
+
+
+def _unpacked(packed: bytes, origin: str) -> bytes:
+    try:
+        return gzip.decompress(packed)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{origin} is not a whole gzip file ({error}); fetch it again.") from error
+
+
+def _run(command: Sequence[str]) -> bool:
+    """Run a command of the package manager without questions; True where it worked."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("%s failed: %s", " ".join(command), error)
+        return False
+    if done.returncode:
+        _log.info("%s ended with %d: %s", " ".join(command), done.returncode, done.stderr.strip().splitlines()[-1:])
+    return done.returncode == 0
