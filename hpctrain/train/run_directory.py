@@ -1,0 +1,221 @@
+"""The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
+
+    <output>/<name>-<YYYYmmdd-HHMMSS>/
+        config.yaml      the resolved configuration
+        versions.json    versions of everything that computes
+        git.json         revision of the directory that the run was started in; {} outside a repository
+        metrics.jsonl    one JSON object a line
+        checkpoints/
+
+One rank creates and writes it; the others are told its path. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+
+from hpctrain import __version__
+from hpctrain.errors import CheckpointError, ConfigError, DataError
+from hpctrain.train.checkpoint import newest_valid
+
+_STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+_LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
+_GIT_SECONDS = 10
+
+
+def software_versions(**others: str) -> dict[str, str]:
+    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    found = {"python": platform.python_version(), "hpctrain": __version__}
+    for package in ("numpy", "mpi4py", "h5py"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return {**found, **others}
+
+
+def git_state(directory: Path | None = None) -> dict[str, object]:
+    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+
+    Starts processes: call it before MPI starts.
+    """
+    try:
+        revision = _git(directory, "rev-parse", "HEAD")
+        changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"revision": revision, "dirty": bool(changes)}
+
+
+def _git(directory: Path | None, *words: str) -> str:
+    # Without optional locks a reader never disturbs somebody's work in the repository.
+    command = ["git", "--no-optional-locks", *words]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's files; made by `create` or `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        output: Path,
+        name: str,
+        *,
+        config: str,
+        versions: Mapping[str, str],
+        git: Mapping[str, object],
+    ) -> RunDirectory:
+        """A new directory below `output`, named after the time; no two calls get the same one. One rank only.
+
+        Raises:
+            ConfigError: `name` is no plain file name, or the directory cannot be made.
+        """
+        if not _LEGAL_NAME.fullmatch(name):
+            legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
+            raise ConfigError(
+                f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
+            )
+        try:
+            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            run.checkpoints.mkdir()
+            (run.path / "versions.json").write_text(json.dumps(dict(versions), indent=1) + "\n")
+            (run.path / "git.json").write_text(json.dumps(dict(git), indent=1) + "\n")
+            # Last, because a directory with a configuration is a run.
+            (run.path / "config.yaml").write_text(config)
+        except OSError as error:
+            raise ConfigError(
+                f"No run directory can be made in output {output} ({error.strerror}); choose another output."
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            CheckpointError: `path` is no run directory.
+        """
+        run = cls(Path(path))
+        if not (run.path / "config.yaml").is_file():
+            raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    def config(self) -> str:
+        """The resolved configuration's text."""
+        return (self.path / "config.yaml").read_text()
+
+    def append_metrics(self, record: Mapping[str, object]) -> None:
+        """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
+
+        A line that a kill has torn is cut off first. One process appends at a time.
+        """
+        line = json.dumps(_finite(record), allow_nan=False) + "\n"
+        with open(self.metrics_path, "ab+") as file:
+            _cut_torn_line(file.fileno())
+            file.write(line.encode())
+
+    def metrics(self) -> list[dict[str, object]]:
+        """All complete lines; a last one that a kill has torn is left out.
+
+        Raises:
+            DataError: another line is no JSON object.
+        """
+        if not self.metrics_path.exists():
+            return []
+        *lines, _torn = self.metrics_path.read_bytes().split(b"\n")
+        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+
+    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+        return record
+
+
+def _make_unique(output: Path, stem: str) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = output / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("unreachable")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Shorten the file to its last complete line."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, b""
+    while end and b"\n" not in block:
+        start = max(0, end - 4096)
+        block = os.pread(descriptor, end - start, start)
+        end = start + block.rindex(b"\n") + 1 if b"\n" in block else start
+    if end != size:
+        os.ftruncate(descriptor, end)
+
+
+def runs(output: Path, name: str) -> Iterable[RunDirectory]:
+    """All runs of that name below `output`, newest first (by the time in their names)."""
+    found = []
+    for path in Path(output).glob(f"{name}-*/config.yaml"):
+        match = _STAMP.fullmatch(path.parent.name.removeprefix(f"{name}-"))
+        if match:
+            found.append((match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(found, reverse=True)]
+
+
+def latest(output: Path, name: str) -> RunDirectory | None:
+    """The newest run of that name; None where there is none."""
+    return next(iter(runs(output, name)), None)
+
+
+def resumable(output: Path, name: str) -> tuple[RunDirectory, Path] | None:
+    """The newest run of that name that has a valid checkpoint, and that checkpoint; None where there is none.
+
+    A run that ended before its first checkpoint is passed over. One rank only: it reads all of the file.
+    """
+    for run in runs(output, name):
+        checkpoint = newest_valid(run.checkpoints)
+        if checkpoint is not None:
+            return run, checkpoint
+    return None
