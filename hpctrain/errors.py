@@ -39,3 +39,11 @@ class BackendError(HpctrainError):
 
 class CommunicationTimeoutError(HpctrainError):
     """An operation among ranks that did not complete before its deadline."""
+
+
+class DeadlockError(CommunicationTimeoutError):
+    """Ranks that wait for each other for ever, found before any deadline; the message names who waits where for whom."""
+
+
+class CollectiveMismatchError(CommunicationTimeoutError):
+    """Ranks that posted different operations where they must post the same; the message names both and their lines."""
