@@ -8,11 +8,13 @@ the step alone and is the same on every rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.nn.parameter import FlatGroup, Parameter
+from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Optimizer
 
 
@@ -67,3 +69,22 @@ class GradientAverager(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Everything complete everywhere: before evaluation, checkpoint and hash. Collective."""
+
+    def owned(self) -> Sequence[Segment]:
+        """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
+        return self.group.segments
+
+    def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
+        """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
+
+        Collective where the state is sharded; here it is a view of what this rank holds.
+        """
+        return self.optimizer.state(self.group.segment(parameter.name))
+
+    def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's part of one parameter's whole state (1-D, by name), as `full_state` gave it."""
+        begin = self.group.segment(parameter.name).start
+        for segment in self.owned():
+            if segment.parameter == parameter.name and segment.size:
+                for name, view in self.optimizer.state(segment).items():
+                    view[...] = state[name][segment.start - begin : segment.stop - begin]

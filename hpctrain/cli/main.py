@@ -1,0 +1,37 @@
+"""The command line: each command in a file of its own, loaded when it is called, so that none pays for the others' imports."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from hpctrain import __version__
+
+# command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
+_COMMANDS = {
+    "train": ("hpctrain.cli.train", "train"),
+    "eval": ("hpctrain.cli.train", "evaluate"),
+    "config": ("hpctrain.cli.config", "config"),
+    "data": ("hpctrain.cli.data", "data"),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hpctrain")
+def cli() -> None:
+    """Train convolutional networks on supercomputers over MPI."""

@@ -1,0 +1,190 @@
+"""A run from start to end: directory, resume, training or evaluation, and what is printed around them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.comm.agreement import raise_alike
+from hpctrain.config.dump import dump
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.session import Session
+from hpctrain.train import checkpoint, snapshot
+from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
+from hpctrain.train.reporter import ConsoleReporter
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.snapshot import Position
+
+
+def run_training(session: Session, *, resume: str | None, steps: int = 0) -> None:
+    """Train; print the last test accuracy and where the run's files lie. Collective."""
+    parts = build(session)
+    directory, start = _directory(session, parts, resume)
+    reporter = _reporter(session, directory)
+    try:
+        _introduce(session, parts, directory, start, reporter)
+        position = snapshot.put(start, parts.network, parts.averagers) if start is not None else Position()
+        trainer = build_trainer(
+            session,
+            parts,
+            reporter,
+            lambda at: _save(session, parts, directory, at),
+            steps=steps,
+            stop_requested=_stop_signal(),
+        )
+        outcome = trainer.run(position)
+        evaluation = outcome.evaluation
+        if evaluation is None and not outcome.stopped and parts.test_loader is not None:
+            evaluation = trainer.evaluate(outcome.position)
+        trainer.drain()
+    finally:
+        reporter.close()
+    if session.is_root:
+        _conclude(evaluation, directory, outcome.stopped)
+
+
+def run_evaluation(session: Session, source: str) -> None:
+    """Evaluate a checkpoint on the test set. Collective.
+
+    Raises:
+        ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
+    """
+    parts = build(session)
+    evaluator = build_evaluator(session, parts)
+    if evaluator is None:
+        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+    path = _checkpoint_path(session, source)
+    content = raise_alike(session.world, lambda: checkpoint.read(path))
+    raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network))
+    sums = evaluator.run()
+    if session.is_root:
+        means = sums.means()
+        print(f"{path}: {sums.count} samples, loss {means['loss']:.4f}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+
+
+def _directory(session: Session, parts: Parts, resume: str | None) -> tuple[RunDirectory, checkpoint.CheckpointContent | None]:
+    """The run directory, and the checkpoint to go on from. Rank 0 makes or finds both paths; all ranks read the checkpoint."""
+    config = session.config
+
+    def prepare() -> tuple[str, str | None] | None:
+        if not session.is_root:
+            return None
+        if resume is not None:
+            path = _find_checkpoint(config.output, config.name, resume)
+            return str(path.parent.parent), str(path)
+        directory = RunDirectory.create(
+            Path(config.output), config.name, config_text=dump(config), extra_versions=_versions(session, parts)
+        )
+        return str(directory.path), None
+
+    found = session.world.broadcast_object(raise_alike(session.world, prepare))
+    directory = RunDirectory.open(Path(found[0]))
+    if found[1] is None:
+        return directory, None
+    return directory, raise_alike(session.world, lambda: checkpoint.read(Path(found[1])))
+
+
+def _find_checkpoint(output: str, name: str, source: str) -> Path:
+    """A checkpoint file from "auto", a run directory or a file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if source != "auto" and Path(source).is_file():
+        return Path(source)
+    run = RunDirectory.latest(Path(output), name) if source == "auto" else RunDirectory.open(Path(source))
+    if run is None:
+        raise CheckpointError(f"There is no run of {name!r} in {output} to resume; start one without --resume.")
+    path = checkpoint.newest_valid(run.checkpoints)
+    if path is None:
+        raise CheckpointError(f"The run {run.path} holds no valid checkpoint; start it again without --resume.")
+    return path
+
+
+def _checkpoint_path(session: Session, source: str) -> Path:
+    config = session.config
+    path = raise_alike(session.world, lambda: _find_checkpoint(config.output, config.name, source) if session.is_root else None)
+    return Path(session.world.broadcast_object(path))
+
+
+def _save(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
+    """Write a checkpoint on rank 0; all ranks go on once it is on disk. Collective."""
+    meta: dict[str, Any] = {
+        "epoch": position.epoch,
+        "step_in_epoch": position.step_in_epoch,
+        "global_step": position.global_step,
+        "seed": session.config.seed,
+        "config": dump(session.config),
+        "ranks": session.world.size,
+    }
+    content = snapshot.take(parts.network, parts.averagers, position, meta)
+
+    def write() -> None:
+        if session.is_root:
+            checkpoint.write(directory.checkpoints / checkpoint.file_name(position.global_step), content)
+            checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
+
+    raise_alike(session.world, write)
+
+
+def _reporter(session: Session, directory: RunDirectory) -> Reporter:
+    if not session.is_root:
+        return SilentReporter()
+    metrics = session.config.metrics
+    return ConsoleReporter(
+        directory.metrics,
+        interval_seconds=metrics.interval_seconds,
+        tensorboard=directory.path / "tensorboard" if metrics.tensorboard else None,
+    )
+
+
+def _introduce(
+    session: Session, parts: Parts, directory: RunDirectory, start: checkpoint.CheckpointContent | None, reporter: Reporter
+) -> None:
+    """What a run says at its start: where it runs, with what, on what."""
+    config, network = session.config, parts.network
+    count = sum(parameter.size for parameter in network.parameters.values())
+    flops = network.model.flops(TensorSpec((1, *network.image_shape)))
+    reporter.say(f"{session.world.size} ranks as {session.grid.rows} x {session.grid.cols}, launcher {session.launcher.name}")
+    reporter.say(str(session.threads))
+    reporter.say(f"kernels {parts.backend.kernels.name}, {config.dtype}; averager {config.averager.name}")
+    reporter.say(
+        f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
+    )
+    reporter.say(
+        f"data {config.data.train}: {parts.loader.sampler.samples:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch"
+    )
+    if start is not None:
+        reporter.say(f"resumed at epoch {int(start.meta['epoch']) + 1}, step {start.meta['global_step']}")  # type: ignore[call-overload]
+    reporter.say(f"run directory {directory.path}")
+
+
+def _conclude(evaluation: RunningSums | None, directory: RunDirectory, stopped: bool) -> None:
+    if stopped:
+        print(f"stopped on request; go on with --resume {directory.path}")
+    if evaluation is not None:
+        means = evaluation.means()
+        print(
+            f"test accuracy {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {means['loss']:.4f}, {evaluation.count} images)"
+        )
+    print(f"files of this run: {directory.path}", flush=True)
+
+
+def _versions(session: Session, parts: Parts) -> dict[str, str]:
+    return {
+        "kernels": parts.backend.kernels.name,
+        "launcher": session.launcher.name,
+        "mpi": getattr(session.world, "library", "none"),
+    }
+
+
+def _stop_signal() -> Callable[[], bool]:
+    """Stop at the next step on SIGTERM or SIGUSR1, whichever rank it reaches: the flag rides on the step's message."""
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, frame: asked.append(received))
+    return lambda: bool(asked)

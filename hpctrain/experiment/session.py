@@ -1,0 +1,70 @@
+"""A started process of a job: its world, grid, progress engine and log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain import log
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.launcher import Launcher, check_world
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.schema import Config
+from hpctrain.errors import ConfigError
+from hpctrain.threads import ThreadPlan
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every command that communicates starts with.
+
+    samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a communicator of
+    its own for the small message, so that its order is not tied to the gradients'.
+    """
+
+    config: Config
+    launcher: Launcher
+    threads: ThreadPlan
+    world: Communicator
+    grid: ProcessGrid
+    samples: Communicator
+    messages: Communicator
+    progress: ProgressEngine
+
+    @classmethod
+    def start(cls, config: Config, launcher: Launcher, threads: ThreadPlan) -> Session:
+        """Start the communication. Collective.
+
+        Raises:
+            LaunchError: the world has another size than the launcher was asked for. ShapeError: a grid that does not multiply to it.
+            ConfigError: fewer samples in a batch than ranks that share them.
+        """
+        world = _world(config, launcher)
+        log.configure(world.rank)
+        check_world(launcher, world.size)
+        columns = config.grid.cols if config.grid.cols is not None else max(1, world.size // config.grid.rows)
+        grid = ProcessGrid(world, config.grid.rows, columns)
+        if config.batch < columns:
+            raise ConfigError(
+                f"batch {config.batch} is smaller than the {columns} ranks that share it; the smallest batch is {columns}."
+            )
+        samples = grid.along(GridAxis.COL)
+        messages = samples.split(0, samples.rank, "messages")
+        assert messages is not None
+        progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort)
+        return cls(config, launcher, threads, world, grid, samples, messages, progress)
+
+    @property
+    def is_root(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self.world.rank == 0
+
+
+def _world(config: Config, launcher: Launcher) -> Communicator:
+    """MPI's world under a launcher; one process, and no MPI at all, without one."""
+    if launcher.name == "none":
+        return SingleCommunicator()
+    from hpctrain.comm import mpi
+
+    return mpi.world(config.deadline_seconds)

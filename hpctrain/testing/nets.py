@@ -1,0 +1,67 @@
+"""Small networks that hold every kind of layer, for tests that compare ways of running them."""
+
+from __future__ import annotations
+
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.average_pool import AveragePool
+from hpctrain.nn.layers.batch_norm import BatchNorm
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.dropout import Dropout
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.residual import Residual
+from hpctrain.nn.layers.sequential import Sequential
+
+
+def plain(classes: int = 5, *, dropout: float = 0.0) -> Layer:
+    """No batch norm: two convolutions, both kinds of pooling, two linear layers. For 9 x 7 x 3 images."""
+    return Sequential(
+        {
+            "conv1": Conv2d(3, 6, 3, padding=1),
+            "relu1": ReLU(),
+            "pool1": MaxPool(3, 2, padding=1),
+            "conv2": Conv2d(6, 8, (3, 2), padding=1, groups=2),
+            "relu2": ReLU(),
+            "pool2": AveragePool(2, 2, ceil_mode=True),
+            "flatten": Flatten(),
+            "fc1": Linear(8 * 3 * 3, 11),
+            "relu3": ReLU(),
+            "drop": Dropout(dropout),
+            "fc2": Linear(11, classes),
+        }
+    )
+
+
+def residual(classes: int = 5, *, synchronised: bool = True) -> Layer:
+    """Batch norm and two residual blocks, one with a projection. For images of 3 channels."""
+
+    def norm(channels: int) -> Layer:
+        return BatchNorm(channels, synchronised=synchronised)
+
+    def block(c: int, k: int, stride: int) -> Layer:
+        body: dict[str, Layer] = {
+            "conv1": Conv2d(c, k, 3, stride=stride, padding=1, bias=False),
+            "bn1": norm(k),
+            "relu1": ReLU(),
+            "conv2": Conv2d(k, k, 3, padding=1, bias=False),
+            "bn2": norm(k),
+        }
+        same = c == k and stride == 1
+        shortcut = None if same else Sequential([Conv2d(c, k, 1, stride=stride, bias=False), norm(k)])
+        return Residual(body, shortcut, activation=ReLU())
+
+    return Sequential(
+        {
+            "conv1": Conv2d(3, 8, 3, padding=1, bias=False),
+            "bn1": norm(8),
+            "relu": ReLU(),
+            "layer1": block(8, 8, 1),
+            "layer2": block(8, 12, 2),
+            "avgpool": AdaptiveAveragePool((1, 1)),
+            "flatten": Flatten(),
+            "fc": Linear(12, classes),
+        }
+    )

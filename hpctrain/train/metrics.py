@@ -1,0 +1,107 @@
+"""What a run says of itself: sums turned into means, written as JSON lines, a progress bar, and TensorBoard files when asked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass
+class RunningSums:
+    """Sums over steps of an epoch, of an interval, or of an evaluation. All means are by sample."""
+
+    loss: float = 0.0
+    top1: int = 0
+    top5: int = 0
+    count: int = 0
+
+    def add(self, loss: float, top1: int, top5: int, count: int) -> None:
+        """Add one step's sums over all ranks."""
+        self.loss += loss
+        self.top1 += top1
+        self.top5 += top5
+        self.count += count
+
+    def means(self) -> dict[str, float]:
+        """loss, top1 and top5 by sample (fractions); nan where there was no sample."""
+        if not self.count:
+            return {"loss": float("nan"), "top1": float("nan"), "top5": float("nan")}
+        return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
+
+
+class Reporter(Protocol):
+    """Receives what happens; rank 0 has one that writes, the others one that does nothing."""
+
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int) -> None: ...
+
+    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
+        """The totals of one step are known. `sums` are the epoch's so far."""
+        ...
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        """One line of metrics: kind "interval", "epoch" or "evaluation"."""
+        ...
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SilentReporter:
+    """What all ranks but 0 have."""
+
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int) -> None:
+        return None
+
+    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
+        return None
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        return None
+
+    def say(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Rate:
+    """Images per second over the last interval and since the start, from counts and a clock."""
+
+    def __init__(self, clock: Any = time.perf_counter) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the time so far (after an evaluation or a checkpoint, which are not training)."""
+        self._begin = self._clock()
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        self._count += count
+
+    def per_second(self) -> float:
+        """Images per second since `restart`."""
+        elapsed = self._clock() - self._begin
+        return self._count / elapsed if elapsed > 0 else 0.0
+
+
+class JsonLines:
+    """Appends one JSON object a line, flushed, so that a killed job loses at most the last line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(dict(values), allow_nan=True) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

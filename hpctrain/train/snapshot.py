@@ -1,0 +1,78 @@
+"""The state of a run as plain arrays and back: what a checkpoint holds, independent of how many ranks wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.errors import CheckpointError
+from hpctrain.nn.network import Network
+from hpctrain.train.checkpoint import CheckpointContent, restore
+from hpctrain.train.metrics import RunningSums
+
+
+@dataclass
+class Position:
+    """Where training stands: everything that is not a tensor. Sample order and masks follow from it alone.
+
+    epoch, step_in_epoch: the next step's. global_step: steps done. sums: of the current epoch so far.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    global_step: int = 0
+    sums: RunningSums = field(default_factory=RunningSums)
+
+
+def take(
+    network: Network, averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]
+) -> CheckpointContent:
+    """Everything that a resume needs, one logical array per tensor. After a drain; collective where optimiser state is sharded."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, parameter in network.parameters.items():
+        tensors[f"parameters/{name}"] = parameter.data
+    for name, statistic in network.statistics.views.items():
+        tensors[f"statistics/{name}"] = statistic
+    for averager in averagers.values():
+        for name, parameter in averager.group.parameters.items():
+            for state, values in averager.full_state(parameter).items():
+                tensors[f"optimizer/{state}/{name}"] = values.reshape(parameter.spec.shape)
+    return CheckpointContent(tensors, {**meta, "position": asdict(position)})
+
+
+def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager]) -> Position:
+    """Restore a snapshot; give the position to go on from.
+
+    Raises:
+        CheckpointError: a tensor that is missing, of another shape or dtype, or that the model does not have.
+    """
+    put_weights(content, network)
+    for averager in averagers.values():
+        for name, parameter in averager.group.parameters.items():
+            state = {
+                key: restore(content, f"optimizer/{key}/{name}", parameter.spec.shape, network.dtype).reshape(-1)
+                for key in averager.full_state(parameter)
+            }
+            averager.load_state(parameter, state)
+    values = dict(content.meta["position"])  # type: ignore[call-overload]
+    return Position(**{**values, "sums": RunningSums(**values["sums"])})
+
+
+def put_weights(content: CheckpointContent, network: Network) -> None:
+    """Restore parameters and running statistics only: for evaluation, or to start from trained weights."""
+    expected = {f"parameters/{name}" for name in network.parameters}
+    extra = sorted(key for key in content.tensors if key.startswith("parameters/") and key not in expected)
+    if extra:
+        raise CheckpointError(
+            f"The checkpoint holds {extra[0]}, which the configured model does not have ({len(extra)} such tensors); use the model "
+            f"that it was written with."
+        )
+    for name, parameter in network.parameters.items():
+        parameter.data[...] = restore(content, f"parameters/{name}", parameter.spec.shape, network.dtype)
+    for name, statistic in network.statistics.views.items():
+        statistic[...] = restore(content, f"statistics/{name}", statistic.shape, network.dtype)
+    network.parameters_changed()

@@ -1,0 +1,119 @@
+"""One training step: forward, loss and backward of each micro-batch, gradients announced to the averagers as they become final."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.data.loader import Batch
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import Parameter
+from hpctrain.train.message import SmallMessage
+
+
+class AveragingHooks(StepHooks):
+    """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
+
+    With micro-batches, gradients of all but the last add up in a buffer of their own; the last adds that buffer to each gradient just
+    before it is announced, so averagers see one gradient a step.
+    """
+
+    def __init__(self, averagers: Mapping[str, GradientAverager], progress: ProgressEngine, micro_batches: int) -> None:
+        self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
+        self._groups = [averager.group for averager in averagers.values()]
+        self._progress = progress
+        self._sums = [np.zeros_like(group.grad) for group in self._groups] if micro_batches > 1 else []
+        self._sum_of = {
+            segment.parameter: total[segment.start : segment.stop]
+            for group, total in zip(self._groups, self._sums, strict=False)
+            for segment in group.segments
+        }
+        self.last = True
+
+    def start(self, micro_batch: int, micro_batches: int) -> None:
+        """A micro-batch begins."""
+        self.last = micro_batch == micro_batches - 1
+        if micro_batch == 0:
+            for total in self._sums:
+                total[...] = 0
+
+    def finish(self) -> None:
+        """A micro-batch that is not the last ends: its gradients join the sum."""
+        if not self.last:
+            for group, total in zip(self._groups, self._sums, strict=True):
+                np.add(total, group.grad, out=total)
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        self._owner[parameters[0].name].before_forward(parameters)
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        if not self.last:
+            return
+        if self._sums:
+            flat = parameter.grad.reshape(-1)
+            np.add(flat, self._sum_of[parameter.name], out=flat)
+        self._owner[parameter.name].grad_ready(parameter)
+
+    def data_free(self, parameter: Parameter) -> None:
+        if self.last:
+            self._owner[parameter.name].data_free(parameter)
+
+    def operator_done(self, name: str, phase: str) -> None:
+        self._progress.poll()
+
+
+class TrainingStep:
+    """Runs steps on one rank. Collective: every rank runs it, with an empty batch where it has no samples.
+
+    Args:
+        network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
+        micro_batches: passes that one step's samples are split into. message: receives the sums.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        averagers: Mapping[str, GradientAverager],
+        progress: ProgressEngine,
+        message: SmallMessage,
+        micro_batches: int = 1,
+    ) -> None:
+        self._network = network
+        self._averagers = averagers
+        self._message = message
+        self._micro_batches = micro_batches
+        self._hooks = AveragingHooks(averagers, progress, micro_batches)
+
+    def run(self, batch: Batch, global_step: int, lr: float) -> None:
+        """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
+        for averager in self._averagers.values():
+            averager.begin_step(lr)
+        self._message.clear()
+        parts = np.array_split(np.arange(len(batch.y)), self._micro_batches)
+        for number, part in enumerate(parts):
+            self._hooks.start(number, self._micro_batches)
+            low = int(part[0]) if len(part) else 0
+            self._pass(batch, slice(low, low + len(part)), global_step)
+            self._hooks.finish()
+        for averager in self._averagers.values():
+            averager.end_backward()
+
+    def _pass(self, batch: Batch, part: slice, global_step: int) -> None:
+        program = self._network.program(part.stop - part.start, training=True)
+        program.x[...] = batch.x[part]
+        context = StepContext(
+            training=True,
+            epoch=batch.epoch,
+            step=global_step,
+            sample_ids=batch.sample_ids[part],
+            global_count=batch.global_count,
+        )
+        program.forward(context, self._hooks)
+        sums = program.loss(batch.y[part], batch.global_count)
+        self._message.add(sums, self._network.statistics.batch)
+        program.backward(self._hooks)

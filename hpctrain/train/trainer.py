@@ -1,0 +1,179 @@
+"""The training loop: steps, evaluation, checkpoints, and the end. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.data.loader import Batch, Loader
+from hpctrain.errors import DivergedError
+from hpctrain.nn.network import Network
+from hpctrain.optim.schedules import Schedule
+from hpctrain.train.evaluator import Evaluator
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.snapshot import Position
+from hpctrain.train.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often what happens; 0 means never.
+
+    epochs: to train in all. steps: to stop after so many steps of this run, for tests and trials.
+    """
+
+    epochs: int
+    evaluate_epochs: int = 1
+    checkpoint_epochs: int = 1
+    checkpoint_steps: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Outcome:
+    """How training ended. evaluation: of the last evaluation, if any. stopped: before its last epoch, on request."""
+
+    position: Position
+    evaluation: RunningSums | None
+    stopped: bool
+
+
+class Trainer:
+    """Drives training on this rank. Every public method is collective.
+
+    Args:
+        step: runs one update. message: its sums, read one step later. schedule: learning rate by global step.
+        save: writes a checkpoint at a position (drained before). stop_requested: this rank was asked to stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: Network,
+        averagers: Mapping[str, GradientAverager],
+        step: TrainingStep,
+        message: SmallMessage,
+        loader: Loader,
+        evaluator: Evaluator | None,
+        schedule: Schedule,
+        cadence: Cadence,
+        reporter: Reporter,
+        save: Callable[[Position], None],
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._network, self._averagers, self._step, self._message = network, averagers, step, message
+        self._loader, self._evaluator, self._schedule, self._cadence = loader, evaluator, schedule, cadence
+        self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
+        self._rate = Rate()
+        self._stop = False
+        self._saved_step = -1
+        self._steps_run = 0
+
+    def run(self, position: Position) -> Outcome:
+        """Train from `position` to the last epoch, or until some rank is asked to stop.
+
+        Raises:
+            DivergedError: a loss that is not finite, on every rank at the same step.
+        """
+        samples = self._loader.sampler.samples
+        self._reporter.start(self._cadence.epochs, samples, position.epoch * samples + position.sums.count)
+        self._saved_step = position.global_step
+        evaluation: RunningSums | None = None
+        while position.epoch < self._cadence.epochs and not self._stop:
+            self._run_epoch(position)
+            if self._stop:
+                break
+            evaluation = self._end_epoch(position) or evaluation
+        if self._stop:
+            self._save_once(position)
+        return Outcome(position, evaluation, self._stop)
+
+    def drain(self) -> None:
+        """Everything of the steps so far is complete on every rank."""
+        for averager in self._averagers.values():
+            averager.drain()
+
+    def evaluate(self, position: Position) -> RunningSums | None:
+        """Sums over the test set, recorded; None where there is none."""
+        if self._evaluator is None:
+            return None
+        self.drain()
+        self._network.parameters_changed()
+        sums = self._evaluator.run()
+        self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
+        self._rate.restart()
+        return sums
+
+    def _run_epoch(self, position: Position) -> None:
+        self._rate.restart()
+        begin = position.step_in_epoch
+        batches = self._loader.epoch(position.epoch, begin)
+        try:
+            for batch in batches:
+                self._run_step(batch, position)
+                if self._stop:
+                    break
+        finally:
+            batches.close()
+        self._settle(position)
+
+    def _run_step(self, batch: Batch, position: Position) -> None:
+        lr = self._schedule.lr(position.global_step)
+        self._step.run(batch, position.global_step, lr)
+        self._settle(position)  # the previous step's totals; they travelled under this one
+        self._steps_run += 1
+        enough = 0 < self._cadence.steps <= self._steps_run
+        self._message.post(stop=enough or self._stop_requested())
+        position.global_step += 1
+        position.step_in_epoch += 1
+        self._reporter.step(position.epoch, position.global_step, position.sums, lr, self._rate.per_second())
+        every = self._cadence.checkpoint_steps
+        if enough or (every and position.global_step % every == 0):
+            self._settle(position)
+            if not self._stop:
+                self._save_once(position)
+
+    def _settle(self, position: Position) -> None:
+        """Read the message on its way, if any: sums, running statistics, and whether to go on."""
+        totals = self._message.read()
+        if totals is None:
+            return
+        if totals.non_finite:
+            raise DivergedError(
+                f"The loss is not finite on {totals.non_finite} of the ranks by step {position.global_step}; lower optimizer.lr "
+                f"({self._schedule.lr(max(0, position.global_step - 1)):g} there), warm up longer, or set optimizer.clip_norm."
+            )
+        self._network.statistics.blend(totals.statistics, totals.count)
+        position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
+        self._rate.add(totals.count)
+        self._stop = self._stop or totals.stop > 0
+
+    def _end_epoch(self, position: Position) -> RunningSums | None:
+        values = position.sums.means() | {"images_per_second": self._rate.per_second()}
+        lr = self._schedule.lr(max(0, position.global_step - 1))
+        self._reporter.record("epoch", {"epoch": position.epoch, "step": position.global_step, "lr": lr, **values})
+        line = f"epoch {position.epoch + 1}/{self._cadence.epochs}: train loss {values['loss']:.4f}, top1 {values['top1']:.2%}"
+        position.epoch, position.step_in_epoch, position.sums = position.epoch + 1, 0, RunningSums()
+        last = position.epoch == self._cadence.epochs
+        evaluation = None
+        if _due(position.epoch, self._cadence.evaluate_epochs, last):
+            evaluation = self.evaluate(position)
+        if evaluation is not None:
+            line += f"; test loss {evaluation.means()['loss']:.4f}, top1 {evaluation.means()['top1']:.2%}"
+        self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s")
+        if _due(position.epoch, self._cadence.checkpoint_epochs, last):
+            self._save_once(position)
+        return evaluation
+
+    def _save_once(self, position: Position) -> None:
+        if self._saved_step != position.global_step:
+            self.drain()
+            self._save(position)
+            self._saved_step = position.global_step
+            self._rate.restart()
+
+
+def _due(epoch: int, every: int, last: bool) -> bool:
+    return bool(every) and (last or epoch % every == 0)
