@@ -1,0 +1,86 @@
+"""What the model families share: scaled widths, batch norm with one set of options, residual blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.batch_norm import BatchNorm
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.residual import Residual
+from hpctrain.nn.layers.sequential import Sequential
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Makes the batch norms of one model, all with the same options."""
+
+    epsilon: float = 1e-5
+    momentum: float = 0.1
+    synchronised: bool = False
+    zero_last: bool = False  # the last one of each residual block starts at 0, so that the block starts as its shortcut
+
+    def layer(self, channels: int, *, last: bool = False) -> BatchNorm:
+        """A batch norm; `last` marks the one before a residual sum."""
+        weight = 0.0 if last and self.zero_last else 1.0
+        return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
+
+
+def scaled(channels: int, width: float) -> int:
+    """`channels` times `width`, rounded, at least 1.
+
+    Raises:
+        ConfigError: a width that is not positive.
+    """
+    if not width > 0.0:
+        raise ConfigError(f"A width of {width} leaves no channels; it must be above 0, and 1.0 is the published network.")
+    return max(1, round(channels * width))
+
+
+def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
+    """Raises:
+    ConfigError: the family has no network of this depth.
+    """
+    depths = sorted(known)
+    if depth not in depths:
+        nearest = min(depths, key=lambda other: abs(other - depth))
+        raise ConfigError(f"There is no {family} of depth {depth}; known depths are {depths}, the nearest is {nearest}.")
+
+
+def basic_block(channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None) -> Residual:
+    """Two 3x3 convolutions (He et al. 2016, figure 5 left); the first one carries the stride."""
+    body: Mapping[str, Layer] = {
+        "conv1": Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
+        "bn1": norm.layer(channels),
+        "relu1": ReLU(),
+        "conv2": Conv2d(channels, channels, 3, padding=1, bias=False),
+        "bn2": norm.layer(channels, last=True),
+    }
+    return Residual(body, shortcut, activation=ReLU(), activation_name="relu2")
+
+
+def bottleneck_block(
+    channels_in: int, channels: int, channels_out: int, stride: int, norm: Norm, shortcut: Layer | None
+) -> Residual:
+    """1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one carries the stride, as in version 1.5."""
+    body: Mapping[str, Layer] = {
+        "conv1": Conv2d(channels_in, channels, 1, bias=False),
+        "bn1": norm.layer(channels),
+        "relu1": ReLU(),
+        "conv2": Conv2d(channels, channels, 3, stride, padding=1, bias=False),
+        "bn2": norm.layer(channels),
+        "relu2": ReLU(),
+        "conv3": Conv2d(channels, channels_out, 1, bias=False),
+        "bn3": norm.layer(channels_out, last=True),
+    }
+    return Residual(body, shortcut, activation=ReLU(), activation_name="relu3")
+
+
+def projection(channels_in: int, channels_out: int, stride: int, norm: Norm) -> Layer | None:
+    """The shortcut of a block: a 1x1 convolution with batch norm where its shape changes (option B), else the identity."""
+    if stride == 1 and channels_in == channels_out:
+        return None
+    return Sequential([Conv2d(channels_in, channels_out, 1, stride, bias=False), norm.layer(channels_out)])

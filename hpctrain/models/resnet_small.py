@@ -1,0 +1,87 @@
+"""ResNet-20/32/44/56/110 for 32 px (He et al. 2016, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from hpctrain.models.parts import Norm, basic_block, check_depth, projection, scaled
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.average_pool import AveragePool
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.pad_channels import PadChannels
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+
+IMAGE_SHAPE = (32, 32, 3)
+
+VARIANTS: Mapping[str, Mapping[str, object]] = {f"resnet{depth}": {"depth": depth} for depth in (20, 32, 44, 56, 110)}
+
+_CHANNELS = (16, 32, 64)
+
+
+def build(
+    *,
+    depth: int = 20,
+    classes: int = 10,
+    channels_in: int = 3,
+    width: float = 1.0,
+    shortcut: Literal["padding", "projection"] = "padding",
+    zero_init_residual: bool = False,
+    epsilon: float = 1e-5,
+    momentum: float = 0.1,
+    synchronised: bool = False,
+) -> Layer:
+    """A ResNet of three stages with (depth - 2) / 6 basic blocks each.
+
+    Args:
+        depth: layers with weights: 20, 32, 44, 56 or 110. width: factor on all channels.
+        shortcut: where a block's shape changes: every second pixel and channels of zeros (option A, the paper's for these
+            networks, no parameters) or a 1x1 convolution with batch norm (option B).
+        zero_init_residual: each block starts as its shortcut.
+        epsilon, momentum, synchronised: of batch norm.
+
+    Raises:
+        ConfigError: a depth that does not exist, or a width that is not positive.
+    """
+    check_depth("small ResNet", depth, (20, 32, 44, 56, 110))
+    norm = Norm(epsilon, momentum, synchronised, zero_init_residual)
+    channels = scaled(_CHANNELS[0], width)
+    layers: dict[str, Layer] = {
+        "conv1": Conv2d(channels_in, channels, 3, padding=1, bias=False),
+        "bn1": norm.layer(channels),
+        "relu": ReLU(),
+    }
+    for stage, published in enumerate(_CHANNELS):
+        channels_out = scaled(published, width)
+        layers[f"layer{stage + 1}"] = _stage((depth - 2) // 6, channels, channels_out, 1 if stage == 0 else 2, norm, shortcut)
+        channels = channels_out
+    layers |= {"avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(channels, classes)}
+    return Sequential(layers)
+
+
+def _stage(count: int, channels_in: int, channels: int, stride: int, norm: Norm, shortcut: str) -> Layer:
+    blocks: list[Layer] = []
+    for _ in range(count):
+        branch = (
+            projection(channels_in, channels, stride, norm)
+            if shortcut == "projection"
+            else _padding(channels_in, channels, stride)
+        )
+        blocks.append(basic_block(channels_in, channels, stride, norm, branch))
+        channels_in, stride = channels, 1
+    return Sequential(blocks)
+
+
+def _padding(channels_in: int, channels: int, stride: int) -> Layer | None:
+    """Option A: every `stride`-th pixel (a pool of one pixel), the new channels half before and half behind."""
+    layers: dict[str, Layer] = {}
+    if stride > 1:
+        layers["subsample"] = AveragePool(1, stride)
+    if channels > channels_in:
+        before = (channels - channels_in) // 2
+        layers["pad"] = PadChannels(before, channels - channels_in - before)
+    return Sequential(layers) if layers else None

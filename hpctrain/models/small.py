@@ -1,0 +1,87 @@
+"""A small convolutional network for small images: the quickstart's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.errors import ConfigError
+from hpctrain.models.parts import Norm, scaled
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.batch_norm import BatchNorm
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.dropout import Dropout
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+
+IMAGE_SHAPE = (28, 28, 1)
+
+VARIANTS: Mapping[str, Mapping[str, object]] = {}
+
+
+def build(
+    *,
+    classes: int = 10,
+    channels_in: int = 1,
+    channels: Sequence[int] = (16, 32),
+    hidden: int = 128,
+    grid: int = 7,
+    batch_norm: bool = True,
+    dropout: float = 0.0,
+    width: float = 1.0,
+    epsilon: float = 1e-5,
+    momentum: float = 0.1,
+    synchronised: bool = False,
+    seed: int = 0,
+) -> Layer:
+    """Stages of convolution, batch norm, ReLU and a halving max pool, then a classifier.
+
+    Args:
+        channels: channels out of each stage. width: factor on all channels and hidden features.
+        hidden: features of the classifier's hidden layer; 0: none.
+        grid: rows and columns that the last image is averaged to before the classifier; 1 is global pooling, and
+            7 changes nothing for 28 px and two stages.
+        batch_norm: after each convolution. dropout: rate before each linear layer; 0: none.
+        epsilon, momentum, synchronised: of batch norm. seed: of the dropout masks.
+
+    Raises:
+        ConfigError: no stages, or a width that is not positive.
+    """
+    if not channels:
+        raise ConfigError("A small network needs at least one stage; channels is empty, the default is [16, 32].")
+    norm = Norm(epsilon, momentum, synchronised) if batch_norm else None
+    layers: dict[str, Layer] = {}
+    for stage, published in enumerate(channels):
+        channels_out = scaled(published, width)
+        layers[f"stage{stage + 1}"] = _stage(channels_in, channels_out, norm)
+        channels_in = channels_out
+    features = scaled(hidden, width) if hidden else 0
+    layers |= {"avgpool": AdaptiveAveragePool(grid), "flatten": Flatten()}
+    layers["classifier"] = _classifier((grid, grid, channels_in), features, classes, dropout, seed)
+    return Sequential(layers)
+
+
+def _stage(channels_in: int, channels: int, norm: Norm | None) -> Layer:
+    bn: dict[str, BatchNorm] = {} if norm is None else {"bn": norm.layer(channels)}
+    conv = Conv2d(channels_in, channels, 3, padding=1, bias=norm is None)
+    return Sequential({"conv": conv, **bn, "relu": ReLU(), "pool": MaxPool(2)})
+
+
+def _classifier(image_shape: tuple[int, int, int], hidden: int, classes: int, dropout: float, seed: int) -> Layer:
+    rows, columns, channels = image_shape
+    features = rows * columns * channels
+    drop1, drop2 = ({name: Dropout(dropout, seed)} if dropout else {} for name in ("dropout1", "dropout2"))
+    if not hidden:
+        return Sequential({**drop1, "fc": Linear(features, classes, image_shape=image_shape)})
+    return Sequential(
+        {
+            **drop1,
+            "fc1": Linear(features, hidden, image_shape=image_shape),
+            "relu": ReLU(),
+            **drop2,
+            "fc2": Linear(hidden, classes),
+        }
+    )

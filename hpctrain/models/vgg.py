@@ -1,0 +1,100 @@
+"""VGG-11/13/16/19, with and without batch norm (Simonyan and Zisserman 2015, table 1), as torchvision names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hpctrain.models.parts import Norm, check_depth, scaled
+from hpctrain.nn import initialise
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.dropout import Dropout
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+
+IMAGE_SHAPE = (224, 224, 3)
+
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    f"vgg{depth}{'_bn' if batch_norm else ''}": {"depth": depth, "batch_norm": batch_norm}
+    for depth in (11, 13, 16, 19)
+    for batch_norm in (False, True)
+}
+
+_CHANNELS = (64, 128, 256, 512, 512)
+_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # per stage
+_HIDDEN = 4096
+_GRID = 7
+
+
+def build(
+    *,
+    depth: int = 16,
+    batch_norm: bool = False,
+    classes: int = 1000,
+    channels_in: int = 3,
+    width: float = 1.0,
+    dropout: float = 0.5,
+    epsilon: float = 1e-5,
+    momentum: float = 0.1,
+    synchronised: bool = False,
+    seed: int = 0,
+) -> Layer:
+    """A VGG for images of any size that five halvings leave something of (32 px and more).
+
+    Args:
+        depth: layers with weights: 11, 13, 16 or 19. batch_norm: after each convolution.
+        width: factor on all channels and hidden features. dropout: rate in the classifier.
+        epsilon, momentum, synchronised: of batch norm. seed: of the dropout masks.
+
+    Raises:
+        ConfigError: a depth that does not exist, or a width that is not positive.
+    """
+    check_depth("VGG", depth, _CONVOLUTIONS)
+    norm = Norm(epsilon, momentum, synchronised) if batch_norm else None
+    channels = scaled(_CHANNELS[-1], width)
+    return Sequential(
+        {
+            "features": _features(depth, channels_in, width, norm),
+            "avgpool": AdaptiveAveragePool(_GRID),
+            "flatten": Flatten(),
+            "classifier": _classifier((_GRID, _GRID, channels), scaled(_HIDDEN, width), classes, dropout, seed),
+        }
+    )
+
+
+def _features(depth: int, channels_in: int, width: float, norm: Norm | None) -> Layer:
+    layers: list[Layer] = []
+    for count, published in zip(_CONVOLUTIONS[depth], _CHANNELS, strict=True):
+        channels = scaled(published, width)
+        for _ in range(count):
+            layers.append(Conv2d(channels_in, channels, 3, padding=1))
+            if norm is not None:
+                layers.append(norm.layer(channels))
+            layers.append(ReLU())
+            channels_in = channels
+        layers.append(MaxPool(2))
+    return Sequential(layers)
+
+
+def _classifier(image_shape: tuple[int, int, int], hidden: int, classes: int, dropout: float, seed: int) -> Layer:
+    return Sequential(
+        [
+            _linear(math.prod(image_shape), hidden, image_shape),
+            ReLU(),
+            Dropout(dropout, seed),
+            _linear(hidden, hidden),
+            ReLU(),
+            Dropout(dropout, seed),
+            _linear(hidden, classes),
+        ]
+    )
+
+
+def _linear(features_in: int, features_out: int, image_shape: tuple[int, int, int] | None = None) -> Linear:
+    weight, bias = initialise.normal(0.01), initialise.constant(0.0)
+    return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=bias)

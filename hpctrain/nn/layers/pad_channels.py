@@ -1,0 +1,73 @@
+"""Zero channels around an image's own: the parameter-free shortcut of narrow residual networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.backend.kernels.base import Operator, StepContext
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.errors import ShapeError
+from hpctrain.nn.layer import Leaf
+
+
+class PadChannels(Leaf):
+    """y (N, H, W, before + C + after) from x (N, H, W, C): x between channels of zeros (He et al. 2016, option A).
+
+    Args:
+        before, after: channels of zeros, at least 0 each.
+
+    Raises:
+        ShapeError: a negative number of channels.
+    """
+
+    def __init__(self, before: int, after: int) -> None:
+        if min(before, after) < 0:
+            nearest = (max(before, 0), max(after, 0))
+            raise ShapeError(f"Channels of padding {(before, after)} are negative; the nearest legal ones are {nearest}.")
+        self._spec = PadChannelsSpec(before, after)
+
+    def spec(self, name: str) -> PadChannelsSpec:
+        return self._spec
+
+
+@dataclass(frozen=True)
+class PadChannelsSpec:
+    """Brings its own operator: slices do it, whatever the array module."""
+
+    before: int
+    after: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        return x.with_shape((*x.shape[:-1], self.before + x.shape[-1] + self.after))
+
+    def flops(self, *inputs: TensorSpec) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return PadChannelsOperator(self, inputs[0])
+
+
+class PadChannelsOperator(Operator):
+    """Copies into the middle channels; backward copies out of them."""
+
+    can_accumulate = True
+
+    def __init__(self, spec: PadChannelsSpec, x: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
+        self._own = slice(spec.before, spec.before + x.shape[-1])
+
+    def forward(self, context: StepContext) -> None:
+        y = self.buffers.output
+        y[..., : self._own.start] = 0
+        y[..., self._own] = self.buffers.inputs[0]
+        y[..., self._own.stop :] = 0
+
+    def backward_input(self) -> None:
+        target, dy = self.buffers.input_grads[0], self.buffers.output_grad
+        assert target is not None
+        assert dy is not None
+        if self.buffers.accumulate[0]:
+            target += dy[..., self._own]
+        else:
+            target[...] = dy[..., self._own]
