@@ -1,0 +1,90 @@
+"""The Pr x Pc grid of processes.
+
+Rank (r, c) of Pr rows and Pc columns. The Pr ranks of a column share samples and exchange activations, on the critical path; the
+Pc ranks of a row share weights and exchange gradients, which hide. So the ranks of a column are neighbours: positions count down
+the columns, position = c * Pr + r, over the ranks ordered by node, and a column lies inside a node where Pr divides its ranks.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from hpctrain.comm.base import Communicator
+from hpctrain.errors import ShapeError
+
+
+class GridAxis(StrEnum):
+    """Along which axis of the grid a group runs.
+
+    ROW: the Pr ranks of one column, r = 0 .. Pr-1: they share samples (model, domain).
+    COL: the Pc ranks of one row, c = 0 .. Pc-1: they share weights (batch).
+    """
+
+    ROW = "row"
+    COL = "column"
+
+
+class ProcessGrid:
+    """This rank's place in the grid and its groups. Making it is collective, over all ranks of `world`.
+
+    Attributes:
+        row, col: this rank's r and c. node: the ranks of this rank's node. node_of: for each world rank, the number of its node,
+            nodes counted by their lowest rank.
+
+    Raises:
+        ShapeError: rows * cols is not the world's size; on every rank alike, before any communication.
+    """
+
+    def __init__(self, world: Communicator, rows: int, cols: int) -> None:
+        check_grid(rows, cols, world.size)
+        self.world = world
+        self.rows = rows
+        self.cols = cols
+        self.node = world.split_shared_memory("node")
+        leaders = _leaders(world, self.node)
+        numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
+        self.node_of = tuple(numbers[leader] for leader in leaders)
+        self.row, self.col = coordinates(self.node_of, rows)[world.rank]
+        down = world.split(self.col, self.row, GridAxis.ROW.value)
+        across = world.split(self.row, self.col, GridAxis.COL.value)
+        assert down is not None
+        assert across is not None
+        self._along = {GridAxis.ROW: down, GridAxis.COL: across}
+
+    def along(self, axis: GridAxis) -> Communicator:
+        """This rank's group along an axis; its rank in it is r (ROW) or c (COL)."""
+        return self._along[axis]
+
+
+def check_grid(rows: int, cols: int, size: int) -> None:
+    """Refuse a grid that does not multiply to `size` ranks.
+
+    Raises:
+        ShapeError: the message gives the nearest legal grid.
+    """
+    if rows >= 1 and cols >= 1 and rows * cols == size:
+        return
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    nearest = min(divisors, key=lambda n: (abs(n - rows), n))
+    raise ShapeError(
+        f"A grid of {rows} x {cols} has {rows * cols} places, the world has {size} ranks; rows * cols must be {size}, "
+        f"the nearest legal grid is {nearest} x {size // nearest}."
+    )
+
+
+def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
+    """(r, c) of each world rank: down the columns over the ranks ordered by (node, rank).
+
+    The identity, c * rows + r, where nodes hold consecutive ranks; rank 0 is always (0, 0).
+    """
+    order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
+    places = [(0, 0)] * len(order)
+    for position, rank in enumerate(order):
+        places[rank] = (position % rows, position // rows)
+    return places
+
+
+def _leaders(world: Communicator, node: Communicator) -> list[int]:
+    """For each world rank, the lowest world rank of its node."""
+    leader = node.broadcast_object(world.rank)
+    return [int(rank) for rank in world.allgather_object(leader)]

@@ -1,0 +1,163 @@
+"""What the launcher asked for, read from the environment: before MPI starts, and whether or not it does.
+
+Imports neither NumPy nor mpi4py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import LaunchError
+
+#: set by the user: how many ranks the job must have
+EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
+
+# Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
+_FIRST_SPECIAL_STEP = 4294967290
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Who started this process and what for. None: unknown.
+
+    Attributes:
+        name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
+        expected_size: ranks of the job. rank, local_rank: of this process, in the job and on its node.
+        local_size: ranks on this node.
+        rank_variable: the environment variable that gives the rank: what a launcher's child has and the launcher has not.
+    """
+
+    name: str
+    expected_size: int | None = None
+    rank: int | None = None
+    local_size: int | None = None
+    local_rank: int | None = None
+    rank_variable: str | None = None
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """One launcher's variables: the one that gives it away, then size, rank, local size, local rank."""
+
+    name: str
+    marker: str
+    size: str
+    rank: str
+    local_size: str
+    local_rank: str
+
+
+# The first whose marker is set. Process managers that start through another one (hydra inside a Slurm job) stand before it.
+_SIGNATURES = (
+    _Signature(
+        "Open MPI mpiexec",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    _Signature(
+        "MVAPICH mpirun",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+    _Signature("Cray PALS mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
+    _Signature("MPICH hydra mpiexec", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+)
+_PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK")
+
+
+def detect(environ: Mapping[str, str]) -> Launcher:
+    """The launcher that this environment tells of; HPCTRAIN_EXPECT_RANKS overrules its size.
+
+    Raises:
+        LaunchError: HPCTRAIN_EXPECT_RANKS is no positive integer.
+    """
+    launcher = _detect(environ)
+    wanted = environ.get(EXPECT_RANKS)
+    if wanted is None:
+        return launcher
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, it must be a number of ranks; the smallest is 1.")
+    return replace(launcher, expected_size=int(wanted))
+
+
+def _detect(environ: Mapping[str, str]) -> Launcher:
+    for signature in _SIGNATURES:
+        if signature.marker in environ:
+            return _by_signature(signature, environ)
+    step = _integer(environ, "SLURM_STEP_ID")
+    if step is not None and step < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ:
+        return _slurm(environ)
+    if _PMI.marker in environ:
+        return _by_signature(_PMI, environ)
+    return Launcher("none")
+
+
+def _by_signature(signature: _Signature, environ: Mapping[str, str]) -> Launcher:
+    name = signature.name
+    if signature.marker == "MPI_LOCALNRANKS" and any(variable.startswith("I_MPI_INFO") for variable in environ):
+        name = "Intel MPI mpiexec"
+    return Launcher(
+        name,
+        _integer(environ, signature.size),
+        _integer(environ, signature.rank),
+        _integer(environ, signature.local_size),
+        _integer(environ, signature.local_rank),
+        signature.rank,
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launcher:
+    size = _integer(environ, "SLURM_STEP_NUM_TASKS") or _integer(environ, "SLURM_NTASKS")
+    counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _integer(environ, "SLURM_NODEID")
+    local_size = counts[node] if node is not None and node < len(counts) else None
+    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
+    return Launcher("Slurm srun", size, rank, local_size, local_rank, "SLURM_PROCID")
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node written out: "2(x3),1" -> [2, 2, 2, 1]; [] for what is not of that form."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def check_world(launcher: Launcher, world_size: int) -> None:
+    """Refuse a world of another size than asked for: N jobs of one rank each, all silent, are the usual case.
+
+    Raises:
+        LaunchError: the message names the launcher, both sizes and the likely cause.
+    """
+    expected = launcher.expected_size
+    if expected is None or expected == world_size:
+        return
+    if launcher.name == "none":
+        raise LaunchError(
+            f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher and has "
+            f"{world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
+        )
+    if world_size == 1:
+        cause = (
+            "most likely mpi4py is linked to another MPI than the launcher's; use the mpiexec of the MPI that "
+            "`python -m mpi4py --mpi-lib-version` names" + (", or another --mpi=... of srun" if "Slurm" in launcher.name else "")
+        )
+    else:
+        cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"
+    raise LaunchError(f"{launcher.name} was asked for {expected} ranks, but MPI's world has {world_size}; {cause}.")

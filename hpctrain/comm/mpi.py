@@ -1,0 +1,182 @@
+"""The communicator over MPI. The only module that imports mpi4py, and only when the world is started.
+
+Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to MPI,
+so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own
+progress thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.comm import objects
+from hpctrain.comm.base import Array, Handle
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.watchdog import guard
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# MPI_Abort itself needs a network: where a link is cut it may hang.
+_ABORT_SECONDS = 10.0
+
+
+def world(deadline_seconds: float) -> MpiCommunicator:
+    """Start MPI and give all ranks of the job, on a communicator of our own. Collective; once a process.
+
+    Args:
+        deadline_seconds: the longest that start-up, splits and object operations may take.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return _world(deadline_seconds)
+    with guard("The start of MPI", deadline_seconds):
+        import mpi4py
+
+        if "MPI4PY_RC_THREAD_LEVEL" not in os.environ:
+            mpi4py.rc.thread_level = "serialized"
+        return _world(deadline_seconds)
+
+
+def _world(deadline_seconds: float) -> MpiCommunicator:
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds)
+
+
+def describe() -> str:
+    """The MPI library's name and version and its thread level, on one line, for logs and run directories. After `world`."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    name = " ".join(MPI.Get_library_version().rstrip("\0").split("\n")[0].replace("\t", " ").split())
+    return f"{name}, thread level {levels[MPI.Query_thread()]}"
+
+
+class MpiHandle:
+    """A posted MPI operation; holds its buffers until it is complete."""
+
+    __slots__ = ("_elements", "_operation", "_request")
+
+    def __init__(self, request: MPI.Request, operation: str, elements: int) -> None:
+        self._request = request
+        self._operation = operation
+        self._elements = elements
+
+    def test(self) -> bool:
+        complete: bool = self._request.Test()
+        return complete
+
+    def __str__(self) -> str:
+        return f"{self._operation} of {self._elements} elements"
+
+
+class MpiCommunicator:
+    """The ranks of one MPI communicator.
+
+    Sums have one order for given rank and element counts: a run repeats bit by bit on the same ranks of the same nodes.
+    Object operations and splits wait by themselves, with the deadline, and drive nothing else: start-up and shut-down only.
+    """
+
+    def __init__(self, comm: MPI.Comm, name: str, deadline_seconds: float) -> None:
+        from mpi4py import MPI
+
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.name = name
+        self._comm = comm
+        self._mpi = MPI
+        self._types = {
+            "f": MPI.FLOAT,
+            "d": MPI.DOUBLE,
+            "i": MPI.INT32_T,
+            "l": MPI.INT64_T,
+            "q": MPI.INT64_T,
+            "B": MPI.UINT8_T,
+        }
+        self._deadline_seconds = deadline_seconds
+        self._waits = ProgressEngine(rank=MPI.COMM_WORLD.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort)
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
+        return MpiHandle(request, "allreduce", buffer.size)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        assert (len(counts), send.size, recv.size) == (self.size, sum(counts), counts[self.rank])
+        assert send.dtype == recv.dtype
+        request = self._comm.Ireduce_scatter(self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
+        return MpiHandle(request, "reduce-scatter", send.size)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        assert (len(counts), recv.size) == (self.size, sum(counts))
+        if send is None:
+            source: Any = self._mpi.IN_PLACE
+        else:
+            assert (send.size, send.dtype) == (counts[self.rank], recv.dtype)
+            source = self._whole(send)
+        return MpiHandle(self._comm.Iallgatherv(source, self._parts(recv, counts)), "allgather", recv.size)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        assert len(send_counts) == len(recv_counts) == self.size
+        assert (send.size, recv.size, send.dtype) == (sum(send_counts), sum(recv_counts), recv.dtype)
+        request = self._comm.Ialltoallv(self._parts(send, send_counts), self._parts(recv, recv_counts))
+        return MpiHandle(request, "all-to-all", send.size)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        return MpiHandle(self._comm.Ibcast(self._whole(buffer), root), f"broadcast from {root}", buffer.size)
+
+    def ibarrier(self) -> Handle:
+        return MpiHandle(self._comm.Ibarrier(), "barrier", 0)
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return MpiHandle(self._comm.Isend(self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer.size)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        request = self._comm.Irecv(self._whole(buffer), source, tag)
+        return MpiHandle(request, f"receive from {source}, tag {tag},", buffer.size)
+
+    def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
+        self._wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
+        part = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
+        return None if part == self._mpi.COMM_NULL else MpiCommunicator(part, name, self._deadline_seconds)
+
+    def split_shared_memory(self, name: str) -> MpiCommunicator:
+        self._wait(self.ibarrier(), f"split into {name}")
+        part = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
+        return MpiCommunicator(part, name, self._deadline_seconds)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return objects.allgather_object(self, value, self._wait)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return objects.broadcast_object(self, value, root, self._wait)
+
+    def abort(self, code: int) -> None:
+        """End the whole job, on whatever communicator it is called; does not come back."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        backstop = threading.Timer(_ABORT_SECONDS, os._exit, (code,))
+        backstop.daemon = True
+        backstop.start()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def _wait(self, handle: Handle, what: str) -> None:
+        self._waits.wait_handle(handle, f"{what} (communicator {self.name})")
+
+    def _whole(self, array: Array) -> tuple[Array, MPI.Datatype]:
+        assert array.flags.c_contiguous, "a buffer is C-contiguous"
+        return array, self._types[array.dtype.char]
+
+    def _parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, list[int], MPI.Datatype]:
+        whole, kind = self._whole(array)
+        return whole, list(counts), kind
