@@ -76,9 +76,7 @@ def fetch(
         DataError: no source has the files (says how to get them), or a file is not the one it should be.
     """
     paths = {split: out / f"{split}.h5" for split in splits}
-    missing = {split: splits[split] for split, path in paths.items() if not path.exists()}
-    for split in splits.keys() - missing.keys():
-        ImageFile.open(paths[split])
+    missing = {split: splits[split] for split, path in paths.items() if not _readable(path)}
     if not missing:
         return paths
     out.mkdir(parents=True, exist_ok=True)
@@ -141,6 +139,18 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
 DEFAULT_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package, download)
 
 
+def _readable(path: Path) -> bool:
+    """True for a data file that can be opened; a damaged one is named, and made again."""
+    if not path.exists():
+        return False
+    try:
+        ImageFile.open(path)
+    except DataError as error:
+        _log.warning("%s", error)
+        return False
+    return True
+
+
 def _has_all(directory: Path, splits: Mapping[str, Split]) -> bool:
     return all(_find(directory, name) is not None for split in splits.values() for name in (split.images, split.labels))
 
@@ -165,8 +175,8 @@ def _check(content: bytes, digest: str, origin: str) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != digest:
         raise DataError(
-            f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {found[:12]}..., it must be {digest[:12]}...; "
-            "remove it and fetch again."
+            f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {found[:12]}... and must be "
+            f"{digest[:12]}...; remove it and fetch again."
         )
 
 

@@ -72,10 +72,11 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
 
 def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
     """The largest central window of (width, height) `size` with the aspect of `target`: left, upper, right, lower."""
-    scale = min(size[0] / target[0], size[1] / target[1])
-    width, height = target[0] * scale, target[1] * scale
-    left, upper = (size[0] - width) / 2, (size[1] - height) / 2
-    return left, upper, left + width, upper + height
+    if size[0] * target[1] <= size[1] * target[0]:  # in integers: rounding would leave the image by a hair
+        upper = max(0.0, (size[1] - size[0] * target[1] / target[0]) / 2)
+        return 0.0, upper, float(size[0]), size[1] - upper
+    left = max(0.0, (size[0] - size[1] * target[0] / target[1]) / 2)
+    return left, 0.0, size[0] - left, float(size[1])
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:

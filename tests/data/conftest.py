@@ -1,0 +1,40 @@
+"""Small data files, and real images where they are at hand."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile
+
+
+@pytest.fixture
+def make_file(tmp_path):
+    """make_file(count, (H, W, C), classes): a data file of random images."""
+
+    def make(count=13, shape=(7, 9, 3), classes=5, name="images.h5"):
+        rng = np.random.default_rng(count)
+        images = rng.integers(0, 256, (count, *shape), np.uint8)
+        labels = rng.integers(0, classes, count)
+        path = tmp_path / name
+        data_format.write(path, count, shape, [f"class {i}" for i in range(classes)], [(images, labels)])
+        return ImageFile.open(path), images, labels
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """shared_data(name): the path of a file of real images; skips where it is absent."""
+    default = Path(__file__).parents[2].parent / "shared" / "data"
+    directory = Path(os.environ.get("HPCTRAIN_SHARED_DATA", default))
+
+    def find(name):
+        path = directory / name
+        if not path.is_file():
+            pytest.skip(f"{name} is not in {directory} (HPCTRAIN_SHARED_DATA)")
+        return path
+
+    return find

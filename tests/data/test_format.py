@@ -1,0 +1,222 @@
+"""The data format: round trip, exact statistics, and one sentence for every damaged file."""
+
+import fcntl
+import os
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile, ImageFileWriter
+from hpctrain.errors import DataError
+
+
+def random_images(count, shape=(7, 9, 3)):
+    return np.random.default_rng(1).integers(0, 256, (count, *shape), np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 9, 3), (28, 28, 1), (5, 3, 4)])
+@pytest.mark.parametrize("sizes", [[11], [1, 7, 3], [4, 0, 7]])
+def test_round_trip_does_not_depend_on_chunks(tmp_path, shape, sizes):
+    images, labels = random_images(11, shape), np.arange(11) % 4
+    with ImageFileWriter(tmp_path / "new" / "a.h5", 11, shape, ["a", "b", "c", "d"]) as writer:
+        start = 0
+        for size in sizes:
+            writer.append(images[start : start + size], labels[start : start + size])
+            start += size
+    file = ImageFile.open(tmp_path / "new" / "a.h5")
+    assert np.array_equal(file.images, images)
+    assert np.array_equal(file.labels, labels)
+    assert file.labels.dtype == np.int64
+    assert file.class_names == ("a", "b", "c", "d")
+    assert (file.shape, len(file)) == (shape, 11)
+    np.testing.assert_allclose(file.mean, (images / 255).mean(axis=(0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(file.std, (images / 255).std(axis=(0, 1, 2)), rtol=1e-9, atol=1e-12)
+    file.verify()
+    assert os.listdir(tmp_path / "new") == ["a.h5"]
+
+
+def test_statistics_are_the_same_for_any_chunks(tmp_path):
+    images, labels = random_images(11), np.zeros(11, np.int64)
+    for name, cut in (("a.h5", 3), ("b.h5", 10)):
+        chunks = [(images[:cut], labels[:cut]), (images[cut:], labels[cut:])]
+        data_format.write(tmp_path / name, 11, (7, 9, 3), ["x"], chunks)
+    first, second = ImageFile.open(tmp_path / "a.h5"), ImageFile.open(tmp_path / "b.h5")
+    assert first.mean.tobytes() == second.mean.tobytes()
+    assert first.std.tobytes() == second.std.tobytes()
+    assert first.manifest == second.manifest
+
+
+def test_images_that_are_no_contiguous_array_are_written_as_they_look(tmp_path):
+    images = random_images(6)[:, :, ::-1]
+    data_format.write(tmp_path / "a.h5", 6, (7, 9, 3), ["x"], [(images, np.zeros(6, np.int64))])
+    file = ImageFile.open(tmp_path / "a.h5")
+    assert np.array_equal(file.images, images)
+    file.verify()
+
+
+@pytest.mark.parametrize("written", [1, 7])
+def test_fewer_samples_than_announced_make_a_shorter_file(tmp_path, written):
+    images, labels = random_images(written), np.arange(written)
+    data_format.write(tmp_path / "a.h5", 20, (7, 9, 3), [str(i) for i in range(7)], [(images, labels)])
+    file = ImageFile.open(tmp_path / "a.h5")
+    assert np.array_equal(file.images, images)
+    assert np.array_equal(file.labels, labels)
+    file.verify()
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_constant_images_have_no_spread(tmp_path):
+    images = np.full((3, 4, 5, 1), 255, np.uint8)
+    data_format.write(tmp_path / "a.h5", 3, (4, 5, 1), ["x"], [(images, np.zeros(3, np.int64))])
+    file = ImageFile.open(tmp_path / "a.h5")
+    assert (file.mean.tolist(), file.std.tolist()) == ([1.0], [0.0])
+
+
+def test_images_are_mapped_read_only(make_file):
+    file, _, _ = make_file()
+    with pytest.raises(ValueError, match="read-only"):
+        file.images[0] = 0
+
+
+def test_opens_while_another_holds_the_file_locked(make_file):
+    file, images, _ = make_file()
+    with file.path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="lock"):
+            h5py.File(file.path, "r", locking=True)
+        assert np.array_equal(ImageFile.open(file.path).images, images)
+
+
+def test_threads_may_read_at_once(make_file):
+    file, images, _ = make_file(count=50)
+    right = []
+    threads = [threading.Thread(target=lambda: right.append(np.array_equal(file.images[::-1], images[::-1]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 4
+
+
+@pytest.mark.parametrize("label", [-1, 5])
+def test_a_wrong_label_stops_the_writer_and_leaves_nothing(tmp_path, label):
+    labels = np.array([0, 1, label, 4])
+    with pytest.raises(DataError, match=rf"sample 2 has label {label}, which is outside 0\.\.4"):
+        data_format.write(tmp_path / "a.h5", 4, (7, 9, 3), list("abcde"), [(random_images(4), labels)])
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_leaves_the_old_file_as_it_was(make_file):
+    file, images, _ = make_file()
+
+    def chunks():
+        yield random_images(2), np.zeros(2, np.int64)
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        data_format.write(file.path, 4, (7, 9, 3), ["x"], chunks())
+    assert np.array_equal(ImageFile.open(file.path).images, images)
+    assert os.listdir(file.path.parent) == [file.path.name]
+
+
+def test_a_replaced_file_does_not_change_an_open_one(make_file):
+    file, images, labels = make_file()
+    data_format.write(file.path, 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
+    assert np.array_equal(file.images, images)
+    assert len(ImageFile.open(file.path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "names", "message"),
+    [
+        (0, (7, 9, 3), ["x"], "no image"),
+        (3, (7, 9, 3), ["x"], "no image"),
+        (3, (0, 9, 3), ["x"], "at least 1"),
+        (3, (7, 9, 3), [], "no class"),
+    ],
+)
+def test_empty_files_are_refused(tmp_path, count, shape, names, message):
+    with pytest.raises(DataError, match=message):
+        data_format.write(tmp_path / "a.h5", count, shape, names, [])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("images", [np.zeros((1, 7, 9, 1), np.uint8), np.zeros((1, 7, 9, 3), np.float32)])
+def test_images_of_another_shape_or_type_are_refused(tmp_path, images):
+    with pytest.raises(DataError, match=r"uint8 images of shape \(7, 9, 3\)"):
+        data_format.write(tmp_path / "a.h5", 1, (7, 9, 3), ["x"], [(images, np.zeros(1, np.int64))])
+
+
+def test_a_missing_file_is_named_with_the_way_to_make_it(tmp_path):
+    with pytest.raises(DataError, match=r"no data file .*none\.h5; make it with `hpctrain data convert`"):
+        ImageFile.open(tmp_path / "none.h5")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(make_file, share):
+    file, _, _ = make_file(count=200)
+    size = file.path.stat().st_size
+    os.truncate(file.path, int(size * share))
+    with pytest.raises(DataError, match=r"truncated|damaged"):
+        ImageFile.open(file.path)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text.h5").write_text("not HDF5\n" * 100)
+    with pytest.raises(DataError, match="not an HDF5 file"):
+        ImageFile.open(tmp_path / "text.h5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["images"] = np.zeros((3, 2, 2, 1), np.uint8)
+    with pytest.raises(DataError, match="not a data file of hpctrain"):
+        ImageFile.open(tmp_path / "other.h5")
+
+
+def changed(file, change):
+    with h5py.File(file.path, "r+") as opened:
+        change(opened)
+    return file.path
+
+
+def replace(opened, name, values, **options):
+    digest = opened[name].attrs["sha256"]
+    del opened[name]
+    opened.create_dataset(name, data=values, **options).attrs["sha256"] = digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.attrs.modify("version", 99), "version 99"),
+        (lambda f: f["labels"].write_direct(np.full(13, 7)), r"label 7, which is outside 0\.\.4"),
+        (lambda f: f["labels"].write_direct(np.full(13, -2)), r"label -2, which is outside 0\.\.4"),
+        (lambda f: replace(f, "labels", np.zeros(0, np.int64)), "holds no image"),
+        (lambda f: replace(f, "labels", np.zeros(12, np.int64)), "12 labels"),
+        (lambda f: replace(f, "mean", np.zeros(1)), "1 channels"),
+        (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.uint8), chunks=(1, 7, 9, 3)), "contiguous"),
+        (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.float32)), "uint8"),
+        (lambda f: f.pop("std"), "damaged"),
+    ],
+)
+def test_files_with_wrong_content_are_refused(make_file, change, message):
+    file, _, _ = make_file()
+    with pytest.raises(DataError, match=message):
+        ImageFile.open(changed(file, change))
+
+
+@pytest.mark.parametrize("name", ["images", "labels", "mean", "std", "class_names"])
+def test_verify_names_what_changed(make_file, name):
+    file, _, _ = make_file()
+
+    def change(opened):
+        values = opened[name][()]
+        if name == "class_names":
+            values[0] = b"other"
+        else:
+            values.reshape(-1)[0] = 1 if values.reshape(-1)[0] != 1 else 2
+        opened[name][...] = values
+
+    with pytest.raises(DataError, match=rf"In .*images\.h5 {name} changed"):
+        ImageFile.open(changed(file, change)).verify()

@@ -1,0 +1,194 @@
+"""The loader: any number of parts sees one stream, in a thread that never leaks and never hides an error."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.augment import Pipeline
+from hpctrain.data.loader import Loader
+from hpctrain.data.sampler import Sampler, counts
+from hpctrain.errors import ShapeError
+
+SPECS = [("pad_crop", {"padding": 2}), ("flip", {})]
+
+
+def make_loader(file, batch, *, specs=SPECS, shuffle=True, samples=None, **options):
+    sampler = Sampler(samples or len(file), batch, 5, shuffle)
+    return Loader(file, sampler, Pipeline(specs, 5, file.mean, file.std, "float64"), **options)
+
+
+def read(loader, epoch=0, start_step=0):
+    """Copies of an epoch: (step, x, y, ids, counts, global count)."""
+    return [
+        (b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, start_step)
+    ]
+
+
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "hpctrain-loader"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    gc.collect()
+    assert loader_threads() == []
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 3), st.booleans())
+def test_parts_together_are_the_one_part_stream(make_file, batch, parts, prefetch, cache):
+    file, _, _ = make_file()
+    whole = read(make_loader(file, batch, prefetch=0), epoch=2)
+    shares = [read(make_loader(file, batch, part=p, parts=parts, prefetch=prefetch, cache=cache), epoch=2) for p in range(parts)]
+    assert [len(share) for share in shares] == [len(whole)] * parts
+    for step, (number, x, y, ids, _, total) in enumerate(whole):
+        for place, expected in ((1, x), (2, y), (3, ids)):
+            assert np.array_equal(np.concatenate([share[step][place] for share in shares]), expected)
+        for part, share in enumerate(shares):
+            assert share[step][0] == number == step
+            assert share[step][4] == counts(total, parts)
+            assert share[step][5] == total == len(y)
+            assert len(share[step][2]) == share[step][4][part]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 13, 100])
+def test_evaluation_has_every_sample_once_in_order(make_file, batch):
+    file, images, labels = make_file()
+    steps = read(make_loader(file, batch, specs=[], shuffle=False))
+    assert np.array_equal(np.concatenate([step[3] for step in steps]), np.arange(13))
+    assert np.array_equal(np.concatenate([step[2] for step in steps]), labels)
+    expected = (images / 255 - file.mean) / file.std
+    np.testing.assert_allclose(np.concatenate([step[1] for step in steps]), expected, atol=1e-12)
+
+
+def test_a_part_without_samples_gets_empty_arrays_of_the_right_shape(make_file):
+    file, _, _ = make_file()
+    (batch,) = list(make_loader(file, 13, samples=2, part=4, parts=5).epoch(0))
+    assert (batch.x.shape, batch.y.shape, batch.sample_ids.shape) == ((0, 7, 9, 3), (0,), (0,))
+    assert (batch.counts, batch.global_count) == ((1, 1, 0, 0, 0), 2)
+
+
+def test_resuming_within_an_epoch_continues_the_stream(make_file):
+    file, _, _ = make_file()
+    whole = read(make_loader(file, 3), epoch=4)
+    rest = read(make_loader(file, 3), epoch=4, start_step=2)
+    assert [step[0] for step in rest] == [2, 3, 4]
+    for first, second in zip(whole[2:], rest, strict=True):
+        assert np.array_equal(first[1], second[1])
+        assert np.array_equal(first[3], second[3])
+    assert read(make_loader(file, 3), start_step=5) == []
+
+
+def test_epochs_differ_and_repeat(make_file):
+    file, _, _ = make_file()
+    loader = make_loader(file, 13)
+    first, second, again = (read(loader, epoch)[0] for epoch in (0, 1, 0))
+    assert not np.array_equal(first[3], second[3])
+    assert np.array_equal(first[3], again[3])
+    assert np.array_equal(first[1], again[1])
+
+
+def test_the_ring_is_made_once_and_large_enough(make_file):
+    file, _, _ = make_file()
+    loader = make_loader(file, 4, prefetch=2)
+    bases = {id(batch.x.base) for epoch in range(3) for batch in loader.epoch(epoch)}
+    assert len(bases) == 3
+
+
+def test_a_batch_is_untouched_until_the_next_is_asked_for(make_file):
+    file, _, _ = make_file(count=60)
+    expected = read(make_loader(file, 4, prefetch=0))
+    finished = threading.Event()
+    for batch, right in zip(make_loader(file, 4, prefetch=3).epoch(0), expected, strict=True):
+        finished.wait(0.005)  # time for the thread to run ahead as far as it may
+        assert np.array_equal(batch.x, right[1])
+        assert np.array_equal(batch.y, right[2])
+
+
+def test_closing_early_ends_the_thread(make_file):
+    file, _, _ = make_file(count=60)
+    loader = make_loader(file, 2)
+    batches = loader.epoch(0)
+    next(batches)
+    assert len(loader_threads()) == 1
+    batches.close()
+    assert loader_threads() == []
+    assert len(read(loader)) == 30
+
+
+def test_breaking_out_of_the_loop_ends_the_thread(make_file):
+    file, _, _ = make_file()
+    loader = make_loader(file, 2)
+    for _ in loader.epoch(0):
+        break
+    gc.collect()
+    assert loader_threads() == []
+
+
+def test_an_error_of_the_consumer_ends_the_thread(make_file):
+    file, _, _ = make_file()
+    loader = make_loader(file, 2)
+    with pytest.raises(ZeroDivisionError):
+        for batch in loader.epoch(0):
+            batch.global_count // 0
+    gc.collect()
+    assert loader_threads() == []
+
+
+class FailingPipeline(Pipeline):
+    """Fails at the third batch."""
+
+    calls = 0
+
+    def __call__(self, images, sample_ids, epoch, out):
+        self.calls += 1
+        if self.calls == 3:
+            raise OSError("the disk is gone")
+        return super().__call__(images, sample_ids, epoch, out)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_error_in_the_thread_is_raised_at_its_batch(make_file, prefetch):
+    file, _, _ = make_file()
+    loader = Loader(file, Sampler(13, 2), FailingPipeline([], 0, file.mean, file.std), prefetch=prefetch)
+    steps = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch in loader.epoch(0):
+            steps.append(batch.step)
+    assert steps == [0, 1]
+    assert len(read(loader)) == 7
+
+
+def test_two_epochs_at_once_are_refused(make_file):
+    file, _, _ = make_file()
+    loader = make_loader(file, 2)
+    first = loader.epoch(0)
+    next(first)
+    with pytest.raises(AssertionError, match="still being read"):
+        next(loader.epoch(1))
+    first.close()
+    assert len(read(loader, 1)) == 7
+
+
+def test_the_cache_is_read_once_and_only_where_it_fits(make_file):
+    file, images, _ = make_file()
+    cached = make_loader(file, 13, specs=[], shuffle=False, cache=True)
+    mapped = make_loader(file, 13, specs=[], shuffle=False, cache=True, cache_limit_bytes=images.nbytes - 1)
+    expected = read(cached)[0][1]
+    assert np.array_equal(read(mapped)[0][1], expected)
+    # The bytes of the file change beneath both; only the map sees it.
+    with file.path.open("r+b") as raw:
+        raw.write(b"\xff" * file.path.stat().st_size)
+    assert np.array_equal(read(cached)[0][1], expected)
+    assert not np.array_equal(read(mapped)[0][1], expected)
+
+
+def test_a_crop_that_does_not_fit_is_refused_when_the_loader_is_made(make_file):
+    file, _, _ = make_file()
+    with pytest.raises(ShapeError, match="at most 7 fits"):
+        make_loader(file, 2, specs=[("center_crop", {"size": 8})])

@@ -1,0 +1,85 @@
+"""The sampler: every sample once an epoch, the same stream for any number of ranks."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.data.sampler import Sampler, counts, part_of
+from hpctrain.errors import ConfigError, DataError
+
+sizes = st.integers(1, 200)
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_counts_are_even_and_larger_first(samples, parts):
+    shares = counts(samples, parts)
+    assert len(shares) == parts
+    assert sum(shares) == samples
+    assert max(shares) - min(shares) <= 1
+    assert sorted(shares, reverse=True) == list(shares)
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_parts_make_up_the_whole_in_order(samples, parts):
+    ids = np.arange(samples) * 3
+    shares = [part_of(ids, part, parts) for part in range(parts)]
+    assert np.array_equal(np.concatenate(shares), ids)
+    assert tuple(len(share) for share in shares) == counts(samples, parts)
+
+
+@given(sizes, sizes, st.booleans(), st.integers(0, 2**63), st.integers(0, 5))
+def test_an_epoch_has_every_sample_once(samples, batch, shuffle, seed, epoch):
+    sampler = Sampler(samples, batch, seed, shuffle)
+    steps = [sampler.ids(epoch, step) for step in range(sampler.steps_per_epoch)]
+    assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(samples))
+    assert [len(ids) for ids in steps] == [sampler.global_count(step) for step in range(len(steps))]
+    assert all(len(ids) == batch for ids in steps[:-1])
+    assert 1 <= len(steps[-1]) <= batch
+
+
+@given(sizes, sizes, sizes, st.integers(0, 5))
+def test_the_stream_does_not_depend_on_the_batch(samples, first, second, epoch):
+    streams = []
+    for batch in (first, second):
+        sampler = Sampler(samples, batch, 7)
+        streams.append(np.concatenate([sampler.ids(epoch, step) for step in range(sampler.steps_per_epoch)]))
+    assert np.array_equal(*streams)
+
+
+def test_order_is_a_pure_function_of_seed_and_epoch():
+    sampler = Sampler(1000, 10, 3)
+    first = sampler.order(0).copy()
+    assert not np.array_equal(first, sampler.order(1))
+    assert np.array_equal(first, sampler.order(0))
+    assert not np.array_equal(first, Sampler(1000, 10, 4).order(0))
+    assert np.array_equal(Sampler(1000, 10, 3, shuffle=False).order(5), np.arange(1000))
+
+
+def test_order_does_not_depend_on_the_process():
+    code = "from hpctrain.data.sampler import Sampler; print(Sampler(12, 5, 99).order(4).tolist())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.strip() == str(Sampler(12, 5, 99).order(4).tolist())
+
+
+def test_samples_are_equally_likely_at_every_place():
+    places = np.stack([Sampler(8, 8, seed).order(0) for seed in range(2000)])
+    table = np.stack([np.bincount(places[:, place], minlength=8) for place in range(8)])
+    chi_square = ((table - 250) ** 2 / 250).sum()
+    assert chi_square < 100  # 49 degrees of freedom: exceeded once in 50,000 sets of seeds
+
+
+def test_the_order_cannot_be_changed_by_its_reader():
+    ids = Sampler(9, 4, 0).ids(0, 0)
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 1
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(DataError, match="0 samples"):
+        Sampler(0, 4)
+    with pytest.raises(ConfigError, match="batch of 0"):
+        Sampler(4, 0)
