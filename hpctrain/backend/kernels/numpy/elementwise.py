@@ -1,0 +1,94 @@
+"""ReLU and the residual sum."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.numpy.operator import NumpyOperator
+from hpctrain.backend.kernels.numpy.rows import BLOCK_ELEMENTS
+from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
+
+
+def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
+    """The elements of a contiguous array, in 1-D views that a near cache holds."""
+    flat = array.reshape(-1)
+    return [flat[low : low + BLOCK_ELEMENTS] for low in range(0, flat.size, BLOCK_ELEMENTS)]
+
+
+class Relu(NumpyOperator):
+    """y = max(x, 0); the gradient at 0 is 0. In place where the program likes; backward reads the output only."""
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, (x,), training=training)
+        self.needs_output = training
+        self.declare(scratch=_mask_and_product(x.size, self.dtype) if training else [])
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.y = flat_blocks(buffers.output)
+        self.dy = [] if buffers.output_grad is None else flat_blocks(buffers.output_grad)
+        grad = self.input_grad()
+        self.dx = [] if grad is None else flat_blocks(grad)
+
+    def forward(self, context: StepContext) -> None:
+        np.maximum(self.buffers.inputs[0], 0, out=self.buffers.output)
+
+    def backward_input(self) -> None:
+        for y, dy, dx in zip(self.y, self.dy, self.dx, strict=False):
+            mask, product = (part[: y.size] for part in self.scratch)
+            np.greater(y, 0, out=mask)
+            if self.accumulates():
+                np.multiply(dy, mask, out=product)
+                np.add(dx, product, out=dx)
+            else:
+                np.multiply(dy, mask, out=dx)
+
+
+class Add(NumpyOperator):
+    """y = a + b, then ReLU where the spec says so. The gradient passes to both inputs."""
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
+        super().__init__(spec, inputs, training=training)
+        self.relu = spec.relu
+        self.needs_output = training and spec.relu
+        self.declare(scratch=_mask_and_product(inputs[0].size, self.dtype) if self.needs_output else [])
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.a, self.b, self.y = (flat_blocks(array) for array in (*buffers.inputs, buffers.output))
+        self.dy = [] if buffers.output_grad is None else flat_blocks(buffers.output_grad)
+        grads = [(i, grad) for i, grad in enumerate(buffers.input_grads) if grad is not None]
+        # A gradient that shares the buffer of dy is written last, when nobody reads dy any more.
+        grads.sort(key=lambda item: np.may_share_memory(item[1], buffers.output_grad))
+        self.targets = [(flat_blocks(grad), self.accumulates(i)) for i, grad in grads]
+
+    def forward(self, context: StepContext) -> None:
+        for a, b, y in zip(self.a, self.b, self.y, strict=True):
+            np.add(a, b, out=y)
+            if self.relu:
+                np.maximum(y, 0, out=y)
+
+    def backward_input(self) -> None:
+        for i, dy in enumerate(self.dy):
+            passed = dy
+            if self.relu:
+                mask, product = (part[: dy.size] for part in self.scratch)
+                np.greater(self.y[i], 0, out=mask)
+                passed = np.multiply(dy, mask, out=product)
+            for views, add in self.targets:
+                if add:
+                    np.add(views[i], passed, out=views[i])
+                else:
+                    np.copyto(views[i], passed)
+
+
+def _mask_and_product(size: int, dtype: str) -> list[tuple[tuple[int, ...], str]]:
+    block = min(size, BLOCK_ELEMENTS)
+    return [((block,), "bool"), ((block,), dtype)]

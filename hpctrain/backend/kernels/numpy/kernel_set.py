@@ -1,0 +1,70 @@
+"""The NumPy kernel set: the reference that others are tested against, and the fallback where nothing faster runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.numpy.adaptive_pool import AdaptiveAveragePool
+from hpctrain.backend.kernels.numpy.batch_norm import BatchNorm
+from hpctrain.backend.kernels.numpy.conv2d import Conv2d
+from hpctrain.backend.kernels.numpy.dropout import make_dropout
+from hpctrain.backend.kernels.numpy.elementwise import Add, Relu
+from hpctrain.backend.kernels.numpy.flatten import View
+from hpctrain.backend.kernels.numpy.linear import Linear
+from hpctrain.backend.kernels.numpy.loss import SoftmaxCrossEntropy
+from hpctrain.backend.kernels.numpy.memory import allocate
+from hpctrain.backend.kernels.numpy.pool import make_pool
+from hpctrain.backend.kernels.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+)
+from hpctrain.errors import BackendError
+
+
+class NumpyKernelSet(KernelSet):
+    """float32 and float64 on plain NHWC memory; matrix products by the BLAS that NumPy was built with."""
+
+    name: ClassVar[str] = "numpy"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        for x in inputs:
+            if x.dtype not in self.dtypes:
+                raise BackendError(f"The numpy kernel set computes in {' or '.join(self.dtypes)}, not in {x.dtype}.")
+        match spec:
+            case Conv2dSpec():
+                return Conv2d(spec, *inputs, training=training)
+            case LinearSpec():
+                return Linear(spec, *inputs, training=training)
+            case BatchNormSpec():
+                return BatchNorm(spec, *inputs, training=training)
+            case PoolSpec():
+                return make_pool(spec, *inputs, training=training)
+            case AdaptiveAveragePoolSpec():
+                return AdaptiveAveragePool(spec, *inputs, training=training)
+            case ReluSpec():
+                return Relu(spec, *inputs, training=training)
+            case AddSpec():
+                return Add(spec, *inputs, training=training)
+            case DropoutSpec():
+                return make_dropout(spec, *inputs, training=training)
+            case FlattenSpec():
+                return View(spec, *inputs, training=training)
+        raise BackendError(f"The numpy kernel set has no operator for {type(spec).__name__}.")
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return SoftmaxCrossEntropy(spec)
+
+    def allocate(self, size_bytes: int) -> Array:
+        return allocate(size_bytes)

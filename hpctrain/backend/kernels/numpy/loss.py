@@ -1,0 +1,60 @@
+"""Softmax cross entropy with label smoothing (Szegedy et al., CVPR 2016), and the two accuracies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Array, LossOperator, LossSums
+from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
+from hpctrain.errors import DataError
+
+
+class SoftmaxCrossEntropy(LossOperator):
+    """Over logits (N, classes), in float64 inside whatever the logits' dtype; labels integer (N,)."""
+
+    def __init__(self, spec: SoftmaxCrossEntropySpec) -> None:
+        self.spec = spec
+
+    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossSums:
+        count, classes = logits.shape
+        if count == 0:
+            return LossSums(0.0, 0, 0, 0)
+        labels = np.asarray(labels).astype(np.int64)
+        _check(labels, classes)
+        chosen = (np.arange(count), labels)
+        with np.errstate(over="ignore", invalid="ignore"):
+            shifted = logits.astype(np.float64)
+            ranks = _ranks(shifted, labels)
+            shifted -= shifted.max(axis=1, keepdims=True)
+            soft = np.exp(shifted)
+            total = soft.sum(axis=1, keepdims=True)
+            uniform = self.spec.smoothing / classes
+            aim = (1.0 - self.spec.smoothing) * shifted[chosen]
+            if uniform:
+                aim += uniform * shifted.sum(axis=1)
+            loss = float((np.log(total[:, 0]) - aim).sum())
+            if d_logits is not None:
+                soft /= total
+                soft -= uniform
+                soft[chosen] -= 1.0 - self.spec.smoothing
+                np.divide(soft, global_count, out=d_logits, casting="same_kind")
+        return LossSums(loss, int((ranks < 1).sum()), int((ranks < self.spec.top).sum()), count)
+
+
+def _check(labels: np.ndarray, classes: int) -> None:
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if wrong.size:
+        nearest = 0 if wrong[0] < 0 else classes - 1
+        raise DataError(
+            f"Label {wrong[0]} is outside the model's classes 0 to {classes - 1}; the nearest legal label is {nearest}, "
+            f"or the model needs at least {int(labels.max()) + 1} classes."
+        )
+
+
+def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Logits before the label's: greater, or equal at a smaller index; `classes` (always wrong) for rows that hold NaN."""
+    classes = logits.shape[1]
+    own = logits[np.arange(labels.size), labels][:, None]
+    earlier = np.arange(classes) < labels[:, None]
+    ranks = ((logits > own) | ((logits == own) & earlier)).sum(axis=1)
+    return np.asarray(np.where(np.isnan(logits).any(axis=1), max(classes, SoftmaxCrossEntropySpec.top), ranks))

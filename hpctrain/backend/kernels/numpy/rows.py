@@ -1,0 +1,51 @@
+"""Blocks of a tensor with channels last, shaped so that element-wise NumPy runs at the speed of the cache.
+
+A block is a few rows of a matrix whose width is a multiple of C: inner loops then are about a thousand elements long, however few
+channels there are. Per-channel vectors are tiled to that width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hpctrain.backend.kernels.numpy.memory import Shape
+
+_WIDTH = 1024
+# Two or three such blocks of float32 lie in 0.5-1 MB of L2 together.
+BLOCK_ELEMENTS = 1 << 15
+
+
+class RowBlocks:
+    """The division of tensors of one shape (..., C), seen as (M, C)."""
+
+    def __init__(self, shape: Shape, *, elements: int = BLOCK_ELEMENTS) -> None:
+        self.channels = shape[-1]
+        self.rows = math.prod(shape[:-1])
+        self.repeat = max(1, min(self.rows, _WIDTH // max(1, self.channels)))
+        self.width = self.repeat * self.channels
+        self.height = max(1, elements // max(1, self.width))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block."""
+        return min(self.height * self.width, self.rows * self.channels)
+
+    def views(self, array: np.ndarray) -> list[np.ndarray]:
+        """The blocks of `array`, 2-D views in order; the last one is a single, shorter row where the width does not divide M."""
+        flat = array.reshape(-1)
+        whole = flat.size - flat.size % self.width if self.width else 0
+        step = self.height * self.width
+        views = [flat[low : min(low + step, whole)].reshape(-1, self.width) for low in range(0, whole, step)]
+        if whole < flat.size:
+            views.append(flat[whole:].reshape(1, -1))
+        return views
+
+    def tile(self, vector: np.ndarray, dtype: str) -> np.ndarray:
+        """A per-channel vector (C,) repeated to a block's width; a block takes as many elements of it as it is wide."""
+        return np.tile(vector.astype(dtype), self.repeat)
+
+    def fold(self, sums: np.ndarray) -> np.ndarray:
+        """Sums over the columns of a block, float, to sums per channel (C,), float64."""
+        return np.asarray(sums.reshape(-1, self.channels).sum(axis=0, dtype=np.float64))

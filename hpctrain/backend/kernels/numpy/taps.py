@@ -1,0 +1,110 @@
+"""Index arithmetic of windows: which outputs a kernel tap serves, and where their inputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpctrain.backend.kernels.specs import Pair, Window
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice."""
+
+    first: int
+    stop: int
+    inputs: slice
+
+    @property
+    def outputs(self) -> slice:
+        return slice(self.first, self.stop)
+
+    @property
+    def empty(self) -> bool:
+        """No output reads an input."""
+        return self.first == self.stop
+
+    def within(self, low: int, high: int) -> Reach:
+        """The part that serves outputs [low, high), which are counted from `low` on."""
+        first, stop = max(self.first, low), min(self.stop, high)
+        if stop <= first:
+            return Reach(0, 0, slice(0, 0, self.inputs.step))
+        step = self.inputs.step
+        start = self.inputs.start + (first - self.first) * step
+        return Reach(first - low, stop - low, slice(start, start + (stop - first - 1) * step + 1, step))
+
+
+def reach(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> Reach:
+    """Of output o, tap `tap` reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
+    offset = tap * dilation - padding
+    first = max(0, -(offset // stride))
+    stop = max(first, min(outputs, (size - 1 - offset) // stride + 1))
+    if stop == first:
+        return Reach(first, first, slice(0, 0, stride))
+    start = first * stride + offset
+    return Reach(first, stop, slice(start, start + (stop - first - 1) * stride + 1, stride))
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One tap (r, s) of a window: number r * S + s, and its reach in both dims."""
+
+    number: int
+    rows: Reach
+    columns: Reach
+
+    @property
+    def empty(self) -> bool:
+        """No output reads an input through this tap."""
+        return self.rows.empty or self.columns.empty
+
+
+def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
+    """The taps of `window` on images of `size`, in row-major order, those that never meet the image left out."""
+    for r in range(window.kernel[0]):
+        rows = reach(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
+        for s in range(window.kernel[1]):
+            columns = reach(s, size[1], outputs[1], window.stride[1], window.padding[2], window.dilation[1])
+            tap = Tap(r * window.kernel[1] + s, rows, columns)
+            if not tap.empty:
+                yield tap
+
+
+def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
+    """[0, size) in parts of nearly equal size, of at most `limit`."""
+    parts = -(-size // max(1, limit))
+    for i in range(parts):
+        yield i * size // parts, (i + 1) * size // parts
+
+
+@dataclass(frozen=True)
+class Block:
+    """Output rows [o0, o1) of the images [n0, n1): neighbours in the memory of (N, Ho, Wo, ...)."""
+
+    n0: int
+    n1: int
+    o0: int
+    o1: int
+
+    @property
+    def images(self) -> slice:
+        return slice(self.n0, self.n1)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.o0, self.o1)
+
+
+def blocks(images: int, outputs: Pair, limit: int) -> Iterator[Block]:
+    """All output pixels in blocks of about `limit`: some whole images, or some rows of one; none where there are no pixels."""
+    ho, wo = outputs
+    if 0 in (images, ho, wo):
+        return
+    if ho * wo <= limit:
+        for n0, n1 in split(images, limit // (ho * wo)):
+            yield Block(n0, n1, 0, ho)
+        return
+    for n in range(images):
+        for o0, o1 in split(ho, limit // wo):
+            yield Block(n, n + 1, o0, o1)
