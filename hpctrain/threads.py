@@ -38,7 +38,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
     """Decide the number of threads and set the environment variables that thread pools read when they start.
 
     Args:
-        launcher: as `detect` gave it. requested: what the configuration asks for; None: OMP_NUM_THREADS where the user set it, else
+        launcher: as `detect` gave it. requested: what the configuration asks for; None: OMP_NUM_THREADS where set, else
             the rank's cores. environ: changed in place.
 
     Raises:

@@ -21,10 +21,9 @@ from hpctrain.errors import CommunicationTimeoutError
 #: exit code of a job that ended at a deadline (as of timeout(1))
 TIMEOUT_EXIT_CODE = 124
 
-# A wait first spins (a message on its way arrives within microseconds), then offers its core to the other ranks on it, then
-# sleeps, so that a rank which waits for a slower one leaves that one the core.
-_SPIN_SECONDS = 20e-6
-_YIELD_SECONDS = 200e-6
+# A wait polls, offering its core to others after each poll: as quick as a spin where it has the core to itself, and many times
+# quicker where ranks share cores. After a while it sleeps between polls, so that a rank which waits for a slow one leaves it the core.
+_YIELD_SECONDS = 1e-3
 _SLEEP_SECONDS = 50e-6
 
 
@@ -219,9 +218,9 @@ class ProgressEngine:
             now = self._clock()
             if now - begin > self.deadline_seconds:
                 self._give_up(what)
-            elif now - begin > _YIELD_SECONDS:
+            if now - begin > _YIELD_SECONDS:
                 self._sleep(_SLEEP_SECONDS)
-            elif now - begin > _SPIN_SECONDS:
+            else:
                 os.sched_yield()
         self.waited_seconds += now - begin
 
