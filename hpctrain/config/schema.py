@@ -22,21 +22,19 @@ def plain(value: Any) -> Any:
     """An option as immutable plain data: lists become tuples, "1e-3" a float.
 
     Raises:
-        PydanticCustomError: a value that is no scalar, list or mapping with string keys, or a number that is not finite.
+        ValueError: a value that is no scalar, list or mapping with string keys, or a number that is not finite.
     """
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return plain(float(value)) if _EXPONENT.fullmatch(value) else value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise PydanticCustomError("not_finite", "numbers must be finite")
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number")
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
         return tuple(plain(item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain(item) for key, item in value.items()}
-    raise PydanticCustomError("not_plain", "options must be numbers, strings, booleans, lists or mappings with string keys")
+    raise ValueError("a number, string, boolean, list or mapping with string keys")
 
 
 def _no_bool(value: Any) -> Any:
@@ -93,9 +91,12 @@ class Named(BaseModel):
 
     @model_validator(mode="after")
     def _plain_options(self) -> Named:
-        extra = self.__pydantic_extra__
-        if extra:
-            extra.update({key: plain(item) for key, item in extra.items()})
+        extra = self.__pydantic_extra__ or {}
+        for key, item in extra.items():
+            try:
+                extra[key] = plain(item)
+            except ValueError as error:
+                raise PydanticCustomError("option", "must be {rule}", {"option": key, "rule": str(error)}) from None
         return self
 
     @property

@@ -1,0 +1,110 @@
+"""What is wrong with a configuration, in sentences: from pydantic's errors to key paths and full sentences."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.config.schema import Config, Named
+from hpctrain.config.source import KeyPath, dotted
+
+_SHOWN_CHARACTERS = 60
+
+
+def section_at(path: KeyPath) -> type[BaseModel] | None:
+    """The schema of the mapping at a path; None where there is none."""
+    kind: Any = Config
+    for part in path:
+        if isinstance(part, int):
+            kind = get_args(kind)[0] if get_origin(kind) is tuple else None
+        else:
+            field = kind.model_fields.get(part) if _is_section(kind) else None
+            kind = field.annotation if field is not None else None
+    return kind if _is_section(kind) else None
+
+
+def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every key path of the schema below a mapping's, in order; list items are left out."""
+    section = section_at(path)
+    for key in section.model_fields if section is not None else ():
+        yield (*path, key)
+        yield from known_paths((*path, key))
+
+
+def faults(error: ValidationError) -> list[tuple[KeyPath, str]]:
+    """(key path, sentence) of each fault, in the order of the schema."""
+    return [_fault(item) for item in error.errors(include_url=False)]
+
+
+def show(value: Any) -> str:
+    """A value as YAML in one line, shortened."""
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    except yaml.YAMLError:
+        text = repr(value)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
+    path: KeyPath = tuple(item["loc"])
+    context = item.get("ctx", {})
+    if item["type"] == "extra_forbidden":
+        return path, f'Unknown key "{dotted(path)}"; {_nearest_key(path)}.'
+    if item["type"] == "missing":
+        return path, f'The key "{dotted(path)}" is missing{_meaning(path)}'
+    if item["type"] == "option":
+        return (*path, context["option"]), f"{dotted((*path, context['option']))} must be {context['rule']}."
+    if not path:
+        return path, f"The configuration must be a mapping of keys such as model, data, batch; it is {show(item['input'])}."
+    return path, f"{dotted(path)} is {show(item['input'])}, but {_rule(item, path)}."
+
+
+def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
+    """What a value must be, with the nearest legal one where there is one."""
+    context, section = item.get("ctx", {}), section_at(path)
+    if item["type"] == "model_type" and section is not None:
+        name = "a name or " if issubclass(section, Named) else ""
+        return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
+    if item["type"] == "tuple_type":
+        return "must be a list"
+    message = str(item["msg"]).replace("Input should be", "must be").replace("String should have", "must have")
+    message = message.split(", unable to parse")[0].split(", got a number")[0]
+    bound = context.get("ge", context.get("le"))
+    if bound is not None:
+        return f"{message}; the nearest legal value is {show(bound)}"
+    if item["type"] == "literal_error":
+        near = _nearest(str(item["input"]), [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")])
+        return f"{message}; the nearest is '{near}'" if near else message
+    return message
+
+
+def _meaning(path: KeyPath) -> str:
+    section = section_at(path[:-1])
+    description = section.model_fields[str(path[-1])].description if section is not None else None
+    return f": {description}" if description else "."
+
+
+def _nearest_key(path: KeyPath) -> str:
+    """The nearest key of the same mapping, else one of that name elsewhere, else all keys of the mapping."""
+    section = section_at(path[:-1])
+    keys = tuple(section.model_fields) if section is not None else ()
+    near = _nearest(str(path[-1]), keys)
+    if near is not None:
+        return f'the nearest known key is "{dotted((*path[:-1], near))}"'
+    elsewhere = next((known for known in known_paths() if known[-1] == path[-1]), None)
+    if elsewhere is not None:
+        return f'the nearest known key is "{dotted(elsewhere)}"'
+    return f"known keys are {', '.join(keys)}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)

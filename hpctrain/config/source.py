@@ -1,0 +1,145 @@
+"""YAML as plain data, with the place of every value: file and line, or the override that set it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from hpctrain.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+_MERGE = "tag:yaml.org,2002:merge"
+_MAPPING = "tag:yaml.org,2002:map"
+_SEQUENCE = "tag:yaml.org,2002:seq"
+
+
+def dotted(path: KeyPath) -> str:
+    """`data.augment.0.padding`."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a configuration come from.
+
+    label: what the whole is called, usually the file's path. places: key path -> "file:line" or the override.
+    """
+
+    label: str
+    places: Mapping[KeyPath, str]
+
+    def locate(self, path: KeyPath) -> str:
+        """The place of a value; for one that is written nowhere, the place of the nearest mapping around it."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.label
+
+    def error(self, path: KeyPath, sentence: str) -> ConfigError:
+        """An error about one value, its place first."""
+        return ConfigError(f"{self.locate(path)}: {sentence}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without dates: no field is one, and 2026-01-31 is a good name for a run."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML declares it so
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
+    """The one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
+
+    Raises:
+        ConfigError: no valid YAML, a duplicate key, a key that is no string, an alias that contains itself, a tag of its own.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            return (None, {}) if root is None else _Reader(loader, label).read(root)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = label if mark is None else f"{label}:{mark.line + 1}"
+        raise ConfigError(f"{place}: This is not valid YAML: {error.problem or error.context}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{label}: This is not valid YAML: {str(error).splitlines()[0]}.") from None
+
+
+class _Reader:
+    """Turns one document's nodes into data and places."""
+
+    def __init__(self, loader: _Loader, label: str) -> None:
+        self.loader = loader
+        self.label = label
+        self.places: dict[KeyPath, str] = {}
+        self.open: list[yaml.Node] = []  # from the root down, to find an alias that contains itself
+
+    def read(self, root: yaml.Node) -> tuple[Any, dict[KeyPath, str]]:
+        return self._value(root, ()), self.places
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.label}:{node.start_mark.line + 1}"
+
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if any(node is outer for outer in self.open):
+            raise ConfigError(f"{self._place(node)}: The alias at {dotted(path)} contains itself; write the value out.")
+        # Overwritten by the key's line below; an item of a list and the document itself have no key.
+        self.places.setdefault(path, self._place(node))
+        self.open.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode) and node.tag == _SEQUENCE:
+                return [self._value(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, yaml.ScalarNode):
+                return self._scalar(node)
+        finally:
+            self.open.pop()
+        raise ConfigError(f"{self._place(node)}: The tag {node.tag!r} is not known; use plain mappings and lists.")
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except ValueError as error:  # such as an integer in a base that its digits do not fit
+            raise ConfigError(f"{self._place(node)}: {node.value!r} is not a valid value: {error}.") from None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        self._check_keys(node, path)
+        self.loader.flatten_mapping(node)  # merge keys ("<<"): merged entries first, so that own ones win
+        result = {}
+        for key_node, value_node in node.value:
+            inner = (*path, key_node.value)
+            self._forget(inner)
+            self.places[inner] = self._place(key_node)
+            result[key_node.value] = self._value(value_node, inner)
+        return result
+
+    def _forget(self, path: KeyPath) -> None:
+        """Drop the places of a merged value that the mapping's own one replaces."""
+        for known in [known for known in self.places if known[: len(path)] == path]:
+            del self.places[known]
+
+    def _check_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        first: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if key.tag == _MERGE:
+                continue
+            if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                raise ConfigError(f"{self._place(key)}: The key {shown} is no string; put it in quotes.")
+            if key.value in first:
+                line = first[key.value].start_mark.line + 1
+                raise ConfigError(
+                    f'{self._place(key)}: The key "{dotted((*path, key.value))}" is given twice, first in line {line}; '
+                    f"remove one of them."
+                )
+            first[key.value] = key

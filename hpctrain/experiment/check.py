@@ -1,0 +1,111 @@
+"""Checks of a configuration that need the program's parts, but neither data nor MPI: names, their options, values that must fit.
+
+Those that need the number of ranks or the images are made where these are known, when a run is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.config.source import KeyPath, Source
+from hpctrain.data import augment
+from hpctrain.errors import ConfigError, HpctrainError
+from hpctrain.models import catalogue
+from hpctrain.optim import schedules
+from hpctrain.optim.base import Optimizer
+from hpctrain.registry import OptionError, Registry, check_options
+
+OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
+AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
+
+# What the program gives these constructors itself.
+_AVERAGER_GIVEN = ("group", "optimizer", "comm", "progress")
+_SCHEDULE_GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
+
+Options = Mapping[str, Any]
+
+
+def check_names(config: Config, source: Source) -> None:
+    """Check every name and option that a registry knows, and the values that must fit together.
+
+    Raises:
+        ConfigError: one sentence for each fault, each with its place.
+    """
+    found = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each value that does not fit another one."""
+    batch, cols, epochs = config.batch, config.grid.cols, config.epochs
+    if cols is not None and batch < cols:
+        yield ("batch",), f"batch is {batch}, but the {cols} columns of the grid share it; the smallest batch is {cols}."
+    if config.micro_batches > batch:
+        yield (
+            ("micro_batches",),
+            f"micro_batches is {config.micro_batches}, but a batch has {batch} samples; the largest value is {batch}.",
+        )
+    if config.dtype == "float64" and config.backend == "onednn":
+        yield ("backend",), 'backend is onednn, which computes in float32 only; for dtype float64 set it to "numpy" or "auto".'
+    if 0 < epochs < config.schedule.warmup_epochs:
+        yield (
+            ("schedule", "warmup_epochs"),
+            f"schedule.warmup_epochs is {config.schedule.warmup_epochs:g}, but the run has {epochs} epochs; "
+            f"the largest value is {epochs}.",
+        )
+
+
+def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each name and option that its registry refuses."""
+    model, optimizer, averager, schedule = config.model, config.optimizer, config.averager, config.schedule
+    yield from _fault(("model",), model.options, partial(catalogue.build, model.name))
+    # An optimiser is made, not only checked: its constructor knows the ranges and allocates nothing before it is bound.
+    yield from _fault(("optimizer",), optimizer.options, partial(OPTIMIZERS.create, optimizer.name))
+    yield from _fault(("schedule",), schedule.options, partial(_make_schedule, config))
+    yield from _fault(("averager",), averager.options, partial(AVERAGERS.check, averager.name, reserved=_AVERAGER_GIVEN))
+    yield from _augment_faults("augment", config.data.augment)
+    yield from _augment_faults("evaluate_augment", config.data.evaluate_augment)
+
+
+def _augment_faults(key: str, steps: tuple[AugmentConfig, ...]) -> Iterator[tuple[KeyPath, str]]:
+    for index, step in enumerate(steps):
+        yield from _fault(("data", key, index), step.options, partial(augment.check, step.name))
+
+
+def _make_schedule(config: Config, options: Options) -> None:
+    name, epochs = config.schedule.name, max(1, config.epochs)
+    check_options(schedules.schedule_class(name), f'schedule "{name}"', options, _SCHEDULE_GIVEN)
+    # A warm-up longer than the run has its own sentence above.
+    warmup = min(config.schedule.warmup_epochs, epochs)
+    schedules.make(name, options, config.optimizer.lr, epochs, 1, warmup)
+
+
+def _fault(path: KeyPath, options: Options, attempt: Callable[[Options], object]) -> Iterator[tuple[KeyPath, str]]:
+    """The fault that an attempt with these options finds, at the option that causes it or else at the name."""
+    error = _error(attempt, options)
+    if error is not None:
+        yield (*path, _culprit(error, options, attempt)), str(error)
+
+
+def _error(attempt: Callable[[Options], object], options: Options) -> HpctrainError | None:
+    try:
+        attempt(options)
+    except HpctrainError as error:
+        return error
+    return None
+
+
+def _culprit(error: HpctrainError, options: Options, attempt: Callable[[Options], object]) -> str:
+    """The option without which the error is gone or another one; "name" where there is none."""
+    if isinstance(error, OptionError) and error.option in options:
+        return error.option
+    for key in options:
+        left = _error(attempt, {other: value for other, value in options.items() if other != key})
+        if left is None or str(left) != str(error):
+            return key
+    return "name"

@@ -1,0 +1,166 @@
+"""From a name in the configuration to an object: a new strategy, optimiser or model is one new file, and no list is edited.
+
+The name is a module's name inside a package ("sgd" is `hpctrain.optim.sgd`), the options are keywords of what that module
+defines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from hpctrain.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class OptionError(ConfigError):
+    """An option that is unknown, missing, reserved or of the wrong type; `option` is its name."""
+
+    def __init__(self, sentence: str, option: str) -> None:
+        super().__init__(sentence)
+        self.option = option
+
+
+class Registry(Generic[T]):
+    """What one package offers under names.
+
+    Each module of `package` defines one public class that subclasses `base`, or, where `base` is None, a function `build`.
+    "base", modules whose name starts with "_" and those in the package's tuple `NOT_REGISTERED` are helpers.
+
+    Args:
+        package: dotted name, such as "hpctrain.optim".
+        kind: what its objects are called in messages, such as "optimiser".
+        base: the class that the objects derive from.
+    """
+
+    def __init__(self, package: str, kind: str, base: type[T] | None) -> None:
+        self.package = package
+        self.kind = kind
+        self.base = base
+
+    def names(self) -> tuple[str, ...]:
+        """Registered names in alphabetical order; imports the package but none of its modules."""
+        package = importlib.import_module(self.package)
+        skipped = {"base", *getattr(package, "NOT_REGISTERED", ())}
+        found = (module.name for module in pkgutil.iter_modules(package.__path__))
+        return tuple(sorted(name for name in found if name not in skipped and not name.startswith("_")))
+
+    def find(self, name: str) -> Callable[..., T]:
+        """The class or the `build` function of that name.
+
+        Raises:
+            ConfigError: no such name, or a module that does not define exactly one object.
+        """
+        names = self.names()
+        if name not in names:
+            raise ConfigError(f'There is no {self.kind} "{name}"; {_choices(name, names)}.')
+        module = importlib.import_module(f"{self.package}.{name}")
+        found = [value for key, value in vars(module).items() if self._is_entry(key, value, module.__name__)]
+        if len(found) != 1:
+            wanted = "a function build" if self.base is None else f"exactly one public subclass of {self.base.__name__}"
+            raise ConfigError(f"Module {module.__name__} must define {wanted}; it defines {len(found)}.")
+        entry: Callable[..., T] = found[0]
+        return entry
+
+    def check(self, name: str, options: Mapping[str, Any], reserved: Collection[str] = ()) -> None:
+        """Check options without making anything; `reserved` keywords are given by the program and are no options.
+
+        Raises:
+            ConfigError: no such name; OptionError: an option that is unknown, missing, reserved or of the wrong type.
+        """
+        self._keywords(name, options, reserved)
+
+    def create(self, name: str, options: Mapping[str, Any], **fixed: Any) -> T:
+        """Make the object of that name from its options and the program's own keywords.
+
+        Raises:
+            ConfigError: as `check`, and what the constructor raises.
+        """
+        keywords = self._keywords(name, options, fixed)
+        return self.find(name)(**fixed, **keywords)
+
+    def _is_entry(self, key: str, value: Any, module: str) -> bool:
+        if getattr(value, "__module__", None) != module or key.startswith("_"):
+            return False
+        if self.base is None:
+            return key == "build" and inspect.isfunction(value)
+        return inspect.isclass(value) and issubclass(value, self.base) and value.__name__ == key
+
+    def _keywords(self, name: str, options: Mapping[str, Any], reserved: Collection[str]) -> dict[str, Any]:
+        return check_options(self.find(name), f'{self.kind} "{name}"', options, reserved)
+
+
+def check_options(
+    entry: Callable[..., Any], what: str, options: Mapping[str, Any], reserved: Collection[str] = ()
+) -> dict[str, Any]:
+    """The options as keywords of `entry`, each converted to its annotated type (1 for a float becomes 1.0).
+
+    Args:
+        entry: a class or a function. what: its name in messages, such as 'optimiser "sgd"'.
+        reserved: keywords that the program gives itself.
+
+    Raises:
+        OptionError: an option that is unknown, missing, reserved or of the wrong type.
+    """
+    parameters = _parameters(entry)
+    known = tuple(key for key in parameters if key not in reserved)
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
+    for key in options:
+        if key in reserved:
+            raise OptionError(f'Option "{key}" of {what} is set by the program; remove it.', key)
+        if key not in parameters and not open_ended:
+            raise OptionError(f'{_capital(what)} has no option "{key}"; {_choices(key, known)}.', key)
+    for key in known:
+        if key not in options and parameters[key].default is inspect.Parameter.empty:
+            raise OptionError(f'{_capital(what)} needs the option "{key}".', key)
+    return {
+        key: _converted(value, parameters[key].annotation, f'Option "{key}" of {what}', key) if key in parameters else value
+        for key, value in options.items()
+    }
+
+
+def _parameters(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters that can be given by keyword, in order, annotations as types where they resolve."""
+    try:
+        signature = inspect.signature(entry, eval_str=True)
+    except NameError:  # an annotation that is imported for type checkers only
+        signature = inspect.signature(entry)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in by_keyword}
+
+
+def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return value
+    try:
+        adapter = TypeAdapter(annotation)
+        # JSON's strict rules are those wanted here: a list may become a tuple and a name an enumeration's member, but
+        # neither does "3" become a number nor True a 1.
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except (PydanticUserError, TypeError):  # a type that no configuration can hold, or a value from a program
+        return value
+    except ValidationError as error:
+        reasons = dict.fromkeys(item["msg"].replace("Input should be", "must be") for item in error.errors(include_url=False))
+        raise OptionError(f"{what} is {json.dumps(value)}, but {' or '.join(reasons)}.", key) from None
+
+
+def _choices(name: str, names: Iterable[str]) -> str:
+    """Which names there are, the nearest one first."""
+    names = tuple(names)
+    if len(names) < 2:
+        return f'there is only "{names[0]}"' if names else "there are none"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listed = ", ".join(f'"{each}"' for each in names)
+    return f'the nearest is "{near[0]}" (of {listed})' if near else f"there are {listed}"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
