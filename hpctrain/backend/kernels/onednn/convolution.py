@@ -1,0 +1,150 @@
+"""Convolution's primitives: which layout, which kernels, which weight formats. No memory yet."""
+
+from __future__ import annotations
+
+from hpctrain.backend.kernels.onednn import constants as c
+from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
+from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
+from hpctrain.backend.kernels.onednn.layouts import NCHW, blocked_layout, images, in_layout, vector
+from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
+
+
+def describe(spec: Conv2dSpec, x: TensorSpec) -> str:
+    """For errors and reports."""
+    kernel = "x".join(map(str, spec.window.kernel))
+    return f"conv2d {spec.channels_in}->{spec.channels_out} {kernel} on {x.shape}"
+
+
+class Convolution:
+    """The three primitives of one convolution between images in given layouts.
+
+    Attributes:
+        forward, backward_data, backward_weights: the latter two None in evaluation.
+        weights: the format that `forward` reads, likewise `backward_data_weights`, and `diff_weights` that is written.
+        adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
+    """
+
+    def __init__(
+        self, engine: Engine, spec: Conv2dSpec, x: TensorSpec, layouts: tuple[str, str], *, training: bool, relu: bool
+    ) -> None:
+        self._engine, self.spec, self.what = engine, spec, describe(spec, x)
+        self.x, self.y = in_layout(x.plain(), layouts[0]), in_layout(spec.output(x), layouts[1])
+        # Memory that is plain as well is still described by the name that the kernels look for.
+        self.source, self.destination = images(engine, self.x, layouts[0]), images(engine, self.y, layouts[1])
+        self.bias = vector(engine, spec.channels_out) if spec.bias else None
+        self.plain_weights = self._plain_weights()
+        self._geometry = convolution_geometry(spec.window)
+        self._own = Attributes(engine)
+        kind = c.FORWARD_TRAINING if training else c.FORWARD_INFERENCE
+        self.forward = self._forward(kind, Attributes(engine, relu=relu))
+        self.weights = self.forward.descriptor(c.QUERY_WEIGHTS_MD)
+        self.backward_data: Primitive | None = None
+        self.backward_weights: Primitive | None = None
+        self.adding: Primitive | None = None
+        if training:
+            self.backward_data = self._backward_data()
+            self.backward_data_weights = self.backward_data.descriptor(c.QUERY_WEIGHTS_MD)
+            self.backward_weights = self._backward_weights()
+            self.diff_weights = self.backward_weights.descriptor(c.QUERY_DIFF_WEIGHTS_MD)
+            self._make_adding()
+
+    @property
+    def primitives(self) -> tuple[Primitive, ...]:
+        """Those that exist."""
+        every = (self.forward, self.backward_data, self.backward_weights, self.adding)
+        return tuple(primitive for primitive in every if primitive is not None)
+
+    @property
+    def penalty(self) -> int:
+        """How many primitives fell to oneDNN's plain loops, which are slow; the image's own gradient is never asked for."""
+        asked = [self.forward, self.backward_weights]
+        if self.spec.channels_in > 3:
+            asked.append(self.backward_data)
+        return sum(primitive is not None and primitive.implementation.startswith("ref") for primitive in asked)
+
+    def _weight_dims(self) -> tuple[int, ...]:
+        spec = self.spec
+        shape = (spec.channels_out // spec.groups, spec.channels_in // spec.groups, *spec.window.kernel)
+        return shape if spec.groups == 1 else (spec.groups, *shape)
+
+    def _plain_weights(self) -> Descriptor:
+        """KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
+        _, r, s, channels = self.spec.weight_shape
+        strides: tuple[int, ...] = (r * s * channels, 1, s * channels, channels)
+        grouped = self._weight_dims()
+        if len(grouped) == 5:
+            strides = (grouped[1] * r * s * channels, *strides)
+        return Descriptor.strided(self._engine, grouped, strides)
+
+    def _any_weights(self) -> Descriptor:
+        return Descriptor.tagged(self._engine, self._weight_dims(), "any")
+
+    def _forward(self, kind: int, attributes: Attributes) -> Primitive:
+        formats = (self.source, self._any_weights(), self.bias, self.destination)
+        what = f"{self.what} forward"
+        arguments = (kind, c.CONVOLUTION_DIRECT, *formats, *self._geometry, attributes)
+        return Primitive(self._engine, "convolution_forward", what, *arguments)
+
+    def _hint(self) -> Primitive:
+        return self._forward(c.FORWARD_TRAINING, self._own)
+
+    def _backward_data(self) -> Primitive:
+        formats = (self.source, self._any_weights(), self.destination)
+        what = f"{self.what} backward data"
+        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._own)
+        return Primitive(self._engine, "convolution_backward_data", what, *arguments)
+
+    def _backward_weights(self) -> Primitive:
+        formats = (self.source, self._any_weights(), self.bias, self.destination)
+        what = f"{self.what} backward weights"
+        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._own)
+        return Primitive(self._engine, "convolution_backward_weights", what, *arguments)
+
+    def _make_adding(self) -> None:
+        """dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
+        window = adjoint(self.spec.window)
+        if window is None or self.spec.groups != 1:
+            return
+        k, r, s, channels = self.spec.weight_shape
+        shape = (channels, k, r, s)
+        formats = (self.destination, Descriptor.tagged(self._engine, shape, "any"), None, self.source)
+        kind = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
+        rest = (*convolution_geometry(window), Attributes(self._engine, accumulate=True))
+        what = f"{self.what} backward data, adding"
+        try:
+            made = Primitive(self._engine, "convolution_forward", what, *kind, *formats, *rest)
+        except Unimplemented:
+            return
+        if made.implementation.startswith("ref"):
+            return
+        self.adding = made
+        self.adding_weights = made.descriptor(c.QUERY_WEIGHTS_MD)
+        self.transposed_weights = Descriptor.strided(self._engine, shape, (1, r * s * channels, s * channels, channels))
+
+
+def choose(engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool) -> Convolution:
+    """The first layout without slow kernels, of those that oneDNN has fast ones for.
+
+    Raises:
+        Unimplemented: no layout at all can be computed.
+    """
+    blocked = blocked_layout(engine)
+    few = spec.channels_in // spec.groups < engine.block
+    candidates = [(NCHW, blocked), (blocked, blocked)] if few and spec.groups == 1 else [(blocked, blocked)]
+    candidates += [(NHWC, NHWC), (NCHW, NCHW)]
+    best: Convolution | None = None
+    refusal: Unimplemented | None = None
+    for layouts in candidates:
+        try:
+            found = Convolution(engine, spec, x, layouts, training=training, relu=relu)
+        except Unimplemented as error:
+            refusal = error
+            continue
+        if found.penalty == 0:
+            return found
+        if best is None or found.penalty < best.penalty:
+            best = found
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best

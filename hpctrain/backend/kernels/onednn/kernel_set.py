@@ -1,0 +1,140 @@
+"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.batch_norm import BatchNormOperator
+from hpctrain.backend.kernels.onednn.binding import Engine
+from hpctrain.backend.kernels.onednn.conv2d import make_conv2d
+from hpctrain.backend.kernels.onednn.elementwise import AddOperator, ReluOperator
+from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.onednn.fusion import fuse
+from hpctrain.backend.kernels.onednn.library import available
+from hpctrain.backend.kernels.onednn.linear import LinearOperator
+from hpctrain.backend.kernels.onednn.memory import allocate
+from hpctrain.backend.kernels.onednn.pool import IdentityOperator, PoolOperator, plain_pool
+from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
+from hpctrain.backend.kernels.specs import (
+    NHWC,
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+)
+from hpctrain.errors import BackendError
+
+__all__ = ["OnednnKernelSet", "available"]
+
+_Inputs = tuple[TensorSpec, ...]
+
+
+class OnednnKernelSet(KernelSet):
+    """oneDNN's kernels where it has them, NumPy's in plain memory for the rest (empty images, dropout, synchronised batch norm,
+    windows of changing size, the loss).
+
+    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
+
+    Args:
+        fused: rewrite neighbours into fused operations (the same numbers up to rounding).
+
+    Raises:
+        BackendError: the library is missing, or the processor lacks AVX2; the message says which.
+    """
+
+    name: ClassVar[str] = "onednn"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+
+    def __init__(self, *, fused: bool = True) -> None:
+        reason = available()
+        if reason is not None:
+            raise BackendError(reason)
+        self._engine = Engine()
+        self._fused = fused
+        self._fallback = NumpyKernelSet()
+        self._makers: dict[type, Callable[[Any, _Inputs, bool], Operator | None]] = {
+            Conv2dSpec: self._conv2d,
+            LinearSpec: self._linear,
+            WithRelu: self._with_relu,
+            BatchNormSpec: self._batch_norm,
+            PoolSpec: self._pool,
+            AdaptiveAveragePoolSpec: self._pool,
+            ReluSpec: self._relu,
+            AddSpec: self._add,
+        }
+
+    @property
+    def version(self) -> str:
+        """oneDNN's version."""
+        return self._engine.version
+
+    def make(self, spec: Spec, inputs: _Inputs, *, training: bool) -> Operator:
+        for x in inputs:
+            if x.dtype not in self.dtypes:
+                raise BackendError(f"The onednn kernel set computes in float32 only, not {x.dtype}; the numpy set has both.")
+        maker = self._makers.get(type(spec))
+        empty = any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape
+        made = None if maker is None or empty else maker(spec, inputs, training)
+        if made is not None:
+            return made
+        assert not isinstance(spec, WithRelu), spec
+        return self._fallback.make(spec, tuple(x.plain() for x in inputs), training=training)
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return self._fallback.make_loss(spec)
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        empty = any(0 in tensor.shape for tensor in graph.tensors)
+        return fuse(graph) if self._fused and not empty else graph
+
+    def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
+        return ReorderOperator(self._engine, source, target)
+
+    def allocate(self, size_bytes: int) -> Array:
+        return allocate(size_bytes)
+
+    def _conv2d(self, spec: Conv2dSpec, inputs: _Inputs, training: bool) -> Operator:
+        return make_conv2d(self._engine, spec, inputs[0], training=training)
+
+    def _linear(self, spec: LinearSpec, inputs: _Inputs, training: bool) -> Operator:
+        return LinearOperator(self._engine, spec, inputs[0], training=training)
+
+    def _with_relu(self, spec: WithRelu, inputs: _Inputs, training: bool) -> Operator:
+        if isinstance(spec.inner, Conv2dSpec):
+            return make_conv2d(self._engine, spec, inputs[0], training=training)
+        return LinearOperator(self._engine, spec, inputs[0], training=training)
+
+    def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool) -> Operator | None:
+        if spec.synchronised and training:
+            return None
+        return BatchNormOperator(self._engine, spec, inputs[0], training=training)
+
+    def _pool(self, spec: PoolSpec | AdaptiveAveragePoolSpec, inputs: _Inputs, training: bool) -> Operator | None:
+        plain = plain_pool(spec, inputs[0])
+        if plain is None:
+            return None
+        if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
+            return IdentityOperator(spec, inputs[0])
+        return PoolOperator(self._engine, spec, inputs[0], training=training)
+
+    def _relu(self, spec: ReluSpec, inputs: _Inputs, training: bool) -> Operator:
+        return ReluOperator(self._engine, spec, inputs[0])
+
+    def _add(self, spec: AddSpec, inputs: _Inputs, training: bool) -> Operator:
+        own = next((x for x in inputs if x.layout != NHWC), inputs[0])
+        return AddOperator(self._engine, spec, own)
+
+
+def _output(spec: Spec, inputs: _Inputs) -> TensorSpec:
+    return spec.output(*(x.plain() for x in inputs))

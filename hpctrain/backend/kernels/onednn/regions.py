@@ -1,0 +1,28 @@
+"""Dividing one buffer of bytes into aligned parts."""
+
+from __future__ import annotations
+
+from hpctrain.backend.kernels.base import Array
+
+_ALIGNMENT_BYTES = 64
+
+
+class Regions:
+    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+
+    def add(self, size_bytes: int) -> slice:
+        """The place of the next part."""
+        start = self.total_bytes
+        self.total_bytes = start + -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return slice(start, start + size_bytes)
+
+
+def part(buffer: Array | None, place: slice) -> Array:
+    """The bytes at `place`; an empty place needs no buffer."""
+    if buffer is None:
+        assert place.start == place.stop
+        return None
+    return buffer[place]

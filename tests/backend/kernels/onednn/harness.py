@@ -1,0 +1,161 @@
+"""Runs one operation through a kernel set, from plain arrays to plain arrays, so that two sets can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.kernels.specs import NHWC, Spec, TensorSpec
+
+
+@dataclass
+class Result:
+    """Everything an operation produces, in plain layout."""
+
+    output: np.ndarray
+    input_grads: list[np.ndarray] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    statistics: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        named = {"output": self.output} | {f"d input {i}": grad for i, grad in enumerate(self.input_grads)}
+        return named | {f"d {k}": v for k, v in self.gradients.items()} | self.statistics
+
+
+def buffer(kernels: KernelSet, spec: TensorSpec, *, garbage: bool = True) -> np.ndarray:
+    """Memory of `spec`; what lies there before must not matter."""
+    flat = kernels.allocate(spec.bytes).view(spec.dtype)
+    if garbage:
+        flat[:] = np.nan
+    return flat.reshape(spec.shape) if spec.layout == NHWC else flat
+
+
+def place(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """A plain array in the layout of `spec`."""
+    plain = TensorSpec(array.shape, spec.dtype)
+    source = buffer(kernels, plain)
+    source[...] = array
+    return source if spec.layout == NHWC else _reordered(kernels, source, plain, spec)
+
+
+def take(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """The plain array of a buffer of `spec`."""
+    return np.array(array if spec.layout == NHWC else _reordered(kernels, array, spec, spec.plain()))
+
+
+def _reordered(kernels: KernelSet, array: np.ndarray, source: TensorSpec, target: TensorSpec) -> np.ndarray:
+    operator = kernels.reorder(source, target)
+    out = buffer(kernels, target)
+    operator.bind(Buffers((array,), out, scratch=_bytes(kernels, operator.scratch_bytes)))
+    operator.forward(StepContext())
+    return out
+
+
+def _bytes(kernels: KernelSet, size: int) -> np.ndarray | None:
+    if size == 0:
+        return None
+    memory = kernels.allocate(size)
+    memory[:] = 0xFF
+    return memory
+
+
+def run(
+    kernels: KernelSet,
+    spec: Spec,
+    inputs: Sequence[np.ndarray],
+    *,
+    dtype: str = "float32",
+    parameters: Mapping[str, np.ndarray] | None = None,
+    statistics: Mapping[str, np.ndarray] | None = None,
+    output_grad: np.ndarray | None = None,
+    accumulate: Sequence[np.ndarray | None] | None = None,
+    layouts: Sequence[TensorSpec] | None = None,
+    wants: Sequence[bool] | None = None,
+    in_place: bool = False,
+    input_first: bool = False,
+    steps: int = 1,
+) -> Result:
+    """Forward and, with `output_grad`, backward.
+
+    accumulate[i]: what the i-th input's gradient holds before and is added to. layouts: specs that the producers offer.
+    wants[i]: somebody asks for the i-th input's gradient. in_place: the first input's gradient lies in the output's memory.
+    """
+    training = output_grad is not None
+    offered = tuple(layouts) if layouts is not None else tuple(TensorSpec(x.shape, dtype) for x in inputs)
+    operator = kernels.make(spec, offered, training=training)
+    own = {role: _parameter(kernels, value, dtype) for role, value in (parameters or {}).items()}
+    kept = {role: np.array(value, dtype) for role, value in (statistics or {}).items()}
+    buffers = Buffers(
+        inputs=tuple(place(kernels, x, wanted) for x, wanted in zip(inputs, operator.inputs, strict=True)),
+        output=buffer(kernels, operator.output),
+        parameters=own,
+        gradients={role: np.full_like(value, np.nan) for role, value in own.items()} if training else {},
+        statistics=kept,
+        saved=_bytes(kernels, operator.saved_bytes),
+        scratch=_bytes(kernels, operator.scratch_bytes),
+    )
+    if training:
+        _add_gradients(kernels, operator, buffers, output_grad, accumulate, wants, in_place)
+    operator.bind(buffers)
+    if operator.view:
+        return Result(take(kernels, buffers.inputs[0].reshape(buffers.output.shape), operator.output))
+    for _ in range(steps):
+        operator.forward(StepContext(training=training))
+    result = Result(take(kernels, buffers.output, operator.output), statistics=kept)
+    if training:
+        halves = [operator.backward_parameters, operator.backward_input]
+        for half in reversed(halves) if input_first else halves:
+            half()
+        result.gradients = {role: np.array(value) for role, value in buffers.gradients.items()}
+        result.input_grads = [
+            take(kernels, grad, wanted)
+            for grad, wanted in zip(buffers.input_grads, operator.inputs, strict=True)
+            if grad is not None
+        ]
+    return result
+
+
+def _parameter(kernels: KernelSet, value: np.ndarray, dtype: str) -> np.ndarray:
+    memory = buffer(kernels, TensorSpec(value.shape, dtype))
+    memory[...] = value
+    return memory
+
+
+def _add_gradients(
+    kernels: KernelSet,
+    operator: Operator,
+    buffers: Buffers,
+    output_grad: np.ndarray | None,
+    accumulate: Sequence[np.ndarray | None] | None,
+    wants: Sequence[bool] | None,
+    in_place: bool,
+) -> None:
+    assert output_grad is not None
+    before = accumulate if accumulate is not None else [None] * len(operator.inputs)
+    asked = wants if wants is not None else [True] * len(operator.inputs)
+    buffers.output_grad = place(kernels, output_grad, operator.output)
+    grads = [
+        None if not want else buffer(kernels, spec) if old is None else place(kernels, old, spec)
+        for spec, old, want in zip(operator.inputs, before, asked, strict=True)
+    ]
+    if in_place:
+        grads[0] = buffers.output_grad
+    buffers.input_grads = tuple(grads)
+    buffers.accumulate = tuple(old is not None for old in before)
+
+
+def difference(ours: np.ndarray, reference: np.ndarray) -> float:
+    """max |a - b| / max |b|."""
+    scale = float(np.max(np.abs(reference), initial=0.0))
+    return float(np.max(np.abs(ours - reference), initial=0.0)) / (scale or 1.0)
+
+
+def assert_close(ours: Result, reference: Result, bound: float = 1e-5) -> None:
+    """Every array of two results."""
+    for name, wanted in reference.arrays().items():
+        found = ours.arrays()[name]
+        assert found.shape == wanted.shape, name
+        assert difference(found, wanted) <= bound, f"{name}: {difference(found, wanted):.2e}"
