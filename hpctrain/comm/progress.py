@@ -22,7 +22,7 @@ from hpctrain.errors import CommunicationTimeoutError
 TIMEOUT_EXIT_CODE = 124
 
 # A wait polls, offering its core to others after each poll: as quick as a spin where it has the core to itself, and many times
-# quicker where ranks share cores. After a while it sleeps between polls, so that a rank which waits for a slow one leaves it the core.
+# quicker where ranks share cores. Later it sleeps between polls, so that a slow rank gets the core.
 _YIELD_SECONDS = 1e-3
 _SLEEP_SECONDS = 50e-6
 
@@ -222,7 +222,7 @@ class ProgressEngine:
                 self._sleep(_SLEEP_SECONDS)
             else:
                 os.sched_yield()
-        self.waited_seconds += now - begin
+        self.waited_seconds += self._clock() - begin
 
     def _give_up(self, what: object) -> NoReturn:
         """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""

@@ -1,0 +1,84 @@
+"""Jobs of several ranks, started by a test and watched from outside: how they end, and what they print."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a launcher, or the MPI of the test process itself, leaves in the environment: it would make the job's ranks its children.
+_LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "HPCTRAIN_")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: exit code, all that its ranks printed, and after how long."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def find_mpiexec() -> str | None:
+    """mpiexec beside this Python, else on PATH: the first is sure to be the one of this environment's MPI."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without any launcher's traces, one thread a rank, and `extra`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    return kept | threads | root | dict(extra or {})
+
+
+def run_job(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_seconds: float = 60,
+) -> Outcome:
+    """Run `python -m mpi4py *arguments` on so many ranks; 0 ranks: as one process without a launcher.
+
+    Raises:
+        subprocess.TimeoutExpired: the job hangs; it has been ended.
+    """
+    command = [sys.executable, "-m", "mpi4py", *arguments]
+    if ranks:
+        mpiexec = find_mpiexec()
+        assert mpiexec is not None, "there is no mpiexec"
+        command = [mpiexec, "-n", str(ranks), *command]
+    begin = time.monotonic()
+    # A session of its own: at a timeout all its ranks are ended with it.
+    with subprocess.Popen(
+        command,
+        env=clean_environment(env),
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            raise
+    return Outcome(process.returncode, stdout, stderr, time.monotonic() - begin)
