@@ -1,7 +1,5 @@
 """`python -m hpctrain` and the console script `hpctrain`. Imports no NumPy: thread counts must be set before it loads."""
 
-import sys
-
 
 def main() -> None:
     """Run the command line."""
@@ -11,4 +9,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

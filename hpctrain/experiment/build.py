@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.agreement import raise_alike
@@ -31,8 +33,8 @@ from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.trainer import Cadence, Trainer
 
-OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)  # type: ignore[type-abstract]
-AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)  # type: ignore[type-abstract]
+OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
+AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _model_options(config: Config, file: ImageFile, image_shape: tuple[int, int,
         "synchronised": config.batch_norm.statistics == "synchronised",
     }
     accepted = catalogue.options(config.model.name)
-    return {name: value for name, value in found.items() if name in accepted} | dict(config.model.options)
+    return {name: value for name, value in found.items() if name in accepted} | config.model.options
 
 
 def build_averagers(session: Session, network: Network) -> dict[str, GradientAverager]:
@@ -195,8 +197,11 @@ def _loader(
     """This rank's share of `file`; images are normalised by the statistics of `statistics` (the training set)."""
     config = session.config
     source = statistics if statistics is not None else file
-    mean, std = (source.mean, source.std) if config.data.normalise else (None, None)
-    pipeline = Pipeline(augment, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
+    mean, std = source.mean, source.std
+    if not config.data.normalise:
+        mean, std = np.zeros_like(mean), np.ones_like(std)
+    specs = [(each.name, each.options) for each in augment]
+    pipeline = Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
     sampler = Sampler(len(file), batch, seed=config.seed, shuffle=shuffle)
     return Loader(
         file,
@@ -212,6 +217,6 @@ def _loader(
 def _check_classes(path: str, file: ImageFile, classes: int, what: str) -> None:
     if len(file.class_names) != classes:
         raise DataError(
-            f"{path} has {len(file.class_names)} classes, {what} has {classes}; set model.classes to {len(file.class_names)} or use "
-            f"other data."
+            f"{path} has {len(file.class_names)} classes, {what} has {classes}; "
+            f"set model.classes to {len(file.class_names)} or use other data."
         )

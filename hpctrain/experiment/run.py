@@ -16,7 +16,7 @@ from hpctrain.experiment.session import Session
 from hpctrain.train import checkpoint, snapshot
 from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
 from hpctrain.train.reporter import ConsoleReporter
-from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.run_directory import RunDirectory, git_state, resumable, software_versions
 from hpctrain.train.snapshot import Position
 
 
@@ -77,7 +77,7 @@ def _directory(session: Session, parts: Parts, resume: str | None) -> tuple[RunD
             path = _find_checkpoint(config.output, config.name, resume)
             return str(path.parent.parent), str(path)
         directory = RunDirectory.create(
-            Path(config.output), config.name, config_text=dump(config), extra_versions=_versions(session, parts)
+            Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=git_state()
         )
         return str(directory.path), None
 
@@ -96,12 +96,14 @@ def _find_checkpoint(output: str, name: str, source: str) -> Path:
     """
     if source != "auto" and Path(source).is_file():
         return Path(source)
-    run = RunDirectory.latest(Path(output), name) if source == "auto" else RunDirectory.open(Path(source))
-    if run is None:
-        raise CheckpointError(f"There is no run of {name!r} in {output} to resume; start one without --resume.")
-    path = checkpoint.newest_valid(run.checkpoints)
+    if source == "auto":
+        found = resumable(Path(output), name)
+        if found is None:
+            raise CheckpointError(f"No run of {name!r} in {output} has a valid checkpoint; train one without --resume first.")
+        return found[1]
+    path = checkpoint.newest_valid(RunDirectory.open(Path(source)).checkpoints)
     if path is None:
-        raise CheckpointError(f"The run {run.path} holds no valid checkpoint; start it again without --resume.")
+        raise CheckpointError(f"The run {source} holds no valid checkpoint; train one without --resume first.")
     return path
 
 
@@ -125,7 +127,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
 
     def write() -> None:
         if session.is_root:
-            checkpoint.write(directory.checkpoints / checkpoint.file_name(position.global_step), content)
+            checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, position.global_step), content)
             checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
 
     raise_alike(session.world, write)
@@ -136,7 +138,7 @@ def _reporter(session: Session, directory: RunDirectory) -> Reporter:
         return SilentReporter()
     metrics = session.config.metrics
     return ConsoleReporter(
-        directory.metrics,
+        directory,
         interval_seconds=metrics.interval_seconds,
         tensorboard=directory.path / "tensorboard" if metrics.tensorboard else None,
     )
@@ -155,9 +157,8 @@ def _introduce(
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )
-    reporter.say(
-        f"data {config.data.train}: {parts.loader.sampler.samples:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch"
-    )
+    images = parts.loader.sampler.samples
+    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch")
     if start is not None:
         reporter.say(f"resumed at epoch {int(start.meta['epoch']) + 1}, step {start.meta['global_step']}")  # type: ignore[call-overload]
     reporter.say(f"run directory {directory.path}")
@@ -175,11 +176,7 @@ def _conclude(evaluation: RunningSums | None, directory: RunDirectory, stopped: 
 
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:
-    return {
-        "kernels": parts.backend.kernels.name,
-        "launcher": session.launcher.name,
-        "mpi": getattr(session.world, "library", "none"),
-    }
+    return software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
 
 
 def _stop_signal() -> Callable[[], bool]:

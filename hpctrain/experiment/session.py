@@ -19,8 +19,8 @@ from hpctrain.threads import ThreadPlan
 class Session:
     """What every command that communicates starts with.
 
-    samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a communicator of
-    its own for the small message, so that its order is not tied to the gradients'.
+    samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a
+    communicator of its own for the small message, so that its order is not tied to the gradients'.
     """
 
     config: Config
@@ -37,7 +37,8 @@ class Session:
         """Start the communication. Collective.
 
         Raises:
-            LaunchError: the world has another size than the launcher was asked for. ShapeError: a grid that does not multiply to it.
+            LaunchError: the world has another size than the launcher was asked for.
+            ShapeError: a grid that does not multiply to it.
             ConfigError: fewer samples in a batch than ranks that share them.
         """
         world = _world(config, launcher)
@@ -54,6 +55,15 @@ class Session:
         assert messages is not None
         progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort)
         return cls(config, launcher, threads, world, grid, samples, messages, progress)
+
+    @property
+    def mpi_library(self) -> str:
+        """Name and version of the MPI library; "none" in a job of one process without MPI."""
+        if self.launcher.name == "none":
+            return "none"
+        from hpctrain.comm import mpi
+
+        return mpi.describe()
 
     @property
     def is_root(self) -> bool:

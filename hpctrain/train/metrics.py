@@ -1,12 +1,10 @@
-"""What a run says of itself: sums turned into means, written as JSON lines, a progress bar, and TensorBoard files when asked."""
+"""What a run says of itself: sums turned into means, and who receives them."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -91,17 +89,3 @@ class Rate:
         """Images per second since `restart`."""
         elapsed = self._clock() - self._begin
         return self._count / elapsed if elapsed > 0 else 0.0
-
-
-class JsonLines:
-    """Appends one JSON object a line, flushed, so that a killed job loses at most the last line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(dict(values), allow_nan=True) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -12,27 +12,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.metrics import JsonLines, RunningSums
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.run_directory import RunDirectory
 
 
 class ConsoleReporter:
     """Writes for people on stdout and for programs into the run directory.
 
     Args:
-        metrics_path: JSON lines. interval_seconds: between two lines where there is no terminal. tensorboard: directory of
+        directory: receives metrics. interval_seconds: between two lines where there is no terminal. tensorboard: directory of
         TensorBoard files, or None. console: where to print.
     """
 
     def __init__(
         self,
-        metrics_path: Path,
+        directory: RunDirectory,
         *,
         interval_seconds: float = 10.0,
         tensorboard: Path | None = None,
         console: Console | None = None,
     ) -> None:
         self._console = console if console is not None else Console(file=sys.stdout, soft_wrap=True, highlight=False)
-        self._lines = JsonLines(metrics_path)
+        self._directory = directory
         self._interval_seconds = interval_seconds
         self._board = _board(tensorboard) if tensorboard is not None else None
         self._progress: Progress | None = None
@@ -80,7 +81,7 @@ class ConsoleReporter:
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line of metrics; numbers go to TensorBoard too."""
-        self._lines.write({"kind": kind, "time": time.time(), **values})
+        self._directory.append_metrics({"kind": kind, "time": time.time(), **values})
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and name != "step":
@@ -91,11 +92,10 @@ class ConsoleReporter:
         self._console.print(text)
 
     def close(self) -> None:
-        """End the bar and the files; may be called twice."""
+        """End the bar and the TensorBoard files; may be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        self._lines.close()
         if self._board is not None:
             self._board.close()
             self._board = None

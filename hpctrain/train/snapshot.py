@@ -11,7 +11,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
-from hpctrain.train.checkpoint import CheckpointContent, restore
+from hpctrain.train.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
 from hpctrain.train.metrics import RunningSums
 
 
@@ -34,13 +34,13 @@ def take(
     """Everything that a resume needs, one logical array per tensor. After a drain; collective where optimiser state is sharded."""
     tensors: dict[str, np.ndarray] = {}
     for name, parameter in network.parameters.items():
-        tensors[f"parameters/{name}"] = parameter.data
+        tensors[parameter_key(name)] = parameter.data
     for name, statistic in network.statistics.views.items():
-        tensors[f"statistics/{name}"] = statistic
+        tensors[statistic_key(name)] = statistic
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
-                tensors[f"optimizer/{state}/{name}"] = values.reshape(parameter.spec.shape)
+                tensors[optimizer_key(state, name)] = values.reshape(parameter.spec.shape)
     return CheckpointContent(tensors, {**meta, "position": asdict(position)})
 
 
@@ -54,7 +54,7 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             state = {
-                key: restore(content, f"optimizer/{key}/{name}", parameter.spec.shape, network.dtype).reshape(-1)
+                key: restore(content, optimizer_key(key, name), parameter.spec.shape, network.dtype).reshape(-1)
                 for key in averager.full_state(parameter)
             }
             averager.load_state(parameter, state)
@@ -64,15 +64,15 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
 
 def put_weights(content: CheckpointContent, network: Network) -> None:
     """Restore parameters and running statistics only: for evaluation, or to start from trained weights."""
-    expected = {f"parameters/{name}" for name in network.parameters}
+    expected = {parameter_key(name) for name in network.parameters}
     extra = sorted(key for key in content.tensors if key.startswith("parameters/") and key not in expected)
     if extra:
         raise CheckpointError(
-            f"The checkpoint holds {extra[0]}, which the configured model does not have ({len(extra)} such tensors); use the model "
-            f"that it was written with."
+            f"The checkpoint holds {extra[0]}, which the configured model does not have ({len(extra)} such tensors); "
+            f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        parameter.data[...] = restore(content, f"parameters/{name}", parameter.spec.shape, network.dtype)
+        parameter.data[...] = restore(content, parameter_key(name), parameter.spec.shape, network.dtype)
     for name, statistic in network.statistics.views.items():
-        statistic[...] = restore(content, f"statistics/{name}", statistic.shape, network.dtype)
+        statistic[...] = restore(content, statistic_key(name), statistic.shape, network.dtype)
     network.parameters_changed()

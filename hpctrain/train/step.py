@@ -1,4 +1,4 @@
-"""One training step: forward, loss and backward of each micro-batch, gradients announced to the averagers as they become final."""
+"""One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hpctrain.train.message import SmallMessage
 class AveragingHooks(StepHooks):
     """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
 
-    With micro-batches, gradients of all but the last add up in a buffer of their own; the last adds that buffer to each gradient just
-    before it is announced, so averagers see one gradient a step.
+    With micro-batches, gradients of all but the last add up in a buffer of their own; the last adds that buffer to each
+    gradient just before it is announced, so averagers see one gradient a step.
     """
 
     def __init__(self, averagers: Mapping[str, GradientAverager], progress: ProgressEngine, micro_batches: int) -> None:

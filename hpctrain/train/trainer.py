@@ -81,14 +81,14 @@ class Trainer:
         self._reporter.start(self._cadence.epochs, samples, position.epoch * samples + position.sums.count)
         self._saved_step = position.global_step
         evaluation: RunningSums | None = None
-        while position.epoch < self._cadence.epochs and not self._stop:
-            self._run_epoch(position)
-            if self._stop:
-                break
-            evaluation = self._end_epoch(position) or evaluation
-        if self._stop:
+        stopped = False
+        while position.epoch < self._cadence.epochs and not stopped:
+            stopped = self._run_epoch(position)
+            if not stopped:
+                evaluation = self._end_epoch(position) or evaluation
+        if stopped:
             self._save_once(position)
-        return Outcome(position, evaluation, self._stop)
+        return Outcome(position, evaluation, stopped)
 
     def drain(self) -> None:
         """Everything of the steps so far is complete on every rank."""
@@ -106,7 +106,8 @@ class Trainer:
         self._rate.restart()
         return sums
 
-    def _run_epoch(self, position: Position) -> None:
+    def _run_epoch(self, position: Position) -> bool:
+        """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
         begin = position.step_in_epoch
         batches = self._loader.epoch(position.epoch, begin)
@@ -118,6 +119,7 @@ class Trainer:
         finally:
             batches.close()
         self._settle(position)
+        return self._stop
 
     def _run_step(self, batch: Batch, position: Position) -> None:
         lr = self._schedule.lr(position.global_step)

@@ -24,7 +24,7 @@ NETS: dict[str, Callable[[], Layer]] = {"plain": partial(nets.plain, dropout=0.3
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": Sgd,
     "nesterov": partial(Sgd, momentum=0.9, nesterov=True, weight_decay=1e-2, clip_norm=0.5),
-    "lars": partial(Lars, momentum=0.9, weight_decay=1e-2, eta=0.1),
+    "lars": partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1),
 }
 
 
