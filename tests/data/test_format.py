@@ -122,8 +122,19 @@ def test_an_error_leaves_the_old_file_as_it_was(make_file):
     assert os.listdir(file.path.parent) == [file.path.name]
 
 
+def test_the_name_is_given_after_the_bytes_are_on_disk(tmp_path, monkeypatch):
+    events = []
+    sync, replace_file = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("rename"), replace_file(old, new)))
+    data_format.write(tmp_path / "a.h5", 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
+    assert len(events) == 3
+    assert events[0].endswith(".tmp")
+    assert events[1:] == ["rename", str(tmp_path)]
+
+
 def test_a_replaced_file_does_not_change_an_open_one(make_file):
-    file, images, labels = make_file()
+    file, images, _ = make_file()
     data_format.write(file.path, 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
     assert np.array_equal(file.images, images)
     assert len(ImageFile.open(file.path)) == 2

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -134,8 +135,7 @@ def test_an_error_of_the_consumer_ends_the_thread(make_file):
     file, _, _ = make_file()
     loader = make_loader(file, 2)
     with pytest.raises(ZeroDivisionError):
-        for batch in loader.epoch(0):
-            batch.global_count // 0
+        deque(batch.global_count // 0 for batch in loader.epoch(0))
     gc.collect()
     assert loader_threads() == []
 
@@ -158,8 +158,7 @@ def test_an_error_in_the_thread_is_raised_at_its_batch(make_file, prefetch):
     loader = Loader(file, Sampler(13, 2), FailingPipeline([], 0, file.mean, file.std), prefetch=prefetch)
     steps = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for batch in loader.epoch(0):
-            steps.append(batch.step)
+        steps.extend(batch.step for batch in loader.epoch(0))
     assert steps == [0, 1]
     assert len(read(loader)) == 7
 

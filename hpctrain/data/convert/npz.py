@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -36,7 +37,7 @@ def load(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not path.is_file():
         raise DataError(f"There is no file {path}; give the path of an existing .npz or .npz.xz.")
     try:
-        with tempfile.TemporaryFile() as unpacked, np.load(_seekable(path, unpacked), allow_pickle=False) as arrays:
+        with _seekable(path) as content, np.load(content, allow_pickle=False) as arrays:
             blob = np.asarray(arrays["blob"], np.uint8)
             offsets, labels = (np.asarray(arrays[name]).astype(np.int64) for name in ("offsets", "labels"))
     except KeyError as error:
@@ -92,11 +93,15 @@ def _of_shape(samples: Iterator[tuple[np.ndarray, int]], shape: tuple[int, ...],
         yield image, label
 
 
-def _seekable(path: Path, unpacked: IO[bytes]) -> Path | IO[bytes]:
-    """The path itself, or its decompressed content in a temporary file (a zip archive is read from its end)."""
+@contextmanager
+def _seekable(path: Path) -> Iterator[IO[bytes]]:
+    """The open file, or a temporary one with its decompressed content (a zip archive is read from its end)."""
     if path.suffix != ".xz":
-        return path
-    with lzma.open(path) as packed:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-    unpacked.seek(0)
-    return unpacked
+        with path.open("rb") as plain:
+            yield plain
+        return
+    with tempfile.TemporaryFile() as unpacked:
+        with lzma.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+        unpacked.seek(0)
+        yield unpacked

@@ -1,0 +1,118 @@
+"""The data commands: what they print, what they write, how they fail."""
+
+import gzip
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from hpctrain.cli.data import data
+from hpctrain.data import fetch as fetching
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import DataError
+
+
+def run(*arguments, fails_with=None):
+    """The output of a command; `fails_with`: a pattern of the user error that it must end with."""
+    if fails_with is not None:
+        with pytest.raises(DataError, match=fails_with):
+            CliRunner().invoke(data, [str(a) for a in arguments], catch_exceptions=False)
+        return ""
+    result = CliRunner().invoke(data, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def write_idx(path, array):
+    header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3), np.uint8)
+    labels = np.array([0, 1, 1, 2, 2, 2])
+    data_format.write(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
+    return tmp_path / "a.h5"
+
+
+def test_info_shows_sizes_statistics_and_classes(data_file):
+    output = run("info", data_file)
+    assert "6 of 7x9x3" in output
+    assert f"{ImageFile.open(data_file).mean[0]:.4f}" in output
+    assert "2  cow: 3" in output
+
+
+def test_verify_tells_good_from_changed(data_file):
+    assert "6 images, all checksums agree" in run("verify", data_file)
+    content = data_file.read_bytes()
+    offset = content.index(np.asarray(ImageFile.open(data_file).images[0]).tobytes())
+    data_file.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+    run("verify", data_file, fails_with="images changed")
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_a_missing_file_is_a_user_error(tmp_path, command):
+    run(command, tmp_path / "none.h5", fails_with="There is no data file")
+
+
+def test_convert_idx(tmp_path, data_file):
+    write_idx(tmp_path / "images.gz", np.arange(4 * 3 * 5, dtype=np.uint8).reshape(4, 3, 5))
+    write_idx(tmp_path / "labels.gz", np.array([0, 1, 2, 0], np.uint8))
+    (tmp_path / "names.txt").write_text("x\ny\nz\n")
+    inputs = ("convert", "idx", tmp_path / "images.gz", tmp_path / "labels.gz")
+    for names, expected in ((tmp_path / "names.txt", ("x", "y", "z")), (data_file, ("ant", "bee", "cow"))):
+        assert run(*inputs, tmp_path / "out.h5", "--class-names", names).strip() == str(tmp_path / "out.h5")
+        assert ImageFile.open(tmp_path / "out.h5").class_names == expected
+    run(*inputs, tmp_path / "none.h5", "--class-names", tmp_path / "nothing.txt", fails_with="no file of class names")
+    assert not (tmp_path / "none.h5").exists()
+
+
+def test_convert_cifar(tmp_path):
+    record = np.zeros((3, 3073), np.uint8)
+    record[:, 0] = [1, 9, 4]
+    record.tofile(tmp_path / "test_batch.bin")
+    run("convert", "cifar", tmp_path, tmp_path / "out.h5", "--split", "test")
+    assert ImageFile.open(tmp_path / "out.h5").labels.tolist() == [1, 9, 4]
+
+
+def test_convert_npz(tmp_path):
+    Image.new("RGB", (10, 6), (10, 20, 30)).save(tmp_path / "a.png")
+    blob = np.fromfile(tmp_path / "a.png", np.uint8)
+    offsets = np.array([0, blob.size, 2 * blob.size])
+    np.savez(tmp_path / "a.npz", blob=np.tile(blob, 2), offsets=offsets, labels=np.array([0, 1], np.uint8))
+    run("convert", "npz", tmp_path / "a.npz", tmp_path / "out.h5", "--size", 4, "--fit", "squash", "--threads", 2)
+    file = ImageFile.open(tmp_path / "out.h5")
+    assert file.images.shape == (2, 4, 4, 3)
+    assert (file.images == [10, 20, 30]).all()
+
+
+def test_convert_folder_lists_what_it_skips(tmp_path):
+    for name in ("ant", "bee"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        Image.new("RGB", (10, 6)).save(tmp_path / "tree" / name / "a.png")
+    (tmp_path / "tree" / "bee" / "b.png").write_bytes(b"broken")
+    inputs = ("convert", "folder", tmp_path / "tree", tmp_path / "out.h5", "--size", 5, "--channels", 1)
+    run(*inputs, fails_with="bee/b.png")
+    assert not (tmp_path / "out.h5").exists()
+    assert f"skipped {tmp_path / 'tree' / 'bee' / 'b.png'}" in run(*inputs, "--skip-unreadable")
+    file = ImageFile.open(tmp_path / "out.h5")
+    assert file.images.shape == (2, 5, 5, 1)
+    assert file.class_names == ("ant", "bee")
+
+
+def test_fetch_prints_the_files(tmp_path, monkeypatch):
+    paths = {"train": tmp_path / "train.h5", "test": tmp_path / "test.h5"}
+    monkeypatch.setattr(fetching, "fetch", lambda out: paths if out == tmp_path else {})
+    assert run("fetch", "fashion-mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
+
+
+def test_the_command_line_loads_neither_numpy_nor_hdf5():
+    code = "import sys, hpctrain.cli.data; print(sorted({'numpy', 'h5py', 'PIL', 'rich'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
