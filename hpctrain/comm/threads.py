@@ -268,17 +268,14 @@ class ThreadCommunicator:
         return self._group.members[rank].rank
 
 
-def _flat(buffer: Array, least: int | None = None) -> Array:
-    """A buffer as one dim, the first `least` elements of it where given."""
+def _flat(buffer: Array, size: int | None = None) -> Array:
+    """A buffer as one dim, of just `size` elements where that is given."""
     if not isinstance(buffer, np.ndarray) or str(buffer.dtype) not in _DTYPES or not buffer.flags.c_contiguous:
         what = f"{buffer.dtype}, strides {buffer.strides}" if isinstance(buffer, np.ndarray) else type(buffer).__name__
         raise ValueError(f"A buffer is a C-contiguous array of {', '.join(_DTYPES)}, but this one is {what}.")
-    flat = buffer.reshape(-1)
-    if least is None:
-        return flat
-    if flat.size < least:
-        raise ValueError(f"A buffer has room for the sum of its counts, {least}, but this one has {flat.size} elements.")
-    return flat[:least]
+    if size is not None and buffer.size != size:
+        raise ValueError(f"A buffer has as many elements as its counts say, {size}, but this one has {buffer.size}.")
+    return buffer.reshape(-1)
 
 
 def _check_apart(contribution: Array, target: Array) -> None:

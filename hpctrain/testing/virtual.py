@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.comm.virtual_world import VirtualWorld
 
@@ -38,6 +39,20 @@ def run_virtual(
     """
     world = VirtualWorld(ranks, seed=seed, link=link, stragglers=stragglers, ranks_per_node=ranks_per_node)
     return world.run(function, deadline_seconds)
+
+
+def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9) -> ProgressEngine:
+    """The progress engine of one virtual rank: it measures virtual time, and never sleeps, as all other ranks would, too.
+
+    Without a link no wait passes its deadline; a wait that cannot end is found as a deadlock.
+    """
+    return ProgressEngine(
+        rank=comm.rank, deadline_seconds=deadline_seconds, abort=comm.abort, clock=comm.now, sleep=_no_sleep
+    )
+
+
+def _no_sleep(seconds: float) -> None:
+    return None
 
 
 def wait(*handles: Handle) -> None:
