@@ -41,15 +41,18 @@ class GradientAverager(ABC):
     def begin_step(self, lr: float) -> None:
         """A step starts; its update will use learning rate `lr`."""
 
-    def takes_factors(self, parameter: Parameter) -> bool:
-        """True where this parameter's gradient is made from exchanged inputs and errors. Fixed at set-up."""
+    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+        """True where the gradients of a linear layer (weight, and bias if any) are made from exchanged inputs and errors.
+
+        Fixed at set-up from the nominal global batch; such a layer's parameters are not announced by `grad_ready`.
+        """
         return False
 
-    def input_ready(self, parameter: Parameter, x: Array) -> None:  # noqa: B027  most strategies take gradients only
-        """Forward: the input of a layer that `takes_factors`; copied before this returns."""
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most take gradients only
+        """Forward: x (N, in) of a layer that takes factors; copied before this returns. May post, must not wait."""
 
-    def error_ready(self, parameter: Parameter, dy: Array) -> None:  # noqa: B027
-        """Backward, before the input's gradient: the output's gradient of a layer that `takes_factors`."""
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
+        """Backward, before the input's gradient: dy (N, out) of such a layer; copied before this returns."""
 
     @abstractmethod
     def grad_ready(self, parameter: Parameter) -> None:

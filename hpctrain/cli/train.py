@@ -12,10 +12,15 @@ from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.comm.launcher import Launcher, detect
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
+from hpctrain.errors import HpctrainError
 from hpctrain.threads import ThreadPlan, set_threads
 
 if TYPE_CHECKING:
+    from hpctrain.comm.base import Communicator
     from hpctrain.experiment.session import Session
+
+#: of a job whose configuration could not be read
+DEADLINE_SECONDS = 300.0
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 _OVERRIDES = click.argument("overrides", nargs=-1)
@@ -26,27 +31,46 @@ class _Job:
 
     def __init__(self) -> None:
         self.launcher: Launcher = detect(os.environ)
-        self.session: Session | None = None
+        self.world: Communicator | None = None
 
     def rank(self) -> int:
-        if self.session is not None:
-            return self.session.world.rank
-        return self.launcher.rank or 0
+        return self.world.rank if self.world is not None else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
-        if self.session is not None:
-            self.session.world.abort(code)
+        if self.world is not None:
+            self.world.abort(code)
 
-    def start(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, Session]:
-        """Config, threads (before NumPy is imported), then MPI."""
+    def start(self, file: Path, overrides: tuple[str, ...]) -> Session:
+        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
+
+        MPI starts in any case: a rank alone with its error would leave the others waiting for it.
+        """
+        prepared: tuple[Config, ThreadPlan] | HpctrainError
+        try:
+            prepared = self._prepare(file, overrides)
+        except HpctrainError as error:
+            prepared = error
+        from hpctrain.comm.agreement import raise_alike
+        from hpctrain.experiment.session import Session, start_world
+
+        deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
+        self.world = start_world(self.launcher, deadline_seconds)
+        config, threads = raise_alike(self.world, lambda: _given(prepared))
+        return Session.start(config, self.launcher, threads, self.world)
+
+    def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
         config, source = load(file, overrides)
-        threads: ThreadPlan = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
-        from hpctrain.experiment.session import Session
 
         check_names(config, source)
-        self.session = Session.start(config, self.launcher, threads)
-        return config, self.session
+        return config, threads
+
+
+def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:
+    if isinstance(prepared, HpctrainError):
+        raise prepared
+    return prepared
 
 
 @click.command()
@@ -60,7 +84,7 @@ def train(file: Path, overrides: tuple[str, ...], resume: str | None, steps: int
     """Train as FILE says; OVERRIDES such as optimizer.lr=0.2 win over it."""
     job = _Job()
     with job_ends_on_error(job.rank, job.abort):
-        _, session = job.start(file, overrides)
+        session = job.start(file, overrides)
         from hpctrain.experiment.run import run_training
 
         run_training(session, resume=resume, steps=steps)
@@ -76,7 +100,7 @@ def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
     job = _Job()
     with job_ends_on_error(job.rank, job.abort):
-        _, session = job.start(file, overrides)
+        session = job.start(file, overrides)
         from hpctrain.experiment.run import run_evaluation
 
         run_evaluation(session, checkpoint)

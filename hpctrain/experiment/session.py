@@ -33,17 +33,14 @@ class Session:
     progress: ProgressEngine
 
     @classmethod
-    def start(cls, config: Config, launcher: Launcher, threads: ThreadPlan) -> Session:
-        """Start the communication. Collective.
+    def start(cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator) -> Session:
+        """Make the groups and the progress engine over a started world. Collective.
 
         Raises:
-            LaunchError: the world has another size than the launcher was asked for.
             ShapeError: a grid that does not multiply to it.
             ConfigError: fewer samples in a batch than ranks that share them.
         """
-        world = _world(config, launcher)
         log.configure(world.rank)
-        check_world(launcher, world.size)
         columns = config.grid.cols if config.grid.cols is not None else max(1, world.size // config.grid.rows)
         grid = ProcessGrid(world, config.grid.rows, columns)
         if config.batch < columns:
@@ -71,10 +68,16 @@ class Session:
         return self.world.rank == 0
 
 
-def _world(config: Config, launcher: Launcher) -> Communicator:
-    """MPI's world under a launcher; one process, and no MPI at all, without one."""
+def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
+    """MPI's world under a launcher; one process, and no MPI at all, without one.
+
+    Raises:
+        LaunchError: the world has another size than the launcher was asked for.
+    """
     if launcher.name == "none":
         return SingleCommunicator()
     from hpctrain.comm import mpi
 
-    return mpi.world(config.deadline_seconds)
+    world = mpi.world(deadline_seconds)
+    check_world(launcher, world.size)
+    return world

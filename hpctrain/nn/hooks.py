@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.backend.kernels.base import Array
 from hpctrain.nn.parameter import Parameter
 
 
@@ -12,6 +13,19 @@ class StepHooks:
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         """The next operator reads these parameters: they must hold this step's values when this returns."""
+
+    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+        """True for a linear layer whose gradients are made elsewhere, from its input and its output's gradient.
+
+        It then gets `input_ready` in forward and `error_ready` in backward, and no `grad_ready` for its parameters.
+        """
+        return False
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        """Forward: x (N, in) of a layer that takes factors; its memory is reused once this returns. Must not wait."""
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        """Backward, before the input's gradient: dy (N, out) of such a layer; its memory is reused. Must not wait."""
 
     def grad_ready(self, parameter: Parameter) -> None:
         """`parameter.grad` is final for this backward pass. Must not wait."""

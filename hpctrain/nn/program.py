@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.kernels.base import Array, Buffers, LossOperator, LossSums, Operator, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.memory import pack
 from hpctrain.nn.parameter import Parameter
@@ -25,6 +25,7 @@ class BoundStep:
     """A planned step with its parameters and what is left to do by the program itself.
 
     add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
+    factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
     """
 
     name: str
@@ -33,6 +34,7 @@ class BoundStep:
     input_first: bool
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
+    factors: tuple[Array, Array] | None
 
 
 class Program:
@@ -80,6 +82,8 @@ class Program:
         for step in self.steps:
             if step.parameters:
                 hooks.before_forward(step.parameters)
+            if step.factors is not None and hooks.takes_factors(step.parameters):
+                hooks.input_ready(step.parameters, step.factors[0])
             step.operator.forward(context)
             hooks.operator_done(step.name, "forward")
         return self.logits
@@ -106,6 +110,9 @@ class Program:
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
         if not step.parameters:
+            return
+        if step.factors is not None and hooks.takes_factors(step.parameters):
+            hooks.error_ready(step.parameters, step.factors[1])
             return
         step.operator.backward_parameters()
         hooks.operator_done(step.name, "parameters")
@@ -206,6 +213,7 @@ class _Binder:
             step.input_first,
             any(grad is not None for grad in grads) and not operator.view,
             tuple(partials),
+            self._factors(step),
         )
 
     def _bind_buffers(
@@ -232,6 +240,11 @@ class _Binder:
             )
         )
         return tuple(own.values())
+
+    def _factors(self, step: PlannedStep) -> tuple[Array, Array] | None:
+        if step.node is None or not isinstance(step.node.spec, LinearSpec) or not self._plan.training:
+            return None
+        return self.activation(step.inputs[0]), self.gradient(step.output)
 
     def _largest_partial(self) -> int:
         plan = self._plan

@@ -31,7 +31,7 @@ class Position:
 def take(
     network: Network, averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]
 ) -> CheckpointContent:
-    """Everything that a resume needs, one logical array per tensor. After a drain; collective where optimiser state is sharded."""
+    """All that a resume needs, one logical array per tensor. After a drain; collective where optimiser state is sharded."""
     tensors: dict[str, np.ndarray] = {}
     for name, parameter in network.parameters.items():
         tensors[parameter_key(name)] = parameter.data

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.base import Array, StepContext
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
@@ -50,6 +50,15 @@ class AveragingHooks(StepHooks):
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self._owner[parameters[0].name].before_forward(parameters)
+
+    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self._owner[parameters[0].name].takes_factors(parameters)
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._owner[parameters[0].name].input_ready(parameters, x)
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._owner[parameters[0].name].error_ready(parameters, dy)
 
     def grad_ready(self, parameter: Parameter) -> None:
         if not self.last:

@@ -1,0 +1,178 @@
+"""`hpctrain train` and `eval` as users run them: results, resume bit by bit, and one sentence for every mistake."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.data import format as data_format
+from hpctrain.testing.jobs import Outcome
+from hpctrain.train import checkpoint
+from hpctrain.train.run_directory import latest
+
+Job = Callable[..., Outcome]
+
+CONFIG = """
+name: tiny
+seed: 7
+backend: numpy
+model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
+data:
+  train: {folder}/train.h5
+  test: {folder}/test.h5
+  augment: [{{name: pad_crop, padding: 1}}, {{name: flip}}]
+batch: 16
+epochs: 2
+optimizer: {{name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}}
+schedule: {{name: cosine, warmup_epochs: 0.5}}
+checkpoint: {{keep: 9}}
+metrics: {{interval_seconds: 0.01}}
+deadline_seconds: 30
+output: {folder}/runs
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration and two small data files: 75 images to train on (the last batch has 11), 21 to test on."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 75), ("test", 21)):
+        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
+        labels = random.integers(0, 3, count)
+        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, labels)])
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def _train(job: Job, ranks: int, folder: Path, *more: str) -> Outcome:
+    return job(ranks, ["-m", "hpctrain", "train", str(folder / "tiny.yaml"), *more], cwd=folder)
+
+
+def _run(folder: Path, output: str = "runs") -> Any:
+    run = latest(folder / output, "tiny")
+    assert run is not None
+    return run
+
+
+def test_one_process_trains_evaluates_and_leaves_its_files(job: Job, folder: Path) -> None:
+    outcome = _train(job, 0, folder)
+    assert outcome.code == 0, outcome.output
+    run = _run(folder)
+    assert f"files of this run: {run.path}" in outcome.stdout
+    assert "test accuracy" in outcome.stdout
+    kinds = [line["kind"] for line in run.metrics()]
+    assert kinds.count("epoch") == 2
+    assert kinds.count("evaluation") == 2
+    assert kinds.count("interval") >= 1
+    assert "lr: 0.05" in run.config()
+    assert json.loads((run.path / "versions.json").read_text())["kernels"] == "numpy"
+    assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [5, 10]
+
+
+def test_eval_gives_what_training_gave(job: Job, folder: Path) -> None:
+    trained = _train(job, 2, folder)
+    assert trained.code == 0, trained.output
+    outcome = job(3, ["-m", "hpctrain", "eval", str(folder / "tiny.yaml")], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    accuracy = trained.stdout.split("test accuracy ")[1].split("%")[0]
+    assert f"top1 {accuracy}%" in outcome.stdout
+    assert "21 samples" in outcome.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
+    """7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
+    whole = _train(job, ranks, folder, f"output={folder}/whole")
+    assert whole.code == 0, whole.output
+    first = _train(job, ranks, folder, "--steps", "7")
+    assert first.code == 0, first.output
+    second = _train(job, ranks, folder, "--resume", "auto")
+    assert second.code == 0, second.output
+    assert "resumed at epoch 2, step 7" in second.stdout
+    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
+
+
+def _last(run: Any) -> checkpoint.CheckpointContent:
+    newest = checkpoint.newest_valid(run.checkpoints)
+    assert newest is not None
+    return checkpoint.read(newest)
+
+
+def _assert_same(ours: checkpoint.CheckpointContent, theirs: checkpoint.CheckpointContent) -> None:
+    assert ours.meta["position"] == theirs.meta["position"]
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for kind in ("parameters/", "statistics/", "optimizer/momentum/"):
+        assert any(key.startswith(kind) for key in ours.tensors)
+    for key, tensor in ours.tensors.items():
+        assert np.array_equal(tensor, theirs.tensors[key]), key
+
+
+def test_float64_training_does_not_depend_on_the_number_of_ranks(job: Job, folder: Path) -> None:
+    options = ["dtype=float64", "batch_norm.statistics=synchronised"]
+    ends = []
+    for ranks in (1, 4):
+        outcome = _train(job, ranks, folder, *options, f"output={folder}/on{ranks}")
+        assert outcome.code == 0, outcome.output
+        ends.append(_last(_run(folder, f"on{ranks}")).tensors)
+    for key, tensor in ends[0].items():
+        np.testing.assert_allclose(ends[1][key], tensor, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "train.h5"
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def _wrong_label(folder: Path) -> None:
+    with h5py.File(folder / "train.h5", "r+", locking=False) as file:
+        file["labels"][3] = 17
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "missing file": (_nothing, ["data.train=nowhere.h5"], "nowhere.h5"),
+    "truncated file": (_truncate, [], "train.h5"),
+    "wrong label": (_wrong_label, [], "17"),
+    "class count": (_nothing, ["model.classes=5"], "set model.classes to 3"),
+    "grid": (_nothing, ["grid.rows=3", "grid.cols=5"], "grid"),
+    "small batch": (_nothing, ["batch=1"], "the smallest batch is 2"),
+    "unknown key": (_nothing, ["optimizer.momentun=0.9"], "momentum"),
+    "nan": (_nothing, ["optimizer.lr=1e30"], "not finite"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_leaves_nothing_half_written(job: Job, folder: Path, mistake: str) -> None:
+    spoil, overrides, words = MISTAKES[mistake]
+    spoil(folder)
+    outcome = _train(job, 2, folder, *overrides)
+    assert outcome.code != 0, outcome.output
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]
+    assert len(lines) == 1, outcome.output
+    assert words in lines[0]
+    assert "Traceback" not in outcome.output
+    runs = list((folder / "runs").glob("*")) if mistake != "nan" else []
+    assert runs == []
+    assert not list(folder.glob("runs/*/checkpoints/*"))
+
+
+def test_steps_end_the_run_with_a_checkpoint_that_says_how_to_go_on(job: Job, folder: Path) -> None:
+    outcome = _train(job, 2, folder, "--steps", "3")
+    assert outcome.code == 0, outcome.output
+    assert "--resume" in outcome.stdout
+    assert [step for step, _ in checkpoint.checkpoints(_run(folder).checkpoints)] == [3]
+
+
+def test_another_models_checkpoint_is_refused(job: Job, folder: Path) -> None:
+    assert _train(job, 1, folder, "--steps", "2").code == 0
+    outcome = _train(job, 2, folder, "model.hidden=11", "--resume", "auto")
+    assert outcome.code != 0
+    assert "CheckpointError" in outcome.stderr
+    assert "Traceback" not in outcome.output
