@@ -95,6 +95,7 @@ class Adversary:
         self._preempt = draw((0.0, 0.1, 0.5))
         self._eager = draw((0.0, 0.5, 1.0))
         self._late = draw((0.0, 0.1, 0.5))
+        self._oldest_last = draw((False, True))
         self._speeds = [draw((1.0, 0.3, 0.05)) for _ in range(size)]
         self._pending: list[tuple[Operation, int | None]] = []  # a party's completion, or (None) the moving of the data
         self._starved: list[tuple[Operation, int | None]] = []  # the same, when nothing else is left
@@ -136,8 +137,11 @@ class Adversary:
         return rank
 
     def settle(self) -> Sequence[Posting] | None:
-        events = self._pending or self._starved
-        return self._happen(events) if events else None
+        if self._pending or not self._starved:
+            return self._happen(self._pending) if self._pending else None
+        if self._oldest_last:
+            return self._let(*self._starved.pop())
+        return self._happen(self._starved)
 
     def _add(self, operation: Operation, party: int | None) -> None:
         (self._starved if self._random.random() < self._late else self._pending).append((operation, party))
@@ -145,7 +149,9 @@ class Adversary:
     def _happen(self, events: list[tuple[Operation, int | None]]) -> list[Posting]:
         index = self._random.randrange(len(events))
         events[index], events[-1] = events[-1], events[index]
-        operation, party = events.pop()
+        return self._let(*events.pop())
+
+    def _let(self, operation: Operation, party: int | None) -> list[Posting]:
         if party is not None:
             return [operation.deliver(party)]
         operation.move()

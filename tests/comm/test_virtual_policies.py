@@ -178,6 +178,31 @@ def test_a_broadcasts_root_may_or_may_not_wait_for_the_others() -> None:
     assert outcomes == {0, 1}
 
 
+def rounds_until_complete(seed: int) -> int:
+    """How many messages two ranks can exchange one by one before an operation of two others completes."""
+    rounds = 0
+
+    def program(comm: ThreadCommunicator) -> int:
+        nonlocal rounds
+        pair = comm.split(comm.rank // 2, comm.rank, "pair")
+        assert pair is not None
+        if comm.rank < 2:
+            wait(pair.ibarrier())
+            return rounds
+        for _ in range(50):
+            wait(pair.isend(np.ones(1), 1, 0) if pair.rank == 0 else pair.irecv(np.zeros(1), 0, 0))
+            rounds += pair.rank
+        return 0
+
+    return run_virtual(4, program, seed=seed)[0]
+
+
+def test_some_operations_complete_when_nothing_else_is_left() -> None:
+    waits = [rounds_until_complete(seed) for seed in range(40)]
+    assert min(waits) <= 1
+    assert sum(rounds == 50 for rounds in waits) >= 3
+
+
 def reuse_of_a_sent_buffer(comm: ThreadCommunicator) -> bool:
     send, recv = np.full(4, 1.0), np.zeros(2)
     handle = comm.ireduce_scatter(send, recv, [2, 2])
