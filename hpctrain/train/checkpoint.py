@@ -83,9 +83,8 @@ def write(path: Path, content: CheckpointContent) -> None:
         for left in path.parent.glob(f"*.h5{_PARTIAL}"):
             left.unlink(missing_ok=True)
         write_store(partial, content.tensors, content.meta)
-        _synchronise(partial)
         os.replace(partial, path)
-        _synchronise(path.parent)
+        _synchronise_directory(path.parent)
     except (OSError, RuntimeError) as error:
         _remove(partial)
         reason = " ".join(str(error).split())
@@ -102,9 +101,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _synchronise(path: Path) -> None:
-    """Wait until the file, or the directory's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _synchronise_directory(directory: Path) -> None:
+    """Wait until the directory's entries, a new name among them, are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

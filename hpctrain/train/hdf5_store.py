@@ -9,7 +9,9 @@ and checksums. The root's checksum is written last: a file without it was never 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +27,85 @@ Result = TypeVar("Result")
 FORMAT = "hpctrain-checkpoint"
 FORMAT_VERSION = 1
 _META = "meta"
-#: from this version on HDF5 keeps checksums of its own structures, so that damage to them is found instead of followed
+#: from this version on HDF5 keeps checksums of its own structures, so that damage to them is found instead of followed; its
+#: heap of variable-length values has none even then (a flipped bit there can make it loop for ever), hence `np.bytes_` below
 _LIBVER = ("v110", "v110")
 #: what h5py raises on a damaged file, depending on the byte that is damaged
 _DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
+
+
+class _GuardedFile(io.RawIOBase):
+    """A new file that HDF5 writes through. It takes every write; the first that the system refused is kept in `error`.
+
+    HDF5 cannot give up a file whose disk is full: it tries to flush again at every later chance and ends in a segmentation
+    fault. So it never learns of it, and whoever made the file asks for `error`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.error: OSError | None = None
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._place = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], self._place + done)):
+            done += count
+        self._place += done
+        return done
+
+    def write(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        done = 0
+        try:
+            while done < len(view) and self.error is None:
+                done += os.pwrite(self._descriptor, view[done:], self._place + done)
+        except OSError as error:
+            self.error = error
+        self._place += len(view)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        length = self._place if size is None else size
+        try:
+            os.ftruncate(self._descriptor, length)
+        except OSError as error:
+            self.error = self.error or error
+        return length
+
+    def close(self) -> None:
+        """Bring the contents to the disk and let go of the file.
+
+        Raises:
+            OSError: the first error of all, this one's included.
+        """
+        if self.closed:
+            return
+        super().close()
+        try:
+            if self.error is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        if self.error is not None:
+            raise self.error
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
@@ -58,31 +135,34 @@ def _plain(value: Any) -> Any:
 
 
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> None:
-    """Write `path` anew. `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
+    """Write `path` anew and synchronise it with the disk.
 
+    `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
     Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it.
 
     Raises:
         OSError, RuntimeError: the file cannot be written.
     """
     digests: dict[str, str] = {}
-    # Many parallel file systems have no locks; the writer's temporary name is nobody else's.
-    with h5py.File(path, "w", libver=_LIBVER, locking=False) as file:
+    with _GuardedFile(path) as guarded, h5py.File(guarded, "w", libver=_LIBVER) as file:
         for name in tensors:
             assert "/" in name, f"{name} has no group"
             digests[name] = _write_tensor(file, name, _little_endian(tensors[name]))
+            if guarded.error is not None:  # no need to gather the rest; closing raises it
+                return
         digests[_META] = _write_meta(file, meta)
-        file.attrs["format"] = FORMAT
+        file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["format_version"] = FORMAT_VERSION
-        file.attrs["hpctrain"] = __version__
-        file.attrs["numpy"] = np.__version__
+        file.attrs["hpctrain"] = np.bytes_(__version__)
+        file.attrs["numpy"] = np.bytes_(np.__version__)
         file.flush()
-        file.attrs["sha256"] = _list_digest(digests)
+        file.attrs["sha256"] = np.bytes_(_list_digest(digests))
 
 
 def _write_tensor(file: h5py.File, name: str, array: np.ndarray) -> str:
     dataset = file.create_dataset(name, data=array)
-    dataset.attrs["sha256"] = digest = _digest(array)
+    digest = _digest(array)
+    dataset.attrs["sha256"] = np.bytes_(digest)
     return digest
 
 
@@ -90,7 +170,8 @@ def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
     text = json.dumps(dict(meta), default=_plain, sort_keys=True, indent=1).encode()
     # A dataset, because an attribute holds 64 KiB at most and a plan may be longer.
     dataset = file.create_dataset(_META, data=np.bytes_(text), dtype=h5py.string_dtype("utf-8", len(text)))
-    dataset.attrs["sha256"] = digest = hashlib.sha256(text).hexdigest()
+    digest = hashlib.sha256(text).hexdigest()
+    dataset.attrs["sha256"] = np.bytes_(digest)
     return digest
 
 
@@ -112,6 +193,7 @@ def _with_file(path: Path, work: Callable[[Path, h5py.File], Result]) -> Result:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {path}.")
     try:
+        # Many parallel file systems have no locks, and a finished checkpoint is never written again.
         with h5py.File(path, "r", locking=False) as file:
             _check_header(path, file)
             return work(path, file)
@@ -122,13 +204,19 @@ def _with_file(path: Path, work: Callable[[Path, h5py.File], Result]) -> Result:
         ) from error
 
 
+def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
+    """An attribute's text; empty where there is none."""
+    value = item.attrs.get(attribute, b"")
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 def _check_header(path: Path, file: h5py.File) -> None:
-    if file.attrs.get("format") != FORMAT:
+    if _text(file, "format") != FORMAT:
         raise CheckpointError(f"The file {path} is HDF5 but no checkpoint of hpctrain.")
     version = file.attrs.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"The checkpoint {path} has format version {version}, written by hpctrain {file.attrs.get('hpctrain')}; "
+            f"The checkpoint {path} has format version {version}, written by hpctrain {_text(file, 'hpctrain')}; "
             f"hpctrain {__version__} reads version {FORMAT_VERSION}."
         )
 
@@ -147,8 +235,8 @@ def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
     """(name, tensor) of all datasets, verified; then the metadata and the list itself, verified."""
     names: list[str] = []
     file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    digests = {name: str(file[name].attrs["sha256"]) for name in names}
-    if _META not in digests or file.attrs.get("sha256") != _list_digest(digests):
+    digests = {name: _text(file[name], "sha256") for name in names}
+    if _META not in digests or _text(file, "sha256") != _list_digest(digests):
         raise CheckpointError(f"The list of tensors in checkpoint {path} does not match its checksum; use an older one.")
     for name in names:
         if name == _META:
