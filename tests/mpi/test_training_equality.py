@@ -70,7 +70,8 @@ def test_float32_follows_one_process_on_a_shallow_network(world: Communicator, p
 
 @pytest.mark.parallel(RANKS)
 def test_replicas_agree_bit_by_bit(world: Communicator, progress: ProgressEngine) -> None:
-    task = replace(Task(partial(nets.residual, synchronised=False), NumpyKernelSet(), OPTIMIZERS["lars"]), synchronised=False, dtype="float32")
+    model = partial(nets.residual, synchronised=False)
+    task = Task(model, NumpyKernelSet(), OPTIMIZERS["lars"], synchronised=False, dtype="float32")
     mine = train(task, world, progress, Blocking)
     first = world.broadcast_object((mine.parameters, mine.statistics))
     for ours, theirs in zip((mine.parameters, mine.statistics), first, strict=True):

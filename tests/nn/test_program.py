@@ -27,7 +27,11 @@ from hpctrain.nn.plan import lifetimes, plan
 from hpctrain.testing import nets
 
 SHAPE = (9, 7, 3)
-NETS: dict[str, Callable[[], Layer]] = {"plain": nets.plain, "residual": nets.residual, "dropout": lambda: nets.plain(dropout=0.4)}
+NETS: dict[str, Callable[[], Layer]] = {
+    "plain": nets.plain,
+    "residual": nets.residual,
+    "dropout": lambda: nets.plain(dropout=0.4),
+}
 
 
 def _network(model: Layer, **options: Any) -> Network:

@@ -1,0 +1,37 @@
+"""Running statistics: one blend a step, from count-weighted sums."""
+
+import numpy as np
+
+from hpctrain.nn.parameter import StatisticSpec
+from hpctrain.nn.statistics import FlatStatistics
+
+
+def _statistics() -> FlatStatistics:
+    specs = {
+        "a.running_mean": StatisticSpec((2,), 0.0, 0.1),
+        "a.running_var": StatisticSpec((2,), 1.0, 0.1),
+        "b.running_mean": StatisticSpec((3,), 0.0, 0.5),
+    }
+    return FlatStatistics(specs, "float64")
+
+
+def test_first_values_and_roles() -> None:
+    statistics = _statistics()
+    roles = statistics.by_role({"running_mean": "a.running_mean", "running_var": "a.running_var"})
+    assert list(roles["running_var"]) == [1.0, 1.0]
+    roles["batch_mean"][...] = 4.0
+    assert list(statistics.batch) == [4.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_blend_weighs_by_count_and_momentum() -> None:
+    statistics = _statistics()
+    sums = 6 * np.array([1.0, 2.0, 3.0, 4.0, 8.0, 8.0, 8.0])
+    statistics.blend(sums, 6)
+    np.testing.assert_allclose(statistics.running, [0.1, 0.2, 1.2, 1.3, 4.0, 4.0, 4.0])
+
+
+def test_a_step_without_samples_changes_nothing() -> None:
+    statistics = _statistics()
+    before = statistics.running.copy()
+    statistics.blend(np.full(7, np.nan), 0)
+    assert np.array_equal(statistics.running, before)
