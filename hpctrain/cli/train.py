@@ -52,11 +52,13 @@ class _Job:
             prepared = error
         from hpctrain.comm.agreement import raise_alike
         from hpctrain.experiment.session import Session, start_world
+        from hpctrain.train.run_directory import git_state
 
+        revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
         deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
         self.world = start_world(self.launcher, deadline_seconds)
         config, threads = raise_alike(self.world, lambda: _given(prepared))
-        return Session.start(config, self.launcher, threads, self.world)
+        return Session.start(config, self.launcher, threads, self.world, revision)
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
         config, source = load(file, overrides)

@@ -16,7 +16,7 @@ from hpctrain.experiment.session import Session
 from hpctrain.train import checkpoint, snapshot
 from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
 from hpctrain.train.reporter import ConsoleReporter
-from hpctrain.train.run_directory import RunDirectory, git_state, resumable, software_versions
+from hpctrain.train.run_directory import RunDirectory, resumable, software_versions
 from hpctrain.train.snapshot import Position
 
 
@@ -77,7 +77,7 @@ def _directory(session: Session, parts: Parts, resume: str | None) -> tuple[RunD
             path = _find_checkpoint(config.output, config.name, resume)
             return str(path.parent.parent), str(path)
         directory = RunDirectory.create(
-            Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=git_state()
+            Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
         )
         return str(directory.path), None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain import log
@@ -20,7 +21,8 @@ class Session:
     """What every command that communicates starts with.
 
     samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a
-    communicator of its own for the small message, so that its order is not tied to the gradients'.
+    communicator of its own for the small message, so that its order is not tied to the gradients'. revision: of the
+    repository around the working directory, on rank 0.
     """
 
     config: Config
@@ -31,9 +33,12 @@ class Session:
     samples: Communicator
     messages: Communicator
     progress: ProgressEngine
+    revision: Mapping[str, object]
 
     @classmethod
-    def start(cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator) -> Session:
+    def start(
+        cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
+    ) -> Session:
         """Make the groups and the progress engine over a started world. Collective.
 
         Raises:
@@ -51,7 +56,7 @@ class Session:
         messages = samples.split(0, samples.rank, "messages")
         assert messages is not None
         progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort)
-        return cls(config, launcher, threads, world, grid, samples, messages, progress)
+        return cls(config, launcher, threads, world, grid, samples, messages, progress, revision)
 
     @property
     def mpi_library(self) -> str:
