@@ -210,7 +210,7 @@ class ProgressEngine:
 
     def _drive(self, finished: Callable[[], bool], what: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
-        begin = now = self._clock()
+        begin = self._clock()
         while True:
             self.poll()
             if finished():

@@ -28,7 +28,7 @@ def _run(job: Job, ranks: int, program: str, **options: object) -> Outcome:
 
 
 def test_a_job_that_ends_well_gives_zero(job: Job) -> None:
-    outcome = _run(job, 3, "print('sum', sum(world.allgather_object(world.rank)), flush=True)")
+    outcome = _run(job, 3, "import os; os.write(1, f'sum {sum(world.allgather_object(world.rank))}\\n'.encode())")
     assert outcome.code == 0, outcome.output
     assert outcome.stdout.count("sum 3") == 3
 
@@ -152,7 +152,7 @@ def _pytest(job: Job, ranks: int, tests: str, folder: Path) -> Outcome:
     (folder / "conftest.py").write_text(_CONFTEST)
     (folder / "test_inner.py").write_text("import pytest, time\n" + textwrap.dedent(tests))
     (folder / "pytest.ini").write_text("[pytest]\n")
-    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-m", f"parallel[{ranks}]", "test_inner.py"]
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-m", f"parallel[{ranks}]", "test_inner.py"]
     return job(ranks, arguments, cwd=folder)
 
 
