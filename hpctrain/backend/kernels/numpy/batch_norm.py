@@ -41,6 +41,7 @@ class BatchNorm(NumpyOperator):
         self.work = [self.scratch[0][: view.size].reshape(view.shape) for view in self.x]
         self.spare = [self.scratch[1][: view.size].reshape(view.shape) for view in self.x]
         self.ones = np.ones(blocks.height, self.dtype)
+        self.zeros = np.zeros(blocks.width, self.dtype)
         self.count = 0
         if not self.training:
             return
@@ -84,16 +85,22 @@ class BatchNorm(NumpyOperator):
 
     def _deviations(self, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums of x - shift and of its square, per channel, float64."""
-        total, squares = np.zeros((2, self.norm.channels), np.float64)
+        total, squares = self.blocks.sums(), self.blocks.sums()
         for x, work in zip(self.x, self.work, strict=True):
             np.subtract(x, shift[: x.shape[1]], out=work)
-            total += self.blocks.fold(self._column_sums(work))
+            self._add_columns(work, total)
             np.multiply(work, work, out=work)
-            squares += self.blocks.fold(self._column_sums(work))
-        return total, squares
+            self._add_columns(work, squares)
+        return self.blocks.fold(total), self.blocks.fold(squares)
+
+    def _add_columns(self, block: np.ndarray, sums: np.ndarray) -> None:
+        """Add the column sums of a block, float32 within it, to float64 sums."""
+        part = sums[: block.shape[1]]
+        np.add(part, self._column_sums(block), out=part)
 
     def _column_sums(self, block: np.ndarray) -> np.ndarray:
-        return np.asarray(self.ones[: block.shape[0]] @ block)
+        # A product with ones is the fastest reduction over several rows.
+        return np.asarray(self.ones[: block.shape[0]] @ block if block.shape[0] > 1 else block[0])
 
     def _normalise(self, mean: np.ndarray, deviation: np.ndarray) -> None:
         gamma, beta = self.buffers.parameters["weight"], self.buffers.parameters["bias"]
@@ -109,7 +116,7 @@ class BatchNorm(NumpyOperator):
             if self.norm.add:
                 np.add(work, self.residual[i], out=y)
             if self.norm.relu:
-                np.maximum(y, 0, out=y)
+                np.maximum(y, self.zeros[:width], out=y)
 
     def _masked(self, i: int) -> np.ndarray:
         """Block i of dy, without what the ReLU stopped."""
@@ -122,14 +129,15 @@ class BatchNorm(NumpyOperator):
     def backward_parameters(self) -> None:
         mean, deviation = self.moments
         centre = self.blocks.tile(mean, self.dtype)
-        self.sums.fill(0)
+        d_gamma, d_beta = self.blocks.sums(), self.blocks.sums()
         for i, (x, work) in enumerate(zip(self.x, self.work, strict=True)):
             dy = self._masked(i)
             np.subtract(x, centre[: x.shape[1]], out=work)
             np.multiply(work, dy, out=work)
-            self.sums[0] += self.blocks.fold(self._column_sums(work))
-            self.sums[1] += self.blocks.fold(self._column_sums(dy))
-        self.sums[0] *= deviation
+            self._add_columns(work, d_gamma)
+            self._add_columns(dy, d_beta)
+        self.sums[0] = self.blocks.fold(d_gamma) * deviation
+        self.sums[1] = self.blocks.fold(d_beta)
         self.buffers.gradients["weight"][...] = self.sums[0]
         self.buffers.gradients["bias"][...] = self.sums[1]
 

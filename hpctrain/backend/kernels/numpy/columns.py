@@ -12,36 +12,13 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hpctrain.backend.kernels.numpy.memory import Request, Shape
-from hpctrain.backend.kernels.numpy.taps import Block, blocks
+from hpctrain.backend.kernels.numpy.taps import Block, Span, blocks, span
 from hpctrain.backend.kernels.specs import Pair, Window
 
 # Measured: 2-4 MB is the best or near it for 3x3 kernels at 7 to 112 pixels, with 0.5 MB as with 1 MB of L2.
 COLUMN_BYTES = 4 << 20
 # Below this many contiguous elements per window row, copying tap by tap is faster than window by window.
-_SHORT_RUN = 8
-
-
-@dataclass(frozen=True)
-class _Span:
-    """What one dim of a block reads: `size` positions, of which [before, after) are the image's [start, stop)."""
-
-    size: int
-    before: int
-    after: int
-    start: int
-    stop: int
-
-    @property
-    def padded(self) -> bool:
-        return self.after - self.before != self.size
-
-
-def _span(first: int, size: int, image: int) -> _Span:
-    """Positions [first, first + size) of an image of `image` positions, zeros elsewhere."""
-    start = min(max(first, 0), image)
-    stop = max(start, min(first + size, image))
-    before = min(max(start - first, 0), size)
-    return _Span(size, before, before + stop - start, start, stop)
+_SHORT_RUN = 16
 
 
 @dataclass
@@ -108,11 +85,11 @@ class Columns:
     def _pixels(self, block: Block) -> int:
         return (block.n1 - block.n0) * (block.o1 - block.o0) * self._outputs[1]
 
-    def _spans(self, block: Block) -> tuple[_Span, _Span]:
+    def _spans(self, block: Block) -> tuple[Span, Span]:
         window = self._window
         first = block.o0 * window.stride[0] - window.padding[0]
-        rows = _span(first, (block.o1 - block.o0 - 1) * window.stride[0] + window.extent[0], self._image[1])
-        columns = _span(-window.padding[2], (self._outputs[1] - 1) * window.stride[1] + window.extent[1], self._image[2])
+        rows = span(first, (block.o1 - block.o0 - 1) * window.stride[0] + window.extent[0], self._image[1])
+        columns = span(-window.padding[2], (self._outputs[1] - 1) * window.stride[1] + window.extent[1], self._image[2])
         return rows, columns
 
     def _padded_size(self, block: Block) -> int:

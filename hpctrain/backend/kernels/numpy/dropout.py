@@ -12,7 +12,7 @@ from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.numpy.elementwise import flat_blocks
 from hpctrain.backend.kernels.numpy.flatten import View
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.numpy.rows import BLOCK_ELEMENTS
+from hpctrain.backend.kernels.numpy.rows import RowBlocks
 from hpctrain.backend.kernels.numpy.taps import split
 from hpctrain.backend.kernels.specs import DropoutSpec, Shape, TensorSpec
 
@@ -57,7 +57,7 @@ class Dropout(NumpyOperator):
         self.scale = 1.0 / (1.0 - spec.rate)
         self.indices = sample_indices(x.shape[1:], spec.unsplit_shape, spec.origin)
         self.samples = max(1, _MASK_ELEMENTS // max(1, len(self.indices)))
-        self.declare(saved=[(x.shape, "bool")], scratch=[((min(x.size, BLOCK_ELEMENTS),), self.dtype)])
+        self.declare(saved=[(x.shape, "bool")], scratch=[((RowBlocks((x.size, 1)).largest,), self.dtype)])
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
@@ -68,15 +68,16 @@ class Dropout(NumpyOperator):
         self.dx = [] if grad is None else flat_blocks(grad)
 
     def forward(self, context: StepContext) -> None:
+        if not context.training:
+            for x, y in zip(self.x, self.y, strict=True):
+                np.copyto(y, x)
+            return
         self._draw(context)
         for x, y, mask in zip(self.x, self.y, self.mask, strict=True):
             self._apply(x, mask, y)
 
     def _draw(self, context: StepContext) -> None:
         spec = self.dropout
-        if not context.training:
-            self.keep.fill(True)
-            return
         assert len(context.sample_ids) == self.keep.shape[0], "dropout needs the id of every sample"
         stream = key("dropout", spec.seed, context.step, spec.layer)
         for low, high in split(self.keep.shape[0], self.samples):
@@ -89,7 +90,7 @@ class Dropout(NumpyOperator):
     def backward_input(self) -> None:
         for dy, mask, dx in zip(self.dy, self.mask, self.dx, strict=False):
             if self.accumulates():
-                part = self.scratch[0][: dy.size]
+                part = self.scratch[0][: dy.size].reshape(dy.shape)
                 self._apply(dy, mask, part)
                 np.add(dx, part, out=dx)
             else:

@@ -1,6 +1,6 @@
 """Blocks of a tensor with channels last, shaped so that element-wise NumPy runs at the speed of the cache.
 
-A block is a few rows of a matrix whose width is a multiple of C: inner loops then are about a thousand elements long, however few
+A block is a few rows of a matrix whose width is a multiple of C: inner loops then are thousands of elements long, however few
 channels there are. Per-channel vectors are tiled to that width.
 """
 
@@ -12,15 +12,16 @@ import numpy as np
 
 from hpctrain.backend.kernels.numpy.memory import Shape
 
-_WIDTH = 1024
-# Two or three such blocks of float32 lie in 0.5-1 MB of L2 together.
-BLOCK_ELEMENTS = 1 << 15
+# Broadcasting a vector over rows runs at the speed of flat arrays from this width on, and at half of it below (measured).
+_WIDTH = 1 << 13
+# Two such blocks of float32 lie in 0.5-1 MB of L2 together; smaller ones cost more in calls than they gain.
+_BLOCK_ELEMENTS = 1 << 16
 
 
 class RowBlocks:
     """The division of tensors of one shape (..., C), seen as (M, C)."""
 
-    def __init__(self, shape: Shape, *, elements: int = BLOCK_ELEMENTS) -> None:
+    def __init__(self, shape: Shape, *, elements: int = _BLOCK_ELEMENTS) -> None:
         self.channels = shape[-1]
         self.rows = math.prod(shape[:-1])
         self.repeat = max(1, min(self.rows, _WIDTH // max(1, self.channels)))
@@ -46,6 +47,10 @@ class RowBlocks:
         """A per-channel vector (C,) repeated to a block's width; a block takes as many elements of it as it is wide."""
         return np.tile(vector.astype(dtype), self.repeat)
 
+    def sums(self) -> np.ndarray:
+        """Zeros to add the blocks' column sums to, float64, as wide as a block."""
+        return np.zeros(self.width, np.float64)
+
     def fold(self, sums: np.ndarray) -> np.ndarray:
-        """Sums over the columns of a block, float, to sums per channel (C,), float64."""
+        """Sums over the columns of blocks to sums per channel, float64 (C,)."""
         return np.asarray(sums.reshape(-1, self.channels).sum(axis=0, dtype=np.float64))

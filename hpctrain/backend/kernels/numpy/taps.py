@@ -71,6 +71,29 @@ def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
                 yield tap
 
 
+@dataclass(frozen=True)
+class Span:
+    """What one dim of a block reads: `size` positions, of which [before, after) are the image's [start, stop)."""
+
+    size: int
+    before: int
+    after: int
+    start: int
+    stop: int
+
+    @property
+    def padded(self) -> bool:
+        return self.after - self.before != self.size
+
+
+def span(first: int, size: int, image: int) -> Span:
+    """Positions [first, first + size) of an image of `image` positions, zeros elsewhere."""
+    start = min(max(first, 0), image)
+    stop = max(start, min(first + size, image))
+    before = min(max(start - first, 0), size)
+    return Span(size, before, before + stop - start, start, stop)
+
+
 def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
     """[0, size) in parts of nearly equal size, of at most `limit`."""
     parts = -(-size // max(1, limit))
