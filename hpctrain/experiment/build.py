@@ -11,6 +11,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.data.augment import Pipeline
 from hpctrain.data.format import ImageFile
@@ -55,13 +56,14 @@ def build(session: Session) -> Parts:
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
-    return raise_alike(session.samples, lambda: _build(session))
+    return raise_alike(session.world, lambda: _build(session))
 
 
 def _build(session: Session) -> Parts:
     config = session.config
     backend = make_backend(config.backend, config.dtype)
-    train_file = ImageFile.open(config.data.train)
+    with guard(f"Opening {config.data.train}", config.deadline_seconds, rank=session.world.rank):
+        train_file = ImageFile.open(config.data.train)
     loader = _loader(session, train_file, config.data.augment, batch=config.batch, shuffle=True)
     test_loader = None
     if config.data.test is not None:
@@ -76,7 +78,7 @@ def _build(session: Session) -> Parts:
                 f"give data.evaluate_augment a crop to {loader.image_shape[:2]}."
             )
     network = build_network(
-        config, backend, train_file, loader.image_shape, merger=RankStatistics(session.samples, session.progress)
+        config, backend, train_file, loader.image_shape, merger=RankStatistics(session.statistics, session.progress)
     )
     averagers = build_averagers(session, network)
     schedule = schedules.make(

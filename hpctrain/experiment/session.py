@@ -11,6 +11,7 @@ from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.launcher import Launcher, check_world
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
 from hpctrain.threads import ThreadPlan
@@ -21,8 +22,8 @@ class Session:
     """What every command that communicates starts with.
 
     samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a
-    communicator of its own for the small message, so that its order is not tied to the gradients'. revision: of the
-    repository around the working directory, on rank 0.
+    communicator of its own for the small message, so that its order is not tied to the gradients'. statistics: the same, for
+    synchronised batch norm. revision: of the repository around the working directory, on rank 0.
     """
 
     config: Config
@@ -32,6 +33,7 @@ class Session:
     grid: ProcessGrid
     samples: Communicator
     messages: Communicator
+    statistics: Communicator
     progress: ProgressEngine
     revision: Mapping[str, object]
 
@@ -54,9 +56,11 @@ class Session:
             )
         samples = grid.along(GridAxis.COL)
         messages = samples.split(0, samples.rank, "messages")
+        statistics = samples.split(0, samples.rank, "statistics")
         assert messages is not None
+        assert statistics is not None
         progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort)
-        return cls(config, launcher, threads, world, grid, samples, messages, progress, revision)
+        return cls(config, launcher, threads, world, grid, samples, messages, statistics, progress, revision)
 
     @property
     def mpi_library(self) -> str:
@@ -83,6 +87,7 @@ def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
         return SingleCommunicator()
     from hpctrain.comm import mpi
 
-    world = mpi.world(deadline_seconds)
+    with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
+        world = mpi.world(deadline_seconds)
     check_world(launcher, world.size)
     return world

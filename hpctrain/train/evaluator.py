@@ -34,5 +34,6 @@ class Evaluator:
             program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
             part = program.loss(batch.y, batch.global_count)
             sums += (part.loss, part.top1, part.top5, part.count)
-        self._progress.wait_handle(self._comm.iallreduce(sums), "evaluation sums")
+        queue = self._progress.queue(self._comm)
+        self._progress.wait(queue.post(lambda: self._comm.iallreduce(sums), "evaluation sums"))
         return RunningSums(float(sums[0]), round(sums[1]), round(sums[2]), round(sums[3]))
