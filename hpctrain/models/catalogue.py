@@ -10,16 +10,14 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 import hpctrain.models
 from hpctrain.errors import ConfigError
 from hpctrain.nn.layer import Layer
+from hpctrain.registry import OptionError, check_options
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,15 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
     """All options of the model: the defaults, what the name stands for, and what is given, as values of the right types.
 
     Raises:
-        ConfigError: no model of this name, an option it does not take, a value of another type, or one that the name has fixed
-            otherwise.
+        ConfigError: no model of this name. OptionError: an option it does not take, a value of another type, or one that the
+            name fixes otherwise.
     """
-    entry, known = _entry(name), options(name)
-    hints = get_type_hints(entry.builder)
-    for option, value in given.items():
-        if option not in known:
-            raise ConfigError(f"Model {name} has no option {option!r}; {_nearest(option, known)}")
-        known[option] = _convert(name, option, value, hints[option])
-        if option in entry.fixed and known[option] != entry.fixed[option]:
-            raise ConfigError(f"Model {name} means {option} = {entry.fixed[option]!r}, not {value!r}; leave the option out.")
-    return known
+    entry = _entry(name)
+    converted = check_options(entry.builder, f'model "{name}"', given)
+    for option, value in entry.fixed.items():
+        if converted.get(option, value) != value:
+            raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
+    return {**options(name), **converted}
 
 
 def build(name: str, given: Mapping[str, object]) -> Layer:
@@ -86,7 +81,6 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     return _entry(name).builder(**check(name, given))
 
 
-@cache
 def _entries() -> Mapping[str, Entry]:
     entries: dict[str, Entry] = {}
     for found in pkgutil.iter_modules(hpctrain.models.__path__):
@@ -102,19 +96,6 @@ def _entries() -> Mapping[str, Entry]:
 def _entry(name: str) -> Entry:
     entries = _entries()
     if name not in entries:
-        raise ConfigError(f"There is no model named {name!r}; {_nearest(name, entries)}")
+        near = difflib.get_close_matches(name, sorted(entries), n=1, cutoff=0.0)[0]
+        raise ConfigError(f'There is no model "{name}"; the nearest is "{near}" (of {", ".join(sorted(entries))}).')
     return entries[name]
-
-
-def _convert(model: str, option: str, value: object, hint: Any) -> Any:
-    try:
-        return TypeAdapter(hint).validate_python(value)
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"].lower()
-        raise ConfigError(f"Option {option} of model {model} cannot be {value!r}: {problem}.") from None
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    candidates = sorted(known)
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)
-    return f"the nearest is {close[0]!r}; known are {', '.join(candidates)}."

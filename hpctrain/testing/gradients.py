@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +17,6 @@ from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 
 _CLASSES = 3
-_STEP = 1e-5  # of the differences: truncation and rounding both stay below 1e-9 of the loss
-_ELEMENTS = 24  # of each tensor that are checked one by one; a random direction covers them all
 
 
 def check_gradients(
@@ -27,15 +26,18 @@ def check_gradients(
     batch: int = 3,
     seed: int = 0,
     tolerance: float = 2e-7,
+    step: float = 1e-5,
+    elements: int = 24,
     kernels: KernelSet | None = None,
 ) -> None:
-    """Check the gradients of all of `layer`'s parameters and of its input, through a network of the layer, a linear head and
-    the cross entropy.
+    """Check the gradients of all of `layer`'s parameters and of its input, in a network of it, a linear head and cross entropy.
 
-    Each tensor's gradient is compared along a random direction, and at up to 24 random elements, relative to its largest element.
+    Each tensor's gradient is compared along a random direction and at random elements, relative to its largest element.
 
     Args:
         layer: under test. image_shape: (H, W, C) of its input. kernels: a float64 kernel set; NumPy's by default.
+        step: of the differences; smaller for deep networks, where a larger one may cross a corner of some ReLU.
+        elements: how many of each tensor are checked one by one, at most.
 
     Raises:
         AssertionError: a gradient that differs; the message names the tensor and gives both values.
@@ -61,7 +63,8 @@ def check_gradients(
     assert program.x_grad is not None
     gradients["input"] = (x, program.x_grad.copy())
     for name, (values, gradient) in gradients.items():
-        _check_tensor(name, values, gradient, loss, random, tolerance)
+        check = _Check(loss, step, tolerance * float(np.abs(gradient).max(initial=1e-3)))
+        _check_tensor(check, name, values, gradient, random, elements)
 
 
 def head_network(
@@ -73,33 +76,34 @@ def head_network(
     return Network(model, image_shape, kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
 
 
+@dataclass(frozen=True)
+class _Check:
+    """Compares derivatives of `loss`: absolute `tolerance`, central differences of half-width `step`."""
+
+    loss: Callable[[], float]
+    step: float
+    tolerance: float
+
+    def __call__(self, what: str, computed: float, values: np.ndarray, direction: np.ndarray) -> None:
+        kept = values.copy()
+        values[...] = kept + self.step * direction
+        above = self.loss()
+        values[...] = kept - self.step * direction
+        below = self.loss()
+        values[...] = kept
+        measured = (above - below) / (2.0 * self.step)
+        message = f"gradient of {what}: computed {computed:.12g}, measured {measured:.12g}"
+        assert abs(computed - measured) <= self.tolerance, message
+
+
 def _check_tensor(
-    name: str,
-    values: np.ndarray,
-    gradient: np.ndarray,
-    loss: Callable[[], float],
-    random: np.random.Generator,
-    tolerance: float,
+    check: _Check, name: str, values: np.ndarray, gradient: np.ndarray, random: np.random.Generator, elements: int
 ) -> None:
-    scale = float(np.abs(gradient).max(initial=1e-3))
     direction = random.standard_normal(values.shape)
     direction /= max(float(np.linalg.norm(direction)), 1.0)
-    _compare(f"{name} along a direction", float((gradient * direction).sum()), values, direction, loss, scale * tolerance)
-    for element in random.permutation(values.size)[:_ELEMENTS]:
+    check(f"{name} along a direction", float((gradient * direction).sum()), values, direction)
+    for element in random.permutation(values.size)[:elements]:
         unit = np.zeros(values.shape)
         unit.flat[element] = 1.0
-        place = np.unravel_index(element, values.shape)
-        _compare(f"{name}[{place}]", float(gradient[place]), values, unit, loss, scale * tolerance)
-
-
-def _compare(
-    what: str, computed: float, values: np.ndarray, direction: np.ndarray, loss: Callable[[], float], tolerance: float
-) -> None:
-    kept = values.copy()
-    values[...] = kept + _STEP * direction
-    above = loss()
-    values[...] = kept - _STEP * direction
-    below = loss()
-    values[...] = kept
-    measured = (above - below) / (2.0 * _STEP)
-    assert abs(computed - measured) <= tolerance, f"gradient of {what}: computed {computed:.12g}, measured {measured:.12g}"
+        place = tuple(int(i) for i in np.unravel_index(element, values.shape))
+        check(f"{name}{list(place)}", float(gradient[place]), values, unit)

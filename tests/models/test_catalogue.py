@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.errors import ConfigError
+from hpctrain.models import catalogue
+from hpctrain.nn.network import Network
+from hpctrain.testing.models import parameter_count
+
+
+def test_every_name_builds_at_its_own_image_size() -> None:
+    for name in catalogue.names():
+        model = catalogue.build(name, {"classes": 7, "width": 0.05})
+        assert model.output(TensorSpec((2, *catalogue.image_shape(name)))).shape == (2, 7), name
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vgg11_bn", "resnet18", "resnet50", "resnet20", "small"])
+def test_a_rank_without_samples_has_zero_gradients(name: str) -> None:
+    rows, columns, channels = catalogue.image_shape(name)
+    shape = (min(rows, 33), min(columns, 35), channels)
+    network = Network(catalogue.build(name, {"classes": 7, "width": 0.05}), shape, NumpyKernelSet())
+    program = network.program(0, training=True)
+    for parameter in network.parameters.values():
+        parameter.grad[...] = np.nan
+    assert program.forward(StepContext(global_count=5)).shape == (0, 7)
+    assert program.loss(np.zeros(0, np.int64), 5).count == 0
+    program.backward()
+    for parameter_name, parameter in network.parameters.items():
+        assert not parameter.grad.any(), parameter_name
+
+
+@pytest.mark.parametrize("name", ["vgg11", "small"])
+def test_gradients_of_a_batch_are_sums_over_its_parts(name: str) -> None:
+    """Without batch norm, which couples samples; with dropout, whose masks follow the samples."""
+    rows, columns, channels = catalogue.image_shape(name)
+    shape = (min(rows, 33), min(columns, 35), channels)
+    options = {"classes": 7, "width": 0.05, "batch_norm": False, "dropout": 0.5}
+    network = Network(catalogue.build(name, options), shape, NumpyKernelSet(), dtype="float64")
+    random = np.random.default_rng(0)
+    x, labels = random.standard_normal((5, *shape)), random.integers(0, 7, 5)
+
+    def gradient(part: slice) -> np.ndarray:
+        program = network.program(len(labels[part]), training=True)
+        program.x[...] = x[part]
+        program.forward(StepContext(sample_ids=np.arange(5)[part], global_count=5))
+        program.loss(labels[part], 5)
+        program.backward()
+        return network.groups["all"].grad.copy()
+
+    whole, parts = gradient(slice(0, 5)), [gradient(slice(0, 2)), gradient(slice(2, 5))]
+    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-9, atol=1e-15)
+
+
+def test_names_are_families_and_variants() -> None:
+    names = catalogue.names()
+    assert list(names) == sorted(names)
+    assert {"vgg", "vgg16", "vgg19_bn", "resnet", "resnet152", "resnet_small", "resnet110", "small"} <= set(names)
+    assert not {"catalogue", "interchange", "parts"} & set(names)
+
+
+def test_a_variant_is_its_family_with_options() -> None:
+    variant = catalogue.build("vgg13_bn", {"width": 0.1})
+    family = catalogue.build("vgg", {"depth": 13, "batch_norm": True, "width": 0.1})
+    assert parameter_count(variant) == parameter_count(family)
+    assert catalogue.options("vgg13_bn")["depth"] == 13
+
+
+def test_check_gives_all_options_with_values_of_their_types() -> None:
+    checked = catalogue.check("resnet50", {"width": 2, "synchronised": True})
+    assert isinstance(checked["width"], float)
+    assert checked["synchronised"] is True
+    assert checked["depth"] == 50
+    assert checked.keys() == catalogue.options("resnet50").keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("resnet_50", {}, 'There is no model "resnet_50"; the nearest is "resnet50" (of '),
+        ("vgg-16", {}, 'There is no model "vgg-16"; the nearest is "vgg16"'),
+        ("vgg16", {"drop_out": 0.1}, 'Model "vgg16" has no option "drop_out"; the nearest is "dropout"'),
+        ("resnet18", {"clases": 10}, 'the nearest is "classes"'),
+        ("resnet18", {"width": "wide"}, 'Option "width" of model "resnet18" is "wide", but must be a valid number'),
+        ("resnet18", {"classes": 2.5}, 'Option "classes" of model "resnet18" is 2.5, but must be a valid integer'),
+        ("vgg16", {"depth": 19}, 'Model "vgg16" means depth = 16, not 19; leave the option out'),
+        ("vgg", {"depth": 12}, "There is no VGG of depth 12"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_sentence(name: str, options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        catalogue.build(name, options)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_option_that_repeats_what_the_name_says_is_accepted() -> None:
+    assert catalogue.check("vgg16", {"depth": 16})["depth"] == 16
