@@ -67,10 +67,12 @@ class Add(NumpyOperator):
         super().bind(buffers)
         self.a, self.b, self.y = (flat_blocks(array) for array in (*buffers.inputs, buffers.output))
         self.dy = [] if buffers.output_grad is None else flat_blocks(buffers.output_grad)
-        grads = [(i, grad) for i, grad in enumerate(buffers.input_grads) if grad is not None]
-        # A gradient that shares the buffer of dy is written last, when nobody reads dy any more.
-        grads.sort(key=lambda item: np.may_share_memory(item[1], buffers.output_grad))
-        self.targets = [(flat_blocks(grad), self.accumulates(i)) for i, grad in grads]
+        self.targets = [
+            (flat_blocks(grad), self.accumulates(i))
+            for i, grad in enumerate(buffers.input_grads)
+            # What shares the buffer of dy is complete already, unless the ReLU changes it.
+            if grad is not None and (self.relu or not np.may_share_memory(grad, self.output_grad))
+        ]
         self.zeros = zeros_beside(self.y, self.dtype)
 
     def forward(self, context: StepContext) -> None:
