@@ -62,7 +62,7 @@ class ConsoleReporter:
         """Move the bar, or print a line when the interval is over."""
         now = time.monotonic()
         due = now - self._last_line >= self._interval_seconds
-        if self._progress is None and not due:
+        if not sums.count or (self._progress is None and not due):
             return
         means = sums.means()
         note = f"loss {means['loss']:.4f}  top1 {means['top1']:.2%}  lr {lr:.4g}  {images_per_second:,.0f} images/s"
