@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hpctrain.averaging.schedule import Schedule
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
@@ -21,13 +22,18 @@ from hpctrain.optim.base import Optimizer
 class GradientAverager(ABC):
     """One strategy a file. A step calls, in this order:
 
-    begin_step(lr); per layer in forward: before_forward, input_ready; per layer in backward: error_ready, grad_ready,
+    begin_step(lr, counts); per layer in forward: before_forward, input_ready; per layer in backward: error_ready, grad_ready,
     data_free; end_backward(). `drain` may come between steps.
 
     Args:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank owns.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
+
+    Attributes:
+        schedule: what a step posts, once agreed on; None where a strategy has none.
     """
+
+    schedule: Schedule | None = None
 
     def __init__(
         self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine
@@ -37,9 +43,20 @@ class GradientAverager(ABC):
         self.comm = comm
         self.progress = progress
 
+    def agree(self, stored: Schedule | None = None) -> None:  # noqa: B027  a strategy without a schedule has nothing to fix
+        """Fix the schedule, the same on every rank. Collective over `comm`; once, after construction and before all else.
+
+        Args:
+            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. Order and size
+                of slices may follow from measurements, so only this repeats a run bit by bit.
+
+        Raises:
+            CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
+        """
+
     @abstractmethod
-    def begin_step(self, lr: float) -> None:
-        """A step starts; its update will use learning rate `lr`."""
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        """A step starts; its update will use learning rate `lr`. counts: the step's samples on each rank of `comm`."""
 
     def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
         """True where the gradients of a linear layer (weight, and bias if any) are made from exchanged inputs and errors.

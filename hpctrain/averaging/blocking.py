@@ -21,7 +21,7 @@ class Blocking(GradientAverager):
         self._norms = Norms(group) if optimizer.needs_norms else None
         self._lr = 0.0
 
-    def begin_step(self, lr: float) -> None:
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         self._lr = lr
 
     def grad_ready(self, parameter: Parameter) -> None:

@@ -8,6 +8,15 @@ IJHPCA 2005. n is the size of the whole buffer in bytes, P the number of ranks; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.progress import ProgressEngine
+
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 2 << 20  # of the whole buffer; the large one takes 8 ms and more at 1 Gb/s
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -52,3 +61,40 @@ class LinkModel:
 
 def _rounds(ranks: int) -> int:
     return (ranks - 1).bit_length()
+
+
+def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
+    """alpha and beta of `comm`, from timed reduce-scatters and allgathers of two sizes on rank 0; all ranks get the same.
+
+    A few tens of milliseconds on a fast network, half a second at 0.5 Gb/s. What collectives cost, as they are here: their own
+    overhead is in alpha, sharing of a node's link in beta. One rank: zeros. Collective; set-up only.
+    """
+    if comm.size == 1:
+        return LinkModel(0.0, 0.0)
+    (small, small_seconds), (large, large_seconds) = (_half_pair(comm, progress, size) for size in (_SMALL_BYTES, _LARGE_BYTES))
+    others = comm.size - 1
+    beta = max(0.0, large_seconds - small_seconds) / (others * (large - small))
+    alpha = max(0.0, small_seconds / others - small * beta)
+    measured: tuple[float, float] = comm.broadcast_object((alpha, beta))
+    return LinkModel(*measured)
+
+
+def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
+    """(bytes of a part, half the median time of a reduce-scatter and an allgather of about `whole_bytes`).
+
+    The first pair warms up."""
+    elements = max(1, whole_bytes // 4 // comm.size)
+    counts = [elements] * comm.size
+    whole, part = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
+
+    def wait(handle: Handle) -> None:
+        progress.wait_handle(handle, "measurement of the link")
+
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        wait(comm.ibarrier())
+        begin = progress.now()
+        wait(comm.ireduce_scatter(whole, part, counts))
+        wait(comm.iallgather(None, whole, counts))
+        seconds.append(progress.now() - begin)
+    return part.nbytes, median(seconds[1:]) / 2

@@ -178,6 +178,10 @@ class ProgressEngine:
             self._queues[comm] = PostingQueue(comm.name, window)
         return self._queues[comm]
 
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self._clock()
+
     def poll(self) -> None:
         """One pass over all queues: test what is in flight, then start what may start. Never blocks."""
         queues = self._queues.values()

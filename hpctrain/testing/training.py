@@ -87,6 +87,8 @@ def train(
         name: averager(group=group, optimizer=task.optimizer(), comm=comm, progress=progress, **options)
         for name, group in network.groups.items()
     }
+    for each in averagers.values():
+        each.agree()
     messages = comm.split(0, comm.rank, "messages")
     assert messages is not None
     message = SmallMessage(messages, progress, network.statistics.size)

@@ -101,7 +101,7 @@ class TrainingStep:
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
         for averager in self._averagers.values():
-            averager.begin_step(lr)
+            averager.begin_step(lr, batch.counts)
         self._message.clear()
         parts = np.array_split(np.arange(len(batch.y)), self._micro_batches)
         for number, part in enumerate(parts):

@@ -1,0 +1,47 @@
+"""Bucketed averaging: nonblocking allreduces of fused gradients in backward's order, as large as the link asks for."""
+
+from __future__ import annotations
+
+from hpctrain.averaging import planning
+from hpctrain.averaging.reduction import AllreduceAverager
+from hpctrain.averaging.slices import Slice, fused
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.optim.base import Optimizer
+
+
+class Bucketed(AllreduceAverager):
+    """One allreduce a bucket of neighbouring parameters, from when the last of them is ready.
+
+    Args:
+        bucket_bytes: least size of a bucket; None: from the measured alpha and beta of the link (see `planning.bucket_bytes`).
+
+    Raises:
+        ConfigError: bucket_bytes below 1.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        *,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        super().__init__(group, optimizer, comm, progress)
+        self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
+        self._measures_link = bucket_bytes is None
+
+    def _request(self) -> str:
+        return f"bucketed, bucket_bytes {self._bucket_bytes}"
+
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        size_bytes = self._bucket_bytes
+        if size_bytes is None:
+            assert link is not None
+            # An allreduce has twice the steps and moves twice the bytes of a reduce-scatter: the ratio stays.
+            size_bytes = planning.bucket_bytes(self.group.grad.nbytes, self.comm.size, link)
+        return fused(self.group, max(1, size_bytes // self.group.grad.itemsize))

@@ -1,0 +1,17 @@
+"""Overlapped averaging: a nonblocking allreduce a parameter, posted in backward. What other strategies are measured against."""
+
+from __future__ import annotations
+
+from hpctrain.averaging.reduction import AllreduceAverager
+from hpctrain.averaging.slices import Slice, per_parameter
+from hpctrain.comm.link import LinkModel
+
+
+class Overlap(AllreduceAverager):
+    """One allreduce a parameter, as its gradient becomes ready; waited for in the next forward of its layer."""
+
+    def _request(self) -> str:
+        return "overlap"
+
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        return per_parameter(self.group)

@@ -1,0 +1,128 @@
+"""How large slices are and in which order they travel: from a link's alpha and beta, and from measured times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from hpctrain.averaging.slices import Slice
+from hpctrain.comm.link import LinkModel
+from hpctrain.errors import ConfigError
+
+_LEAST_BUCKET_BYTES = 1 << 14
+
+
+def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
+    """The size of fused slices that a step exposes least with; a power of two, so that a repeated measurement gives it again.
+
+    k slices of n / k bytes cost k (P - 1) alpha in latency, and the last one, which backward cannot hide, (P - 1) / P n / k beta.
+    The sum is least at slices of sqrt(n P alpha / beta) bytes.
+    """
+    if ranks == 1 or link.beta_seconds_per_byte == 0.0:
+        return max(_LEAST_BUCKET_BYTES, total_bytes)
+    best = math.sqrt(total_bytes * ranks * link.alpha_seconds / link.beta_seconds_per_byte)
+    return int(2 ** round(math.log2(max(_LEAST_BUCKET_BYTES, min(best, total_bytes)))))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
+
+    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is let go.
+    """
+
+    ready: Mapping[str, float]
+    free: Mapping[str, float]
+
+    @staticmethod
+    def unknown(parameters: Sequence[str]) -> Times:
+        """Backward as if each parameter took 1 s, from the last one to the first; data is let go when it ends."""
+        last = float(len(parameters))
+        ready = {name: last - position for position, name in enumerate(parameters)}
+        return Times(ready, dict.fromkeys(parameters, last + 1.0))
+
+
+#: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key
+Urgency = Callable[[int, float, bool], tuple[float, ...]]
+
+
+def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
+    """Front layers first; within a layer reductions first."""
+    return (order, gather, ready)
+
+
+def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
+    """Reductions as they become ready, then gathers, front layers first."""
+    return (True, order) if gather else (False, ready)
+
+
+class Simulation:
+    """One link that never idles while something could be sent, and chooses by urgency.
+
+    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather waits one more
+    transfer of its size: for the update, and for all ranks to have got as far. Deterministic; ties go by position.
+
+    Args:
+        item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
+    """
+
+    def __init__(
+        self, slices: Sequence[Slice], times: Times, link: LinkModel, ranks: int, item_bytes: int, batch: int, urgency: Urgency
+    ) -> None:
+        self._slices, self._times, self._urgency = slices, times, urgency
+        self._gather_seconds = [link.allgather_seconds(each.size * item_bytes, ranks) for each in slices]
+        self._reduce_seconds = [
+            link.allgather_seconds((batch * each.unit if each.factors else each.size) * item_bytes, ranks) for each in slices
+        ]
+        self._future: list[tuple[float, int, bool]] = []  # (when it can be sent, slice, gather), a heap
+        self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap
+
+    def order(self) -> list[tuple[int, bool]]:
+        """(slice, whether it is its gather) in the order in which they are sent."""
+        for k, each in enumerate(self._slices):
+            heappush(self._future, (self._latest(self._times.ready, each), k, False))
+        sent = []
+        now = 0.0
+        while self._future or self._waiting:
+            if not self._waiting:
+                now = max(now, self._future[0][0])
+            self._arrive(now)
+            _, k, gather = heappop(self._waiting)
+            sent.append((k, gather))
+            if gather:
+                now += self._gather_seconds[k]
+            else:
+                now += self._reduce_seconds[k]
+                free = self._latest(self._times.free, self._slices[k])
+                heappush(self._future, (max(now + self._gather_seconds[k], free), k, True))
+        return sent
+
+    def _arrive(self, now: float) -> None:
+        while self._future and self._future[0][0] <= now:
+            at, k, gather = heappop(self._future)
+            heappush(self._waiting, (self._urgency(self._slices[k].order, at, gather), k, gather))
+
+    def _latest(self, times: Mapping[str, float], each: Slice) -> float:
+        return max(times[name] for name in (*each.parameters, *each.replicated))
+
+
+def check_positive(name: str, value: int) -> int:
+    """`value` itself.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if value < 1:
+        raise ConfigError(f"{name} is {value}, but must be at least 1.")
+    return value
+
+
+def check_bytes(name: str, value: int | None) -> int | None:
+    """`value` itself; None: to be measured.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    return None if value is None else check_positive(name, value)

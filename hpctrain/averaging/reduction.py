@@ -1,0 +1,145 @@
+"""The core of allreduce-based averaging that overlaps: nonblocking allreduces in backward, the whole update on every rank."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
+from hpctrain.averaging.slices import Slice, fingerprint
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.link import LinkModel, calibrate
+from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.nn.parameter import FlatGroup, Parameter
+from hpctrain.optim.base import Norms, Optimizer
+
+
+@dataclass
+class _Step:
+    """What belongs to one step: its gates, and the tickets of slices that have not been updated."""
+
+    lr: float
+    ready: dict[str, Gate]
+    pending: dict[int, Ticket] = field(default_factory=dict)
+    norms_complete: bool = False
+
+
+class AllreduceAverager(GradientAverager):
+    """Each slice is summed by one allreduce, in place, from when its last gradient is ready.
+
+    It is updated on every rank in the next `before_forward` of a parameter of it, or in `drain`. Slices hold whole parameters.
+    """
+
+    _measures_link = False
+
+    def __init__(self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine) -> None:
+        super().__init__(group, optimizer, comm, progress)
+        optimizer.bind(group, group.segments)
+        self._norms = Norms(group) if optimizer.needs_norms else None
+        self._names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
+        self._step: _Step | None = None
+        self._previous: _Step | None = None
+
+    @abstractmethod
+    def _request(self) -> str:
+        """The strategy and its options, in words: what a stored schedule must have been made for."""
+
+    @abstractmethod
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Slices of all parameters, in forward order."""
+
+    def agree(self, stored: Schedule | None = None) -> None:
+        comm = self.comm.split(0, self.comm.rank, f"{self.comm.name} gradients")
+        assert comm is not None
+        self._comm = comm
+        self._queue = self.progress.queue(comm)
+        request = f"{self._request()}; {fingerprint(self.group)}"
+        usable = stored is not None and (stored.request, stored.ranks) == (request, comm.size)
+        measures = any(comm.allgather_object(self._measures_link and not usable))  # the same on every rank
+        link = calibrate(comm, self.progress) if measures else None
+        if stored is not None and usable:
+            self.schedule = stored
+        else:
+            slices = self._slices(link)
+            order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
+            self.schedule = Schedule(request, comm.size, slices, tuple(order))
+        agree(comm, self.schedule)
+        self._touching = {
+            name: [k for k, each in enumerate(self.schedule.slices) if name in each.parameters] for name in self.group.parameters
+        }
+        self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in self.schedule.slices]
+
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        assert self.schedule is not None, "agree() comes before the first step"
+        self._previous = self._step
+        step = self._step = _Step(lr, {name: Gate(f"gradient of {name}") for name in self._names})
+        for operation in self.schedule.operations:
+            k, each = operation.slice, self.schedule.slices[operation.slice]
+            gates = [step.ready[name] for name in each.parameters]
+            step.pending[k] = self._queue.post(partial(self._start, k), f"{operation.kind} of {each.name}", gates)
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        if parameter.size:
+            assert self._step is not None
+            assert self._is_settled(parameter), f"{parameter.name} was used before it was waited for"
+            self._step.ready[parameter.name].open()
+            self.progress.poll()
+
+    def end_backward(self) -> None:
+        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        assert self._step is not None
+        self._settle(self._previous)
+        for gate in self._step.ready.values():
+            gate.open()
+        self.progress.poll()
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            for k in self._touching[parameter.name]:
+                self._update(self._previous, k)
+
+    def drain(self) -> None:
+        self._settle(self._previous)
+        self._settle(self._step)
+
+    def _start(self, k: int) -> Handle:
+        assert self.schedule is not None
+        each = self.schedule.slices[k]
+        return self._comm.iallreduce(self.group.grad[each.start : each.stop])
+
+    def _is_settled(self, parameter: Parameter) -> bool:
+        previous = self._previous
+        return previous is None or not any(k in previous.pending for k in self._touching[parameter.name])
+
+    def _settle(self, step: _Step | None) -> None:
+        if step is not None:
+            for k in list(step.pending):
+                self._update(step, k)
+
+    def _update(self, step: _Step | None, k: int) -> None:
+        """Wait for a slice's sum and update it, unless that has been done."""
+        if step is None or k not in step.pending:
+            return
+        self._complete_norms(step, k)
+        self.progress.wait(step.pending.pop(k))
+        self.optimizer.update(self._segments[k], step.lr, self._norms)
+
+    def _complete_norms(self, step: _Step, k: int) -> None:
+        """What the update of a slice needs: its own norms (LARS), or everybody's (clipping), which waits for all."""
+        norms = self._norms
+        if norms is None:
+            return
+        if self.optimizer.clip_norm is None:
+            self.progress.wait(step.pending[k])
+            for segment in self._segments[k]:
+                norms.squares[norms.index[segment.parameter]] = 0.0
+            norms.add_partial(self.group, self._segments[k])
+        elif not step.norms_complete:
+            self.progress.wait(step.pending.values())
+            norms.squares[...] = 0.0
+            norms.add_partial(self.group, self.group.segments)
+            step.norms_complete = True

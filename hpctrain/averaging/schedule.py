@@ -1,0 +1,167 @@
+"""Schedules: what an averager posts in a step, in posting order. Pure data, hashed and compared over the ranks at start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from hpctrain.averaging.slices import Slice
+from hpctrain.comm.base import Communicator
+from hpctrain.errors import CheckpointError, CollectiveMismatchError
+
+
+class Kind(StrEnum):
+    """What an operation moves."""
+
+    ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALLGATHER = "allgather"
+    INPUTS = "all-to-all of inputs"
+    ERRORS = "allgather of errors"
+    NORMS = "allreduce of norms"
+
+
+class Stream(StrEnum):
+    """The communicator that an operation is posted on; operations of different streams may overtake each other."""
+
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective of a step. slice: position in the schedule's slices; -1 for norms, which are of all slices."""
+
+    kind: Kind
+    slice: int
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All operations of a step; within a stream they are posted in this order on every rank.
+
+    Attributes:
+        request: what it was made for (strategy, options, parameters); a stored one is used again only for the same request.
+        ranks: P. window: most operations in flight in a stream; None: no limit.
+    """
+
+    request: str
+    ranks: int
+    slices: tuple[Slice, ...]
+    operations: tuple[Operation, ...]
+    window: int | None = None
+
+    def digest(self) -> str:
+        """SHA-256 over everything, hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """The schedule that `to_json` wrote.
+
+        Raises:
+            CheckpointError: the text is no schedule.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            slices = tuple(
+                Slice(**{**each, "parameters": tuple(each["parameters"]), "replicated": tuple(each["replicated"])})
+                for each in values.pop("slices")
+            )
+            operations = tuple(
+                Operation(Kind(each["kind"]), each["slice"], Stream(each["stream"])) for each in values.pop("operations")
+            )
+            return Schedule(slices=slices, operations=operations, **values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"A stored schedule cannot be read ({error!r}); delete it, and it is measured anew.") from error
+
+    def lines(self) -> list[str]:
+        """Every operation with its slice, and the window, as one line each: what ranks compare where digests differ."""
+        lines = [f"{self.request}, {self.ranks} ranks, window {self.window}"]
+        for operation in self.operations:
+            where = ""
+            if operation.slice >= 0:
+                each = self.slices[operation.slice]
+                replicated = f" with {', '.join(each.replicated)}" if each.replicated else ""
+                where = f" of {each.name} [{each.start}, {each.stop}){replicated}"
+            lines.append(f"{operation.kind}{where} on {operation.stream}")
+        return lines
+
+    def elements(self, operation: Operation, batch: int) -> int:
+        """n of an operation: elements of the whole buffer. batch: samples of the step over all ranks (norms: of float64)."""
+        if operation.kind is Kind.NORMS:
+            return 2 * len({name for each in self.slices for name in (*each.parameters, *each.replicated)})
+        each = self.slices[operation.slice]
+        if operation.kind is Kind.ERRORS:
+            return batch * each.unit
+        return each.size
+
+    def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[Kind, int]:
+        """Elements that a rank exchanges with others in a step, by kind, in integers; norms left out.
+
+        Args:
+            samples: of the step, by rank.
+        """
+        moving = [operation for operation in self.operations if operation.kind is not Kind.NORMS]
+        found: dict[Kind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
+        for operation in moving:
+            each = self.slices[operation.slice]
+            own = each.counts(self.ranks)[rank]
+            if operation.kind is Kind.ALLREDUCE:
+                found[operation.kind] += 2 * (each.size - own)
+            elif operation.kind is Kind.INPUTS:  # this rank's samples, the others' rows
+                found[operation.kind] += samples[rank] * (each.size - own) // each.unit
+            elif operation.kind is Kind.ERRORS:
+                found[operation.kind] += (sum(samples) - samples[rank]) * each.unit
+            else:
+                found[operation.kind] += each.size - own
+        return found
+
+    def table(self) -> str:
+        """For people: position, stream, operation, slice, elements, priority."""
+        rows = [("#", "stream", "operation", "slice", "elements", "order")]
+        for position, operation in enumerate(self.operations):
+            each = self.slices[operation.slice] if operation.slice >= 0 else None
+            what = (each.name, f"{each.size:,}", str(each.order)) if each is not None else ("all", "", "")
+            rows.append((str(position), operation.stream.value, operation.kind.value, *what))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        numbers = (0, 4, 5)
+        aligned = (
+            "  ".join(
+                cell.rjust(width) if column in numbers else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+        head = f"{self.request}: {self.ranks} ranks, {len(self.slices)} slices, window {self.window}, {self.digest()[:16]}"
+        return "\n".join([head, *aligned])
+
+
+def agree(comm: Communicator, schedule: Schedule) -> None:
+    """Make sure that all ranks hold the same schedule. Collective; set-up only.
+
+    Raises:
+        CollectiveMismatchError: on every rank, with the first operation that differs and who has what.
+    """
+    if len(set(comm.allgather_object(schedule.digest()))) == 1:
+        return
+    every = comm.allgather_object(schedule.lines())
+    for position in range(max(map(len, every))):
+        found = [lines[position] if position < len(lines) else "nothing more" for lines in every]
+        if len(set(found)) > 1:
+            other = next(rank for rank, line in enumerate(found) if line != found[0])
+            where = f"operation {position - 1}" if position else "the request"
+            raise CollectiveMismatchError(
+                f"The ranks' schedules differ, first in {where}: rank 0 has {found[0]}, but rank {other} has {found[other]}; "
+                f"every rank must have the same model, options and posting order."
+            )
+    raise CollectiveMismatchError("The ranks' schedules differ in their slices; every rank must have the same model and options.")

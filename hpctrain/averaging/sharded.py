@@ -1,0 +1,79 @@
+"""Sharded averaging, the default: reduce-scatter, an own 1/P of the update, allgather of parameters under the next forward.
+
+Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
+network training", MLHPC 2018. Moves what an allreduce moves, half of it under the next forward; the update costs 1/P.
+"""
+
+from __future__ import annotations
+
+from hpctrain.averaging import planning
+from hpctrain.averaging.planning import Urgency
+from hpctrain.averaging.sharding import FcExchange, ShardedAverager
+from hpctrain.averaging.slices import Slice, cut, fused
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.optim.base import Optimizer
+
+# A slice that is on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
+_LARGEST_IN_BUCKETS = 4
+
+
+class Sharded(ShardedAverager):
+    """Reduce-scatters in backward's order on one communicator, allgathers on another; these may overtake those.
+
+    Small layers are fused, large ones cut. Allgathers go front layers first; those of late layers go under backward where the
+    link would otherwise idle (by times measured in the first steps).
+
+    Args:
+        fc_exchange: linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
+            "never".
+        bucket_bytes: least size of a fused slice; None: from the measured alpha and beta of the link.
+        nominal_batch: samples of a step over all ranks, given by the program. micro_batches: likewise.
+        replan: order the allgathers anew by measured times.
+
+    Raises:
+        ConfigError: fc_exchange "always" with several micro-batches.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        *,
+        fc_exchange: FcExchange = "auto",
+        bucket_bytes: int | None = None,
+        nominal_batch: int | None = None,
+        micro_batches: int = 1,
+        replan: bool = True,
+    ) -> None:
+        super().__init__(
+            group,
+            optimizer,
+            comm,
+            progress,
+            fc_exchange=fc_exchange,
+            nominal_batch=nominal_batch,
+            micro_batches=micro_batches,
+            replan=replan,
+        )
+        self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
+        self._measures_link = bucket_bytes is None
+
+    def _request(self) -> str:
+        return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}"
+
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        group = self.group
+        size_bytes = self._bucket_bytes
+        if size_bytes is None:
+            assert link is not None
+            size_bytes = planning.bucket_bytes(group.grad.nbytes, self.comm.size, link)
+        least = max(1, size_bytes // group.grad.itemsize)
+        return cut(group, fused(group, least, self._exchanging_names), _LARGEST_IN_BUCKETS * least)
+
+    def _urgency(self) -> Urgency:
+        return planning.reductions_first

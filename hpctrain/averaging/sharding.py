@@ -1,0 +1,392 @@
+"""The core of sharded averaging: runs a schedule of reduce-scatters, own updates and allgathers of parameters.
+
+Lee, Agrawal, Balaprakash, Choudhary and Liao, MLHPC 2018: gradients are summed to the rank that owns a part of a slice, which
+updates just that part and holds just its optimiser state; the updated parameters are gathered in place and waited for layer by
+layer in the next forward. `begin_step` queues all operations of a step in the schedule's order; each starts when gates of this
+rank have opened (gradient ready, data free) and what it comes after is complete. So order never depends on timing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.exchange import FactorExchange, layers, moves_less
+from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.planning import Simulation, Times, Urgency
+from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
+from hpctrain.averaging.slices import Slice, fingerprint, with_factors
+from hpctrain.averaging.timing import StepClock
+from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.link import LinkModel, calibrate
+from hpctrain.comm.progress import PostingQueue, ProgressEngine, Ticket
+from hpctrain.comm.single import Complete
+from hpctrain.errors import ConfigError
+from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
+from hpctrain.optim.base import Norms, Optimizer
+
+FcExchange = Literal["auto", "always", "never"]
+
+_WARM_UP_STEPS = 2
+_MEASURED_STEPS = 3
+
+
+@dataclass
+class _Step:
+    """What belongs to one step; operations that start late still find their own."""
+
+    lr: float
+    ready: dict[str, Gate]
+    inputs: dict[str, Gate]
+    free: dict[str, Gate]
+    reduced: dict[int, list[Ticket]] = field(default_factory=dict)
+    gathered: dict[int, Ticket] = field(default_factory=dict)
+    norms: Ticket | None = None
+
+
+class ShardedAverager(GradientAverager):
+    """Reduce-scatter, own update, allgather; linear layers may exchange inputs and errors. Strategies give the schedule.
+
+    Args (beside every averager's):
+        fc_exchange: linear layers exchange inputs and errors instead of gradients where that moves less ("auto"; needs the
+            nominal batch), "always" or "never". Never with micro-batches: their inputs would have to be kept.
+        nominal_batch: samples of a step over all ranks. micro_batches: passes that a rank splits a step into.
+        replan: order operations anew by times measured in the first steps.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        *,
+        fc_exchange: FcExchange,
+        nominal_batch: int | None,
+        micro_batches: int,
+        replan: bool,
+    ) -> None:
+        super().__init__(group, optimizer, comm, progress)
+        if fc_exchange == "always" and micro_batches > 1:
+            raise ConfigError(
+                f"fc_exchange is always, but micro_batches is {micro_batches}; the exchange needs micro_batches 1, "
+                f"or set fc_exchange to auto or never."
+            )
+        self._exchanging = _exchanging(group, comm.size, fc_exchange, nominal_batch, micro_batches)
+        self._exchanging_names = {name for weight, biases in self._exchanging.items() for name in (weight, *biases)}
+        self._batch = nominal_batch or 0
+        self._replan = replan
+        self._norms = Norms(group) if optimizer.needs_norms else None
+        self._names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
+        self._step: _Step | None = None
+        self._previous: _Step | None = None
+        self._steps = 0
+        self._clock = StepClock(progress)
+
+    # -- what a strategy says ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _request(self) -> str:
+        """The strategy and its options, in words: what a stored schedule must have been made for."""
+
+    @abstractmethod
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Slices of all parameters whose gradients are exchanged, in forward order."""
+
+    @abstractmethod
+    def _urgency(self) -> Urgency:
+        """What the link sends first."""
+
+    _streams = 2
+    _window: int | None = None
+    _measures_link = True
+
+    # -- set-up --------------------------------------------------------------------------------------------------------------
+
+    def agree(self, stored: Schedule | None = None) -> None:
+        comm = self.comm
+        reduce = comm.split(0, comm.rank, f"{comm.name} gradients")
+        assert reduce is not None
+        gather = comm.split(0, comm.rank, f"{comm.name} parameters") if self._streams == 2 else reduce
+        assert gather is not None
+        self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
+        self._queues = {stream: self.progress.queue(each, self._window) for stream, each in self._comms.items()}
+        request = f"{self._request()}; {fingerprint(self.group, self._exchanging)}"
+        usable = stored is not None and (stored.request, stored.ranks) == (request, comm.size)
+        measures = any(reduce.allgather_object((self._measures_link or self._replan) and not usable))  # the same on every rank
+        self._link = calibrate(reduce, self.progress) if measures else None
+        if stored is not None and usable:
+            self.schedule, self._replan = stored, False
+        else:
+            slices = self._with_factor_slices(self._slices(self._link))
+            times = Times.unknown(tuple(self.group.parameters))
+            self.schedule = Schedule(request, comm.size, slices, self._operations(slices, times), self._window)
+        agree(reduce, self.schedule)
+        self._prepare(self.schedule)
+
+    def _prepare(self, schedule: Schedule) -> None:
+        """Who owns what, buffers, the optimiser's state."""
+        rank, ranks = self.comm.rank, self.comm.size
+        self._touching: dict[str, list[int]] = {name: [] for name in self.group.parameters}
+        self._own: list[tuple[Segment, ...]] = []
+        self._replicated: list[tuple[Segment, ...]] = []
+        self._exchanges: dict[int, FactorExchange] = {}
+        self._exchange_of: dict[str, FactorExchange] = {}
+        self._sums: dict[int, Array] = {}
+        for k, each in enumerate(schedule.slices):
+            begin, end = each.part(rank, ranks)
+            parts = (self.group.segment(name).part(begin, end) for name in each.parameters)
+            self._own.append(tuple(part for part in parts if part.size))
+            self._replicated.append(tuple(self.group.segment(name) for name in each.replicated))
+            for name in (*each.parameters, *each.replicated):
+                self._touching[name].append(k)
+            if each.factors:
+                exchange = FactorExchange(self.group, each, self._comms[Stream.GRADIENTS], self._batch)
+                self._exchanges[k] = self._exchange_of[each.name] = exchange
+            elif ranks > 1:
+                self._sums[k] = np.empty_like(self.group.grad, shape=(end - begin,))
+        owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
+        self._owned = tuple(sorted(owned, key=lambda segment: segment.start))
+        self.optimizer.bind(self.group, self._owned)
+
+    def _with_factor_slices(self, slices: Sequence[Slice]) -> tuple[Slice, ...]:
+        exchanging = (with_factors(self.group, weight, biases) for weight, biases in self._exchanging.items())
+        return tuple(sorted((*slices, *exchanging), key=lambda each: each.start))
+
+    def _operations(self, slices: Sequence[Slice], times: Times) -> tuple[Operation, ...]:
+        """Inputs in forward's order, then what the simulated link sends; norms between the last reduction and first gather."""
+        streams = (Stream.GRADIENTS, Stream.PARAMETERS) if self._streams == 2 else (Stream.GRADIENTS, Stream.GRADIENTS)
+        link = self._link or LinkModel(0.0, 0.0)
+        item_bytes = self.group.grad.itemsize
+        sent = Simulation(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency()).order()
+        inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors]
+        order = [
+            Operation(Kind.ALLGATHER, k, streams[1])
+            if gather
+            else Operation(Kind.ERRORS if slices[k].factors else Kind.REDUCE_SCATTER, k, streams[0])
+            for k, gather in sent
+        ]
+        if self._norms is None:
+            return (*inputs, *order)
+        gathers = sorted((each for each in order if each.kind is Kind.ALLGATHER), key=lambda each: slices[each.slice].order)
+        reductions = (each for each in order if each.kind is not Kind.ALLGATHER)
+        return (*inputs, *reductions, Operation(Kind.NORMS, -1, streams[0]), *gathers)
+
+    # -- a step --------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        assert self.schedule is not None, "agree() comes before the first step"
+        if self._replan and self._steps == _WARM_UP_STEPS + _MEASURED_STEPS:
+            self._order_anew()
+        self._steps += 1
+        self._clock.begin(self._steps > _WARM_UP_STEPS and self._replan)
+        assert counts is not None or not self._exchanges, "the exchange of inputs and errors needs the step's counts"
+        self._counts = counts or ()
+        previous = self._previous = self._step
+        step = self._step = _Step(
+            lr,
+            {name: Gate(f"gradient of {name}") for name in self._names},
+            {name: Gate(f"inputs of {name}") for name in self._exchanging},
+            {name: Gate(f"backward's last use of {name}") for name in self._names},
+        )
+        for operation in self.schedule.operations:
+            self._post(operation, step, previous)
+
+    def _post(self, operation: Operation, step: _Step, previous: _Step | None) -> None:
+        assert self.schedule is not None
+        k = operation.slice
+        queue: PostingQueue = self._queues[operation.stream]
+        if operation.kind is Kind.NORMS:
+            reduced = [ticket for tickets in step.reduced.values() for ticket in tickets]
+            step.norms = queue.post(partial(self._start_norms, step), str(operation.kind), reduced)
+            return
+        each = self.schedule.slices[k]
+        what = f"{operation.kind} of {each.name}"
+        if operation.kind is Kind.ALLGATHER:
+            after: list[Ticket] = [step.free[name] for name in (*each.parameters, *each.replicated)]
+            after += step.reduced[k]
+            if step.norms is not None:
+                after.append(step.norms)
+            step.gathered[k] = queue.post(partial(self._start_gather, step, k), what, after)
+            return
+        gates: list[Ticket] = []
+        if operation.kind is Kind.INPUTS:
+            gates.append(step.inputs[each.name])
+            start = self._exchanges[k].post_inputs
+        else:
+            gates += [step.ready[name] for name in each.parameters]
+            start = self._exchanges[k].post_errors if each.factors else partial(self._start_reduce, k)
+        if previous is not None:  # the previous step's sums are used until then
+            gates.append(previous.gathered[k])
+        step.reduced.setdefault(k, []).append(queue.post(start, what, gates))
+
+    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return any(parameter.name in self._exchanging_names for parameter in parameters)
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._take_inputs(self._weight(parameters), x)
+        self.progress.poll()
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._take_errors(self._weight(parameters), dy)
+        self.progress.poll()
+
+    def _weight(self, parameters: Sequence[Parameter]) -> str:
+        return next(parameter.name for parameter in parameters if parameter.name in self._exchanging)
+
+    def _take_inputs(self, weight: str, x: Array | None) -> None:
+        assert self._step is not None
+        exchange = self._exchange_of[weight]
+        exchange.begin_step(self._counts)
+        exchange.pack_inputs(x)
+        self._step.inputs[weight].open()
+
+    def _take_errors(self, weight: str, dy: Array | None) -> None:
+        assert self._step is not None
+        for name in (weight, *self._exchanging[weight]):
+            self._clock.ready(name)
+        self._exchange_of[weight].pack_errors(dy)
+        self._step.ready[weight].open()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        if not parameter.size:
+            return
+        assert parameter.name not in self._exchanging_names, f"{parameter.name} exchanges inputs and errors, and no gradient"
+        assert self._step is not None
+        self._clock.ready(parameter.name)
+        self._step.ready[parameter.name].open()
+        self.progress.poll()
+
+    def data_free(self, parameter: Parameter) -> None:
+        if parameter.size:
+            assert self._step is not None
+            self._clock.free(parameter.name)
+            self._step.free[parameter.name].open()
+
+    def end_backward(self) -> None:
+        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        step = self._step
+        assert step is not None
+        unused = [name for name in self._exchanging if not step.inputs[name].done]
+        for name in unused:
+            self._wait_gathered(name)
+            self._take_inputs(name, None)
+            self._take_errors(name, None)
+        for gates in (step.ready, step.free):
+            for gate in gates.values():
+                gate.open()
+        self._clock.end(self._names)
+        self.progress.poll()
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            self._wait_gathered(parameter.name)
+
+    def _wait_gathered(self, name: str) -> None:
+        """Until one parameter holds what the previous step made of it."""
+        if self._previous is not None:
+            for k in self._touching[name]:
+                self.progress.wait(self._previous.gathered[k])
+
+    def drain(self) -> None:
+        if self._step is not None:
+            self.progress.wait(self._step.gathered.values())
+
+    # -- starts of operations: called by the engine when their turn has come; they may compute, and must not wait ----
+
+    def _start_reduce(self, k: int) -> Handle:
+        assert self.schedule is not None
+        each, comm = self.schedule.slices[k], self._comms[Stream.GRADIENTS]
+        if comm.size == 1:
+            return Complete()
+        return comm.ireduce_scatter(self.group.grad[each.start : each.stop], self._sums[k], each.counts(comm.size))
+
+    def _start_norms(self, step: _Step) -> Handle:
+        """Squares of what is owned here; what every rank owns counts once."""
+        norms = self._norms
+        assert norms is not None
+        norms.squares[...] = 0.0
+        for k, own in enumerate(self._own):
+            self._finish_gradient(k)
+            norms.add_partial(self.group, own)
+            if self.comm.rank == 0:
+                norms.add_partial(self.group, self._replicated[k])
+        return self._comms[Stream.GRADIENTS].iallreduce(norms.squares)
+
+    def _start_gather(self, step: _Step, k: int) -> Handle:
+        """Update what is owned of a slice, then gather all of it in place."""
+        assert self.schedule is not None
+        if self._norms is None:
+            self._finish_gradient(k)
+        self.optimizer.update((*self._own[k], *self._replicated[k]), step.lr, self._norms)
+        each, comm = self.schedule.slices[k], self._comms[Stream.PARAMETERS]
+        return comm.iallgather(None, self.group.data[each.start : each.stop], each.counts(comm.size))
+
+    def _finish_gradient(self, k: int) -> None:
+        """Put the sum over all ranks into the owned part of the gradient."""
+        if k in self._exchanges:
+            self._exchanges[k].multiply()
+        elif k in self._sums:
+            assert self.schedule is not None
+            begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)
+            self.group.grad[begin:end] = self._sums[k]
+
+    # -- order from measured times --------------------------------------------------------------------------------------------
+
+    def _order_anew(self) -> None:
+        """Order the schedule's operations by times measured on rank 0. Collective; once."""
+        self.drain()
+        assert self.schedule is not None
+        self._replan = False
+        operations = self._operations(self.schedule.slices, self._clock.times())
+        self.schedule = replace(self.schedule, operations=self._comms[Stream.GRADIENTS].broadcast_object(operations))
+
+    # -- the optimiser's state -----------------------------------------------------------------------------------------------
+
+    def owned(self) -> Sequence[Segment]:
+        return self._owned
+
+    def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
+        """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
+        segment = self.group.segment(parameter.name)
+        if any(segment in segments for segments in self._replicated):
+            return self.optimizer.state(segment)
+        whole = {
+            name: np.empty_like(view, shape=(segment.size,)) for name, view in self.optimizer.state(segment.part(0, 0)).items()
+        }
+        for k in self._touching[parameter.name]:
+            for name, target in whole.items():
+                self._gather_state(k, segment, name, target)
+        return whole
+
+    def _gather_state(self, k: int, segment: Segment, name: str, target: Array) -> None:
+        """One slice's part of one parameter's state."""
+        assert self.schedule is not None
+        comm = self._comms[Stream.GRADIENTS]
+        parts = [segment.part(*self.schedule.slices[k].part(rank, comm.size)) for rank in range(comm.size)]
+        counts = [part.size for part in parts]
+        begin = max(segment.start, self.schedule.slices[k].start) - segment.start
+        mine = self.optimizer.state(parts[comm.rank])[name]
+        handle = comm.iallgather(mine, target[begin : begin + sum(counts)], counts)
+        self.progress.wait_handle(handle, f"{name} of {segment.parameter}")
+
+
+def _exchanging(
+    group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
+) -> dict[str, tuple[str, ...]]:
+    """Weight -> biases of the linear layers that exchange inputs and errors."""
+    if choice == "never" or micro_batches > 1:
+        return {}
+    found = {}
+    for weight, biases in layers(group):
+        inputs, outputs = weight.spec.shape
+        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
+        if choice == "always" or (ranks > 1 and less):
+            found[weight.name] = tuple(bias.name for bias in biases)
+    return found

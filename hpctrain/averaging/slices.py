@@ -1,0 +1,139 @@
+"""Slices: which elements of a flat group travel together. Pure data, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpctrain.nn.parameter import FlatGroup, Segment
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of a group's flat buffers that one operation moves.
+
+    Attributes:
+        name: for messages and tables. order: forward position of its front-most parameter, the priority key.
+        parameters: those it touches, in forward order.
+        unit: elements that stay on one rank (a row of a linear layer's weight where factors are exchanged), else 1.
+        factors: the gradient is made from the exchanged inputs and errors of a linear layer; the slice is its whole weight.
+        replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
+    """
+
+    name: str
+    start: int
+    stop: int
+    order: int
+    parameters: tuple[str, ...]
+    unit: int = 1
+    factors: bool = False
+    replicated: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def units(self) -> int:
+        return self.size // self.unit
+
+    def counts(self, ranks: int) -> tuple[int, ...]:
+        """Elements of each rank's part: whole units, as even as can be, the first ranks taking one more."""
+        return tuple(self.unit * units for units in even(self.units, ranks))
+
+    def part(self, rank: int, ranks: int) -> tuple[int, int]:
+        """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
+        counts = self.counts(ranks)
+        begin = self.start + sum(counts[:rank])
+        return begin, begin + counts[rank]
+
+
+def even(size: int, parts: int) -> tuple[int, ...]:
+    """`size` in `parts` parts that differ by at most 1, the larger ones first."""
+    return tuple(size // parts + (part < size % parts) for part in range(parts))
+
+
+def per_parameter(group: FlatGroup) -> tuple[Slice, ...]:
+    """One slice a parameter, empty ones left out, in forward order."""
+    return tuple(_joined(group, (segment,)) for segment in group.segments if segment.size)
+
+
+def fused(group: FlatGroup, least: int, leave_out: Collection[str] = ()) -> tuple[Slice, ...]:
+    """Neighbours joined, from the last parameter to the first, until a slice has `least` elements; in forward order.
+
+    Backward reaches the last parameter first, so only the front-most slice of a run stays smaller than `least`.
+
+    Args:
+        leave_out: parameters that are in no slice and that no slice spans.
+    """
+    slices: list[Slice] = []
+    for run in _runs(group, leave_out):
+        pending: list[Segment] = []
+        for segment in reversed(run):
+            pending.insert(0, segment)
+            if sum(each.size for each in pending) >= least:
+                slices.append(_joined(group, pending))
+                pending = []
+        if pending:
+            slices.append(_joined(group, pending))
+    return tuple(sorted((each for each in slices if each.size), key=lambda each: each.start))
+
+
+def cut(group: FlatGroup, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
+    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices with factors stay whole."""
+    assert most >= 1
+    pieces: list[Slice] = []
+    for each in slices:
+        if each.factors or each.size <= most:
+            pieces.append(each)
+            continue
+        begin = each.start
+        for size in even(each.size, -(-each.size // most)):
+            pieces.append(_piece(group, each, begin, begin + size))
+            begin += size
+    return tuple(pieces)
+
+
+def with_factors(group: FlatGroup, weight: str, replicated: Sequence[str]) -> Slice:
+    """The slice of a linear layer (K, M) that exchanges inputs and errors: rank r owns whole rows of the weight."""
+    segment = group.segment(weight)
+    outputs = group.parameters[weight].spec.shape[1]
+    return Slice(weight, segment.start, segment.stop, segment.order, (weight,), outputs, True, tuple(replicated))
+
+
+def _runs(group: FlatGroup, leave_out: Collection[str]) -> Iterator[list[Segment]]:
+    """Maximal lists of neighbouring segments without the named ones."""
+    run: list[Segment] = []
+    for segment in group.segments:
+        if segment.parameter in leave_out:
+            if run:
+                yield run
+            run = []
+        else:
+            run.append(segment)
+    if run:
+        yield run
+
+
+def _joined(group: FlatGroup, segments: Sequence[Segment]) -> Slice:
+    first, last = segments[0], segments[-1]
+    name = first.parameter if first is last else f"{first.parameter} .. {last.parameter}"
+    names = tuple(segment.parameter for segment in segments if segment.size)
+    return Slice(name, first.start, last.stop, min(segment.order for segment in segments), names)
+
+
+def _piece(group: FlatGroup, whole: Slice, start: int, stop: int) -> Slice:
+    parts = [group.segment(name).part(start, stop) for name in whole.parameters]
+    touched = [part for part in parts if part.size]
+    first, last = touched[0], touched[-1]
+    begin = start - group.segment(first.parameter).start
+    end = stop - group.segment(last.parameter).start
+    where = f"[{begin}:{end}]" if first is last else f"[{begin}:] .. {last.parameter}[:{end}]"
+    return Slice(f"{first.parameter}{where}", start, stop, first.order, tuple(part.parameter for part in touched))
+
+
+def fingerprint(group: FlatGroup, exchanging: Collection[str] = ()) -> str:
+    """The group's parameters, and which exchange inputs and errors, in one short word."""
+    text = repr([(each.parameter, each.start, each.stop, each.parameter in exchanging) for each in group.segments])
+    return f"parameters {hashlib.sha256(f'{group.dtype} {text}'.encode()).hexdigest()[:16]}"
