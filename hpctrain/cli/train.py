@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
 
+COMPUTE_ONLY_STEPS = 20
+
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 _OVERRIDES = click.argument("overrides", nargs=-1)
 
@@ -82,13 +84,21 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
     "--resume", metavar="auto|PATH", help="Go on from the newest valid checkpoint of the latest run, or from a file or run."
 )
 @click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps (0: train all epochs).")
-def train(file: Path, overrides: tuple[str, ...], resume: str | None, steps: int) -> None:
+@click.option(
+    "--compute-only", is_flag=True, help="Time steps that exchange nothing, and the exchange alone (20 steps unless --steps)."
+)
+def train(file: Path, overrides: tuple[str, ...], resume: str | None, steps: int, compute_only: bool) -> None:
     """Train as FILE says; OVERRIDES such as optimizer.lr=0.2 win over it."""
+    if compute_only and resume is not None:
+        raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
     job = _Job()
     with job_ends_on_error(job.rank, job.abort):
-        session = job.start(file, overrides)
-        from hpctrain.experiment.run import run_training
+        session = job.start(file, (*overrides, "trace=true") if compute_only else overrides)
+        from hpctrain.experiment.run import run_compute_only, run_training
 
+        if compute_only:
+            run_compute_only(session, steps or COMPUTE_ONLY_STEPS)
+            return
         run_training(session, resume=resume, steps=steps)
 
 

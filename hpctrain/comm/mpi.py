@@ -63,6 +63,13 @@ def describe() -> str:
     return f"{name}, thread level {levels[MPI.Query_thread()]}"
 
 
+def threads_may_call() -> bool:
+    """True where several threads of a process may call MPI, one at a time. After `world`."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
+
+
 class MpiHandle:
     """A posted MPI operation; holds its buffers until it is complete."""
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, TextIO
 
 from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.progress_thread import ProgressThread
 from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
 TIMEOUT_EXIT_CODE = 124
@@ -25,6 +29,8 @@ TIMEOUT_EXIT_CODE = 124
 # quicker where ranks share cores. Later it sleeps between polls, so that a slow rank gets the core.
 _YIELD_SECONDS = 1e-3
 _SLEEP_SECONDS = 50e-6
+
+_ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class Ticket:
@@ -35,13 +41,14 @@ class Ticket:
         done: complete; stays True.
     """
 
-    __slots__ = ("_after", "_start", "done", "handle", "queue_name", "sequence", "what")
+    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "queue_name", "sequence", "what")
 
     def __init__(self, start: Callable[[], Handle], what: str, after: Sequence[Ticket], queue_name: str, sequence: int) -> None:
         self.what = what
         self.queue_name = queue_name
         self.sequence = sequence
         self.done = False
+        self.begun_ns = 0  # where it is traced: when posting began
         self.handle: Handle | None = None
         self._start: Callable[[], Handle] | None = start
         self._after = tuple(after)
@@ -78,13 +85,23 @@ class PostingQueue:
     """Operations of one communicator, started strictly in the order of `post`.
 
     Args:
-        name: for messages. window: most operations in flight at a time; None: no limit.
+        name: for messages and traces. window: most operations in flight at a time; None: no limit.
+        lock: held by whoever talks to the transport. trace: records each operation from its posting to its completion.
     """
 
-    def __init__(self, name: str, window: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        window: int | None = None,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+        trace: Tracer | None = None,
+    ) -> None:
         assert window is None or window >= 1
         self.name = name
         self.window = window
+        self._lock = lock if lock is not None else nullcontext()
+        self._trace = trace
         self._waiting: deque[Ticket] = deque()
         self._in_flight: list[Ticket] = []
         self._posted = 0
@@ -99,10 +116,11 @@ class PostingQueue:
             what: what it is for, as a message names it: the parameter.
             after: tickets of any queue.
         """
-        ticket = Ticket(start, what, after, self.name, self._posted)
-        self._posted += 1
-        self._waiting.append(ticket)
-        self.start_heads()
+        with self._lock:
+            ticket = Ticket(start, what, after, self.name, self._posted)
+            self._posted += 1
+            self._waiting.append(ticket)
+            self.start_heads()
         return ticket
 
     @property
@@ -122,7 +140,15 @@ class PostingQueue:
             if not ticket.test():
                 flying[kept] = ticket
                 kept += 1
+            elif self._trace is not None:
+                self._record(ticket, self._trace)
         del flying[kept:]
+
+    def nudge(self) -> None:
+        """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
+        for ticket in self._in_flight:
+            if ticket.handle is not None:
+                ticket.handle.test()
 
     def start_heads(self) -> None:
         """Start operations from the head while they may start."""
@@ -132,17 +158,33 @@ class PostingQueue:
         try:
             while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
                 ticket = self._waiting.popleft()
-                ticket.begin()
+                self._begin(ticket)
                 if not ticket.test():
                     self._in_flight.append(ticket)
+                elif self._trace is not None:
+                    self._record(ticket, self._trace)
         finally:
             self.starting = False
+
+    def _begin(self, ticket: Ticket) -> None:
+        trace = self._trace
+        if trace is None:
+            ticket.begin()
+            return
+        begun_ns, recorded = trace.clock_ns(), len(trace)
+        ticket.begin()
+        # A start that first computes, and traces that, posts after it.
+        ticket.begun_ns = begun_ns if len(trace) == recorded else max(begun_ns, trace.last_stop_ns)
+
+    def _record(self, ticket: Ticket, trace: Tracer) -> None:
+        trace.add(Category.COMMUNICATION, ticket.what, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
 
 
 class ProgressEngine:
     """Owns the posting queues of a process; the only place that waits.
 
-    Not thread-safe: one thread of a process posts, polls and waits.
+    One thread of a process posts, polls and waits. A second one, where `start_thread` made it, only lets what is in flight move,
+    inside of `computing` and while the first holds no lock; everything that talks to the transport here holds it.
 
     Args:
         rank: this process's rank, for messages.
@@ -151,6 +193,7 @@ class ProgressEngine:
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
         clock, sleep: seconds since any start, and a sleep of so many seconds.
         stream: where the report goes; stderr by default.
+        trace: records operations and waits.
     """
 
     def __init__(
@@ -162,21 +205,33 @@ class ProgressEngine:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         stream: TextIO | None = None,
+        trace: Tracer | None = None,
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
         self.waited_seconds = 0.0  # all waits so far: communication that nothing hid
+        self.polls_between_operators = True
+        self.trace = trace
         self._abort = abort
         self._clock = clock
         self._sleep = sleep
         self._stream = stream
         self._queues: dict[Communicator, PostingQueue] = {}
+        self._lock = threading.RLock()
+        self._thread: ProgressThread | None = None
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
         """The queue of `comm`: made at the first call (with `window`), the same one ever after."""
         if comm not in self._queues:
-            self._queues[comm] = PostingQueue(comm.name, window)
+            same = sum(other.name == comm.name for other in self._queues)
+            name = f"{comm.name} {same + 1}" if same else comm.name
+            with self._lock:
+                self._queues[comm] = PostingQueue(name, window, lock=self._lock, trace=self.trace)
         return self._queues[comm]
+
+    def communicators(self) -> dict[str, Communicator]:
+        """The communicator of each queue, by the queue's name, in the order in which they were made: the same on every rank."""
+        return {queue.name: comm for comm, queue in self._queues.items()}
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
@@ -184,13 +239,38 @@ class ProgressEngine:
 
     def poll(self) -> None:
         """One pass over all queues: test what is in flight, then start what may start. Never blocks."""
-        queues = self._queues.values()
-        for queue in queues:
-            if not queue.idle:
-                queue.collect()
-        for queue in queues:
-            if not queue.idle:
-                queue.start_heads()
+        with self._lock:
+            queues = self._queues.values()
+            for queue in queues:
+                if not queue.idle:
+                    queue.collect()
+            for queue in queues:
+                if not queue.idle:
+                    queue.start_heads()
+
+    def operator_done(self) -> None:
+        """Between two operators: let messages move, unless that is left to the transport."""
+        if self.polls_between_operators:
+            self.poll()
+
+    def start_thread(self) -> None:
+        """From now on a thread polls inside `computing`. The transport must allow calls from several threads, one at a time."""
+        if self._thread is None:
+            self._thread = ProgressThread(self._nudge, self._lock)
+
+    def stop_thread(self) -> None:
+        """End that thread, if any."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """While this lasts, this process reaches the transport through this engine only, so a thread may drive it as well."""
+        return _ALONE if self._thread is None else self._thread
+
+    def _nudge(self) -> None:
+        for queue in self._queues.values():
+            queue.nudge()
 
     def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
         """Drive all queues until these operations are complete."""
@@ -199,8 +279,13 @@ class ProgressEngine:
 
     def wait_handle(self, handle: Handle, what: str) -> None:
         """Drive all queues until an operation outside them is complete."""
-        if not handle.test():
+        with self._lock:
+            if handle.test():
+                return
+            begun_ns = self.trace.clock_ns() if self.trace is not None else 0
             self._drive(handle.test, f"{what}: outside the queues, operation {handle}")
+            if self.trace is not None:
+                self.trace.add(Category.WAIT, what, begun_ns, self.trace.clock_ns(), "outside the queues")
 
     def drain(self) -> None:
         """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
@@ -209,8 +294,15 @@ class ProgressEngine:
                 self.wait(queue.unfinished()[0])
 
     def _wait_one(self, ticket: Ticket) -> None:
-        if not ticket.done:
+        if ticket.done:
+            return
+        with self._lock:
+            begun_ns = self.trace.clock_ns() if self.trace is not None else 0
             self._drive(lambda: ticket.done, ticket)
+            if self.trace is not None:
+                self.trace.add(
+                    Category.WAIT, ticket.what, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence
+                )
 
     def _drive(self, finished: Callable[[], bool], what: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"

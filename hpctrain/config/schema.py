@@ -224,6 +224,11 @@ class Config(Section):
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="Batch normalisation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")
+    progress: Literal["auto", "none", "test", "thread"] = Field(
+        default="auto",
+        description="Who moves messages while kernels run: nobody, a test after each operator, also a thread; auto: measured.",
+    )
+    trace: bool = Field(default=False, description="Record every step; write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Metrics.")
     deadline_seconds: Number = Field(default=300.0, gt=0, description="Seconds a rank waits for others before the job is ended.")
     output: Text = Field(default="runs", description="Directory in which run directories are made.")

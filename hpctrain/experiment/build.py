@@ -32,6 +32,7 @@ from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.tracing import traced_optimizer
 from hpctrain.train.trainer import Cadence, Trainer
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
@@ -135,13 +136,13 @@ def build_averagers(session: Session, network: Network) -> dict[str, GradientAve
     config = session.config
     averagers = {}
     for name, group in network.groups.items():
-        optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+        optimizer = traced_optimizer(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options), session.progress.trace)
         averagers[name] = AVERAGERS.create(
             config.averager.name,
             config.averager.options,
             group=group,
             optimizer=optimizer,
-            comm=session.samples,
+            comm=session.gradients,
             progress=session.progress,
         )
     return averagers
@@ -177,6 +178,7 @@ def build_trainer(
         reporter=reporter,
         save=save,
         stop_requested=stop_requested,
+        trace=session.progress.trace,
     )
 
 

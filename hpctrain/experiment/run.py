@@ -11,8 +11,12 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.experiment import compute_only
 from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.occupancy import oversubscribed
+from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.train import checkpoint, snapshot
 from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
 from hpctrain.train.reporter import ConsoleReporter
@@ -27,6 +31,9 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
     reporter = _reporter(session, directory)
     try:
         _introduce(session, parts, directory, start, reporter)
+        _start_measuring(session, parts, directory, reporter)
+        trace = session.progress.trace
+        report = TraceReport(session.world, session.progress, trace) if trace is not None else None
         position = snapshot.put(start, parts.network, parts.averagers) if start is not None else Position()
         trainer = build_trainer(
             session,
@@ -41,10 +48,42 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
             evaluation = trainer.evaluate(outcome.position)
         trainer.drain()
+        if report is not None:
+            for line in report.finish(directory.path, _about(session, parts)):
+                reporter.say(line)
     finally:
+        session.progress.stop_thread()
         reporter.close()
     if session.is_root:
         _conclude(evaluation, directory, outcome.stopped)
+
+
+def run_compute_only(session: Session, steps: int) -> None:
+    """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
+    alone = compute_only.without_communication(session)
+    parts = build(alone)
+    directory, _ = _directory(alone, parts, None)
+    reporter = _reporter(alone, directory)
+    trace = alone.progress.trace
+    assert trace is not None
+    try:
+        _introduce(alone, parts, directory, None, reporter)
+        about = _about(alone, parts)
+        trace_report = TraceReport(alone.world, alone.progress, trace)
+        trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps, stop_requested=_stop_signal())
+        trainer.run(Position())
+        said = trace_report.finish(directory.path, about)
+        table = trace_report.table
+        if table is None:
+            raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
+        exchange = compute_only.measure_exchange(alone.samples, alone.progress, parts.network)
+        said += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
+        for line in said:
+            reporter.say(line)
+    finally:
+        reporter.close()
+    if alone.is_root:
+        print(f"files of this run: {directory.path}", flush=True)
 
 
 def run_evaluation(session: Session, source: str) -> None:
@@ -162,6 +201,26 @@ def _introduce(
     if start is not None:
         reporter.say(f"resumed at epoch {int(start.meta['epoch']) + 1}, step {start.meta['global_step']}")  # type: ignore[call-overload]
     reporter.say(f"run directory {directory.path}")
+
+
+def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
+    """Choose the way of progress; say and record it. Collective."""
+    chosen = set_progress(session, parts.network)
+    reporter.say(str(chosen))
+    reporter.record("progress", chosen.facts())
+
+
+def _about(session: Session, parts: Parts) -> dict[str, object]:
+    """What a measurement was made with."""
+    config = session.config
+    return {
+        **_versions(session, parts),
+        "model": config.model.name,
+        "averager": config.averager.name,
+        "batch": config.batch,
+        "threads": session.threads.threads,
+        "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
+    }
 
 
 def _conclude(evaluation: RunningSums | None, directory: RunDirectory, stopped: bool) -> None:

@@ -15,14 +15,16 @@ from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
 from hpctrain.threads import ThreadPlan
+from hpctrain.trace.tracer import Tracer, capacity_for
 
 
 @dataclass(frozen=True)
 class Session:
     """What every command that communicates starts with.
 
-    samples: the ranks that share a step's samples out (they hold the same weights). messages: the same ranks, on a
-    communicator of its own for the small message, so that its order is not tied to the gradients'. statistics: the same, for
+    samples: the ranks that share a step's samples out (they hold the same weights). gradients: those that average them, the same
+    ranks. messages: the same ranks, on a communicator of its own for the small message, so that its order is not tied to the
+    gradients'. statistics: the same, for
     synchronised batch norm. revision: of the repository around the working directory, on rank 0.
     """
 
@@ -32,6 +34,7 @@ class Session:
     world: Communicator
     grid: ProcessGrid
     samples: Communicator
+    gradients: Communicator
     messages: Communicator
     statistics: Communicator
     progress: ProgressEngine
@@ -59,8 +62,9 @@ class Session:
         statistics = samples.split(0, samples.rank, "statistics")
         assert messages is not None
         assert statistics is not None
-        progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort)
-        return cls(config, launcher, threads, world, grid, samples, messages, statistics, progress, revision)
+        trace = Tracer(capacity_for(world.size)) if config.trace else None
+        progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort, trace=trace)
+        return cls(config, launcher, threads, world, grid, samples, samples, messages, statistics, progress, revision)
 
     @property
     def mpi_library(self) -> str:
@@ -70,6 +74,15 @@ class Session:
         from hpctrain.comm import mpi
 
         return mpi.describe()
+
+    @property
+    def threads_may_communicate(self) -> bool:
+        """True where a second thread of this process may drive messages."""
+        if self.launcher.name == "none":
+            return True
+        from hpctrain.comm import mpi
+
+        return mpi.threads_may_call()
 
     @property
     def is_root(self) -> bool:

@@ -13,7 +13,9 @@ from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
+from hpctrain.trace.tracer import Category
 from hpctrain.train.message import SmallMessage
+from hpctrain.train.tracing import HOOKS, TracingHooks
 
 
 class AveragingHooks(StepHooks):
@@ -73,11 +75,13 @@ class AveragingHooks(StepHooks):
             self._owner[parameter.name].data_free(parameter)
 
     def operator_done(self, name: str, phase: str) -> None:
-        self._progress.poll()
+        self._progress.operator_done()
 
 
 class TrainingStep:
     """Runs steps on one rank. Collective: every rank runs it, with an empty batch where it has no samples.
+
+    Where the engine has a tracer, everything of a step is recorded.
 
     Args:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
@@ -96,10 +100,14 @@ class TrainingStep:
         self._averagers = averagers
         self._message = message
         self._micro_batches = micro_batches
+        self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, micro_batches)
+        self._tracing = TracingHooks(self._hooks, progress.trace) if progress.trace is not None else None
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
+        if self._tracing is not None:
+            self._tracing.begin()
         for averager in self._averagers.values():
             averager.begin_step(lr, batch.counts)
         self._message.clear()
@@ -111,10 +119,14 @@ class TrainingStep:
             self._hooks.finish()
         for averager in self._averagers.values():
             averager.end_backward()
+        self._lap(Category.AVERAGING, HOOKS)
 
     def _pass(self, batch: Batch, part: slice, global_step: int) -> None:
+        hooks = self._hooks if self._tracing is None else self._tracing
+        self._lap(Category.AVERAGING, HOOKS)
         program = self._network.program(part.stop - part.start, training=True)
         program.x[...] = batch.x[part]
+        self._lap(Category.WORK, "input copy")
         context = StepContext(
             training=True,
             epoch=batch.epoch,
@@ -122,7 +134,14 @@ class TrainingStep:
             sample_ids=batch.sample_ids[part],
             global_count=batch.global_count,
         )
-        program.forward(context, self._hooks)
-        sums = program.loss(batch.y[part], batch.global_count)
-        self._message.add(sums, self._network.statistics.batch)
-        program.backward(self._hooks)
+        with self._progress.computing():
+            program.forward(context, hooks)
+            self._lap(Category.AVERAGING, HOOKS)
+            sums = program.loss(batch.y[part], batch.global_count)
+            self._message.add(sums, self._network.statistics.batch)
+            self._lap(Category.WORK, "loss")
+            program.backward(hooks)
+
+    def _lap(self, category: Category, name: str) -> None:
+        if self._tracing is not None:
+            self._tracing.lap(category, name)

@@ -10,11 +10,13 @@ from hpctrain.data.loader import Batch, Loader
 from hpctrain.errors import DivergedError
 from hpctrain.nn.network import Network
 from hpctrain.optim.schedules import Schedule
+from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.tracing import traced_steps
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Trainer:
     Args:
         step: runs one update. message: its sums, read one step later. schedule: learning rate by global step.
         save: writes a checkpoint at a position (drained before). stop_requested: this rank was asked to stop.
+        trace: records whole steps, and what is done in them beside the update.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class Trainer:
         reporter: Reporter,
         save: Callable[[Position], None],
         stop_requested: Callable[[], bool] = lambda: False,
+        trace: Tracer | None = None,
     ) -> None:
         self._network, self._averagers, self._step, self._message = network, averagers, step, message
         self._loader, self._evaluator, self._schedule, self._cadence = loader, evaluator, schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
+        self._trace = trace
         self._rate = Rate()
         self._stop = False
         self._saved_step = -1
@@ -110,7 +115,7 @@ class Trainer:
         """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
         begin = position.step_in_epoch
-        batches = self._loader.epoch(position.epoch, begin)
+        batches = traced_steps(self._loader.epoch(position.epoch, begin), self._trace)
         try:
             for batch in batches:
                 self._run_step(batch, position)
@@ -124,6 +129,7 @@ class Trainer:
     def _run_step(self, batch: Batch, position: Position) -> None:
         lr = self._schedule.lr(position.global_step)
         self._step.run(batch, position.global_step, lr)
+        begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
         self._steps_run += 1
         enough = 0 < self._cadence.steps <= self._steps_run
@@ -136,6 +142,8 @@ class Trainer:
             self._settle(position)
             if not self._stop:
                 self._save_once(position)
+        if self._trace is not None:
+            self._trace.add(Category.WORK, "bookkeeping", begin_ns, self._trace.clock_ns())
 
     def _settle(self, position: Position) -> None:
         """Read the message on its way, if any: sums, running statistics, and whether to go on."""
@@ -171,10 +179,13 @@ class Trainer:
 
     def _save_once(self, position: Position) -> None:
         if self._saved_step != position.global_step:
+            begin_ns = self._trace.clock_ns() if self._trace is not None else 0
             self.drain()
             self._save(position)
             self._saved_step = position.global_step
             self._rate.restart()
+            if self._trace is not None:
+                self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())
 
 
 def _due(epoch: int, every: int, last: bool) -> bool:

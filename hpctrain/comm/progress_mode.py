@@ -1,0 +1,185 @@
+"""Who lets messages move while kernels run, and a measurement of how much each way hides with this MPI on these machines.
+
+    none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
+    test    the program tests what is in flight after each operator
+    thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+
+#: a way other than `test` is chosen where its time is less than this share of `test`'s in the median of rounds, and less than
+#: `test`'s in nearly all of them: other work on the machine must not decide
+CLEARLY_BETTER = 0.9
+NEARLY_ALL = 0.8
+
+_MESSAGES = 4
+_WIRE_SECONDS = 40e-3  # wanted length of a probe's exchange: long beside a scheduler's tick, short beside a run
+_BUDGET_SECONDS = 0.7
+_WIDTH = 256  # of the multiplied matrices
+_FIRST_BYTES = 1 << 18
+
+
+class ProgressMode(StrEnum):
+    NONE = "none"
+    TEST = "test"
+    THREAD = "thread"
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """What was measured: seconds of the exchange alone, of the compute alone, and of both together by mode.
+
+    All are of the slowest rank, medians over rounds; by_round has each round's. operator_seconds: length of one operator of
+    the compute.
+    """
+
+    wire_seconds: float
+    compute_seconds: float
+    operator_seconds: float
+    message_bytes: int
+    by_round: Mapping[ProgressMode, tuple[float, ...]]
+
+    @property
+    def together_seconds(self) -> dict[ProgressMode, float]:
+        """Both together, by mode."""
+        return {mode: float(np.median(times)) for mode, times in self.by_round.items()}
+
+    def hidden(self, mode: ProgressMode) -> float:
+        """The share of the smaller of wire and compute that the other one covered; below 0 where each slows the other."""
+        saved = self.wire_seconds + self.compute_seconds - self.together_seconds[mode]
+        return saved / min(self.wire_seconds, self.compute_seconds)
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{mode} hides {self.hidden(mode):.0%}" for mode in self.by_round)
+        return (
+            f"{self.wire_seconds * 1e3:.0f} ms of messages under {self.compute_seconds * 1e3:.0f} ms of compute in operators of "
+            f"{self.operator_seconds * 1e3:.1f} ms: {shares}"
+        )
+
+
+def choose(hiding: Hiding) -> ProgressMode:
+    """`test`, unless another mode is clearly better; then the best one."""
+    usual = np.array(hiding.by_round[ProgressMode.TEST])
+    best, least = ProgressMode.TEST, CLEARLY_BETTER
+    for mode, times in hiding.by_round.items():
+        ratio = np.array(times) / usual
+        if np.median(ratio) < least and np.mean(ratio < 1.0) >= NEARLY_ALL:
+            best, least = mode, float(np.median(ratio))
+    return best
+
+
+def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
+    """Let `progress` work that way from now on."""
+    progress.polls_between_operators = mode is not ProgressMode.NONE
+    if mode is ProgressMode.THREAD:
+        progress.start_thread()
+    else:
+        progress.stop_thread()
+
+
+def measure(
+    comm: Communicator,
+    progress: ProgressEngine,
+    modes: Sequence[ProgressMode],
+    *,
+    operator_seconds: float = 5e-3,
+    most_bytes: int = 64 << 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Hiding:
+    """How much each mode hides, in less than a second on a network that moves a megabyte in 100 ms. Collective over `comm`.
+
+    The engine is left in the first mode's way; call `apply` afterwards.
+
+    Args:
+        operator_seconds: length of a typical operator of the run: messages move between operators only, under `test`.
+        most_bytes: of all messages of one exchange, as many as the run's gradients have.
+    """
+    probe = _Probe(comm, progress, clock)
+    rounds, rows, operators = probe.calibrate(operator_seconds, most_bytes)
+    wire: list[float] = []
+    compute: list[float] = []
+    together: dict[ProgressMode, list[float]] = {mode: [] for mode in modes}
+    for _ in range(rounds):
+        apply(progress, ProgressMode.TEST)
+        wire.append(probe.run(0, 0))
+        compute.append(probe.run(rows, operators, messages=0))
+        for mode in modes:
+            apply(progress, mode)
+            together[mode].append(probe.run(rows, operators))
+    apply(progress, modes[0])
+    slowest = np.max(comm.allgather_object([wire, compute, *together.values()]), axis=0)
+    wire_seconds, compute_seconds = (float(value) for value in np.median(slowest[:2], axis=1))
+    by_round = {mode: tuple(times) for mode, times in zip(modes, slowest[2:].tolist(), strict=True)}
+    return Hiding(wire_seconds, compute_seconds, compute_seconds / operators, probe.message_bytes, by_round)
+
+
+class _Probe:
+    """Exchanges messages under matrix products."""
+
+    def __init__(self, comm: Communicator, progress: ProgressEngine, clock: Callable[[], float]) -> None:
+        self._comm, self._progress, self._clock = comm, progress, clock
+        self._queue = progress.queue(comm)
+        self._left = np.ones((1, _WIDTH), np.float32)
+        self._right = np.full((_WIDTH, _WIDTH), 1 / _WIDTH, np.float32)
+        self._product = np.empty_like(self._left)
+        self._buffers = self._make_buffers(_FIRST_BYTES)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all messages of one exchange."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def calibrate(self, operator_seconds: float, most_bytes: int) -> tuple[int, int, int]:
+        """Rounds, rows of a product, products: decided by rank 0, the same on every rank. Sets the messages' size."""
+        self.run(0, 0)  # connections are made at first use
+        wire = max(1e-6, min(self.run(0, 0) for _ in range(3)))
+        most = max(_MESSAGES * 4, most_bytes)
+        wanted = int(self.message_bytes * min(_WIRE_SECONDS / wire, 256.0))
+        size = int(self._comm.broadcast_object(min(wanted, most)))
+        self._buffers = self._make_buffers(size)
+        wire = min(self.run(0, 0) for _ in range(2))
+        rows = 64
+        self._make_rows(rows)
+        self.run(rows, 1, messages=0)
+        product = max(1e-7, min(self.run(rows, 1, messages=0) for _ in range(3)))
+        rows = max(1, int(rows * operator_seconds / product))
+        operators = max(2, min(1000, round(max(wire, 1e-3) / operator_seconds)))
+        probe_seconds = 2 * wire + operators * operator_seconds + 3 * max(wire, operators * operator_seconds)
+        rounds = max(3, min(15, int(_BUDGET_SECONDS / probe_seconds)))
+        # Each rank's own rows make its operators as long as the others', however fast its core is.
+        rounds, operators = self._comm.broadcast_object((rounds, operators))
+        self._make_rows(rows)
+        self.run(rows, 1, messages=0)
+        return rounds, rows, operators
+
+    def run(self, rows: int, operators: int, messages: int = _MESSAGES) -> float:
+        """Seconds from posting until all is computed and received. All ranks start together."""
+        self._progress.wait_handle(self._comm.ibarrier(), "start of a probe")
+        begin = self._clock()
+        tickets = [
+            self._queue.post(lambda buffer=buffer: self._comm.iallreduce(buffer), "probe")  # type: ignore[misc]
+            for buffer in self._buffers[:messages]
+        ]
+        with self._progress.computing():
+            for _ in range(operators):
+                np.matmul(self._left[:rows], self._right, out=self._product[:rows])
+                self._progress.operator_done()
+        self._progress.wait(tickets)
+        return self._clock() - begin
+
+    def _make_buffers(self, size_bytes: int) -> list[np.ndarray]:
+        return [np.zeros(max(1, size_bytes // (4 * _MESSAGES)), np.float32) for _ in range(_MESSAGES)]
+
+    def _make_rows(self, rows: int) -> None:
+        self._left = np.ones((rows, _WIDTH), np.float32)
+        self._product = np.empty_like(self._left)

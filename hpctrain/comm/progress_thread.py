@@ -1,0 +1,73 @@
+"""A thread that lets messages move while kernels run. It tests, and does nothing else: it posts, completes and computes nothing.
+
+So no averager ever runs on it, and what the process's own thread sees changes only when that thread looks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+#: between two passes. Shorter ones take time from the kernels, longer ones leave the wire idle between a message's parts.
+INTERVAL_SECONDS = 200e-6
+
+
+class ProgressThread:
+    """Calls `nudge` again and again inside of its `with` block, and never outside of it.
+
+    A block does not nest. What `nudge` raises is raised at the end of the block.
+
+    Args:
+        nudge: one pass over what is in flight. lock: held during each pass; whoever else talks to the transport holds it too.
+    """
+
+    def __init__(
+        self, nudge: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
+    ) -> None:
+        self._nudge = nudge
+        self._lock = lock
+        self._interval_seconds = interval_seconds
+        self._gate = threading.Event()
+        self._inside = False
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hpctrain-progress", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None:
+        assert not self._inside, "the block of a progress thread does not nest"
+        self._inside = True
+        self._gate.set()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._gate.clear()
+        with self._lock:  # a pass under way ends first; the next one finds the block closed
+            self._inside = False
+        if self._failure is not None and error is None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """End the thread; outside of the block."""
+        assert not self._inside
+        self._ended = True
+        self._gate.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._gate.wait()
+            if self._ended:
+                return
+            try:
+                with self._lock:
+                    if self._inside:
+                        self._nudge()
+            except BaseException as failure:  # the block's owner gets it
+                self._failure = failure
+                self._gate.clear()
+            time.sleep(self._interval_seconds)

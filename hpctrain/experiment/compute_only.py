@@ -1,0 +1,114 @@
+"""The step without communication, and the communication without the step: what a real step is compared with.
+
+Every rank trains on its own share with its own gradients, at the same time as all others, as they share memory and power. What
+the ranks learn is of no use and is not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.schema import AveragerConfig, CheckpointConfig, EvaluateConfig
+from hpctrain.experiment.session import Session
+from hpctrain.nn.network import Network
+
+RESULT_FILE = "compute_only.json"
+_REPEATS = 5
+
+
+def without_communication(session: Session) -> Session:
+    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay with it."""
+    config = session.config.model_copy(
+        update={
+            "averager": AveragerConfig(name="blocking"),
+            "evaluate": EvaluateConfig(every_epochs=0),
+            "checkpoint": CheckpointConfig(every_epochs=0),
+        }
+    )
+    return replace(
+        session,
+        config=config,
+        gradients=SingleCommunicator("gradients alone"),
+        messages=SingleCommunicator("messages alone"),
+        statistics=SingleCommunicator("statistics alone"),
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A reduce-scatter and an allgather of all gradients with nothing beside them, on the slowest rank; medians.
+
+    payload_bytes: of the gradients. seconds: until both are complete. cpu_seconds: of the process in that time.
+    """
+
+    payload_bytes: int
+    seconds: float
+    cpu_seconds: float
+
+
+def measure_exchange(comm: Communicator, progress: ProgressEngine, network: Network) -> Exchange:
+    """Exchange buffers of the gradients' size. Collective over `comm`."""
+    buffers = [np.zeros(group.size, group.dtype) for group in network.groups.values()]
+    found = np.array([_exchange(comm, progress, buffers) for _ in range(_REPEATS + 1)][1:])
+    slowest = np.max(comm.allgather_object(np.median(found, axis=0)), axis=0)
+    return Exchange(sum(buffer.nbytes for buffer in buffers), float(slowest[0]), float(slowest[1]))
+
+
+def _exchange(comm: Communicator, progress: ProgressEngine, buffers: list[np.ndarray]) -> tuple[float, float]:
+    progress.wait_handle(comm.ibarrier(), "start of an exchange")
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for buffer in buffers:
+        counts = [len(part) for part in np.array_split(buffer, comm.size)]
+        start = sum(counts[: comm.rank])
+        own = np.zeros(counts[comm.rank], buffer.dtype)
+        progress.wait_handle(comm.ireduce_scatter(buffer, own, counts), "reduce-scatter alone")
+        buffer[start : start + len(own)] = own
+        progress.wait_handle(comm.iallgather(None, buffer, counts), "allgather alone")
+    return time.perf_counter() - begin, time.process_time() - cpu_begin
+
+
+def report(
+    session: Session, directory: Path, median_step_seconds: float, steps: int, exchange: Exchange, about: Mapping[str, Any]
+) -> list[str]:
+    """Record and describe the measurement; the lines are rank 0's. Collective over the world.
+
+    Args:
+        median_step_seconds: of this rank, over `steps` steps.
+    """
+    per_rank = [float(each) for each in session.world.allgather_object(median_step_seconds)]
+    slowest = int(np.argmax(per_rank))
+    # One core computes and moves messages, so what the exchange costs it adds to the compute; the wire works beside both.
+    limit = max(per_rank[slowest] + exchange.cpu_seconds, exchange.seconds)
+    if not session.is_root:
+        return []
+    content = {
+        **about,
+        "ranks": session.world.size,
+        "steps": steps,
+        "compute_only_seconds": per_rank[slowest],
+        "per_rank_seconds": per_rank,
+        "exchange": asdict(exchange),
+        "limit_seconds": limit,
+    }
+    (directory / RESULT_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    said = [
+        f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
+        f"(fastest {min(per_rank) * 1e3:.3f} ms)"
+    ]
+    if session.samples.size > 1:
+        said.append(
+            f"gradients alone, reduce-scatter and allgather of {exchange.payload_bytes / 1e6:.1f} MB: "
+            f"{exchange.seconds * 1e3:.3f} ms, {exchange.cpu_seconds * 1e3:.3f} ms of them CPU time; "
+            f"no step is shorter than {limit * 1e3:.3f} ms"
+        )
+    return said

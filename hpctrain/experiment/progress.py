@@ -1,0 +1,107 @@
+"""The way of progress of a run: as configured, or measured at its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.comm import progress_mode
+from hpctrain.comm.progress_mode import Hiding, ProgressMode
+from hpctrain.errors import ConfigError
+from hpctrain.experiment.session import Session
+from hpctrain.nn.network import Network
+
+_SHORTEST_OPERATOR_SECONDS = 0.5e-3
+_LONGEST_OPERATOR_SECONDS = 20e-3
+_FLOPS_PER_CORE = 4e10  # of a core that multiplies matrices in float32; a typical operator's length need not be exact
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The mode, why, and the measurement, if any, with the time that it took."""
+
+    mode: ProgressMode
+    reason: str
+    hiding: Hiding | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"progress {self.mode} ({self.reason})"
+
+    def facts(self) -> dict[str, object]:
+        """For the run directory."""
+        found: dict[str, object] = {"mode": str(self.mode), "reason": self.reason}
+        if self.hiding is not None:
+            found |= {
+                "wire_seconds": self.hiding.wire_seconds,
+                "compute_seconds": self.hiding.compute_seconds,
+                "operator_seconds": self.hiding.operator_seconds,
+                "message_bytes": self.hiding.message_bytes,
+                "together_seconds": {str(mode): value for mode, value in self.hiding.together_seconds.items()},
+                "hidden": {str(mode): self.hiding.hidden(mode) for mode in self.hiding.together_seconds},
+                "measurement_seconds": self.seconds,
+            }
+        return found
+
+
+def set_progress(session: Session, network: Network) -> Chosen:
+    """Choose the mode and make the engine work that way. Collective over the world; after the averagers are made.
+
+    Raises:
+        ConfigError: `progress: thread` where MPI does not let a second thread call.
+    """
+    wanted = session.config.progress
+    if wanted == "auto":
+        chosen = _measured(session, network)
+    else:
+        if wanted == "thread" and not session.threads_may_communicate:
+            raise ConfigError(
+                f'progress is thread, but MPI has started at {session.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
+                f'or "multiple": set progress to test, or use an MPI that gives it.'
+            )
+        chosen = Chosen(ProgressMode(wanted), "as configured")
+    progress_mode.apply(session.progress, chosen.mode)
+    return chosen
+
+
+def _measured(session: Session, network: Network) -> Chosen:
+    if session.world.size == 1:
+        return Chosen(ProgressMode.TEST, "one rank: nothing travels")
+    begin = time.perf_counter()
+    hiding: Hiding | None = None
+    first_group = int(session.messages.broadcast_object(session.world.rank)) == 0
+    if first_group and session.messages.size > 1:
+        gradient_bytes = sum(group.grad.nbytes for group in network.groups.values())
+        hiding = progress_mode.measure(
+            session.messages,
+            session.progress,
+            _allowed(session),
+            operator_seconds=_operator_seconds(session, network),
+            most_bytes=gradient_bytes,
+        )
+    hiding = session.world.broadcast_object(hiding)
+    if hiding is None:
+        return Chosen(ProgressMode.TEST, "nobody shares the batch: no gradients travel")
+    mode = progress_mode.choose(hiding)
+    return Chosen(mode, f"measured: {hiding}", hiding, time.perf_counter() - begin)
+
+
+def _allowed(session: Session) -> Sequence[ProgressMode]:
+    modes = (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD)
+    return modes if session.threads_may_communicate else modes[:2]
+
+
+def _operator_seconds(session: Session, network: Network) -> float:
+    """About how long an operator runs in which most of the time is spent, on the nominal batch."""
+    share = -(-session.config.batch // session.samples.size // session.config.micro_batches)
+    graph = network.graph(max(1, share))
+    specs = [
+        node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs
+    ]
+    total = sum(specs)
+    if total == 0:
+        return _SHORTEST_OPERATOR_SECONDS
+    typical = sum(flops * flops for flops in specs) / total
+    seconds = typical / (_FLOPS_PER_CORE * session.threads.threads)
+    return min(max(seconds, _SHORTEST_OPERATOR_SECONDS), _LONGEST_OPERATOR_SECONDS)

@@ -1,0 +1,83 @@
+"""Traces of all ranks as one file in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A rank is a process of the file. Its program is one thread with nested events, each queue another track, whose operations may
+overlap and so are asynchronous events. Times are microseconds of rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from hpctrain.trace.tracer import Category, Events
+
+_PROGRAM = 0  # thread number of the program's own events; queues follow
+
+
+class ChromeTrace:
+    """Writes one rank after another; the file is whole once the `with` block has ended.
+
+    Args:
+        base_ns: the instant, by rank 0's clock, that becomes 0.
+    """
+
+    def __init__(self, path: Path, base_ns: int) -> None:
+        self._path = path
+        self._base_ns = base_ns
+        self._file: TextIO | None = None
+        self._metadata: dict[str, Any] = {}
+        self._first = True
+
+    def __enter__(self) -> ChromeTrace:
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._file is not None
+        self._file.write(f'\n],\n"otherData": {json.dumps(self._metadata)}}}\n')
+        self._file.close()
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """Add to the file's metadata."""
+        self._metadata.update(values)
+
+    def add_rank(self, rank: int, events: Events) -> None:
+        """Write the events of one rank, whose times are rank 0's."""
+        self._write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        self._write({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for thread, track in enumerate(("program", *events.tracks[1:])):
+            self._write({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
+        labels = [json.dumps(name) for name in events.names]
+        kinds = [category.name.lower() for category in Category]
+        begin_us = (events.start_ns - self._base_ns) / 1e3
+        length_us = (events.stop_ns - events.start_ns) / 1e3
+        rows = zip(
+            events.category.tolist(),
+            events.name.tolist(),
+            events.track.tolist(),
+            events.number.tolist(),
+            begin_us.tolist(),
+            length_us.tolist(),
+            strict=True,
+        )
+        for category, name, track, number, begin, length in rows:
+            head = f'"name":{labels[name]},"cat":"{kinds[category]}","pid":{rank}'
+            if category == Category.COMMUNICATION:
+                common = f'{head},"tid":{track},"id":"{rank}.{track}.{number}"'
+                self._line(f'{{"ph":"b",{common},"ts":{begin:.3f},"args":{{"sequence":{number}}}}}')
+                self._line(f'{{"ph":"e",{common},"ts":{begin + length:.3f}}}')
+            else:
+                extra = f',"args":{{"number":{number}}}' if category in (Category.WAIT, Category.STEP) else ""
+                self._line(f'{{"ph":"X",{head},"tid":{_PROGRAM},"ts":{begin:.3f},"dur":{length:.3f}{extra}}}')
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._line(json.dumps(event))
+
+    def _line(self, text: str) -> None:
+        assert self._file is not None
+        self._file.write("\n" + text if self._first else ",\n" + text)
+        self._first = False

@@ -1,0 +1,161 @@
+"""A recorder of timed events: arrays made once, no object kept per event, nothing at all where it is not asked for.
+
+Whoever can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
+`ClockMap` (comm/clock.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+
+#: events of a job that one file can hold and a viewer still opens, and what one rank records at least and at most
+_JOB_EVENTS = 1 << 21
+_FEWEST_EVENTS = 1 << 14
+_MOST_EVENTS = 1 << 18
+
+
+class Category(IntEnum):
+    """What an event is. COMMUNICATION runs beside the program; all others are the program's own time and nest."""
+
+    FORWARD = 0  # an operator's three phases; name: the layer
+    PARAMETERS = 1
+    INPUT = 2
+    COMMUNICATION = 3  # from the start of posting until completion was seen; name: what for, track: queue, number: sequence
+    WAIT = 4  # nothing to do but wait; name, track and number of what is waited for
+    UPDATE = 5  # optimiser
+    AVERAGING = 6  # averager's own work between operators, posting, progress calls
+    LOADING = 7  # until the next batch was there
+    WORK = 8  # other named work of the step
+    STEP = 9  # a whole step, loading included; number: its position in the epoch
+
+
+@dataclass(frozen=True)
+class Events:
+    """Events of one process, in the order in which they were recorded.
+
+    Attributes:
+        names, tracks: strings that `name` and `track` are indices of. category, name, track: int32 (n,).
+        number: int64 (n,). start_ns, stop_ns: int64 (n,), by the process's clock. dropped: events that found no room.
+    """
+
+    names: tuple[str, ...]
+    tracks: tuple[str, ...]
+    category: np.ndarray
+    name: np.ndarray
+    track: np.ndarray
+    number: np.ndarray
+    start_ns: np.ndarray
+    stop_ns: np.ndarray
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def select(self, chosen: np.ndarray) -> Events:
+        """Those of a boolean mask or of indices."""
+        return replace(
+            self,
+            category=self.category[chosen],
+            name=self.name[chosen],
+            track=self.track[chosen],
+            number=self.number[chosen],
+            start_ns=self.start_ns[chosen],
+            stop_ns=self.stop_ns[chosen],
+        )
+
+    def of(self, *categories: Category) -> Events:
+        """Those of these categories."""
+        return self.select(np.isin(self.category, [int(each) for each in categories]))
+
+
+class Tracer:
+    """Records events of one thread. When its room is used up it counts what it drops.
+
+    Args:
+        capacity: events. clock_ns: nanoseconds since any start.
+    """
+
+    def __init__(self, capacity: int, *, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        assert capacity >= 1
+        self.clock_ns = clock_ns
+        self.capacity = capacity
+        self.dropped = 0
+        self.last_stop_ns = 0  # when the last recorded event ended
+        self._count = 0
+        # Plain arrays, as an element of them is written several times faster than one of NumPy's.
+        self._category = array("i", bytes(4 * capacity))
+        self._name = array("i", bytes(4 * capacity))
+        self._track = array("i", bytes(4 * capacity))
+        self._number = array("q", bytes(8 * capacity))
+        self._start = array("q", bytes(8 * capacity))
+        self._stop = array("q", bytes(8 * capacity))
+        self._names: dict[str, int] = {}
+        self._tracks: dict[str, int] = {"": 0}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
+        """Record one event."""
+        position = self._count
+        if position == self.capacity:
+            self.dropped += 1
+            return
+        names, tracks = self._names, self._tracks
+        if name not in names:
+            names[name] = len(names)
+        if track not in tracks:
+            tracks[track] = len(tracks)
+        self._category[position] = category
+        self._name[position] = names[name]
+        self._track[position] = tracks[track]
+        self._number[position] = number
+        self._start[position] = start_ns
+        self._stop[position] = self.last_stop_ns = stop_ns
+        self._count = position + 1
+
+    def clear(self) -> None:
+        """Forget all events; names keep their numbers."""
+        self._count = self.dropped = 0
+
+    def events(self) -> Events:
+        """A copy of what was recorded so far."""
+        return Events(
+            tuple(self._names),
+            tuple(self._tracks),
+            category=self._copy(self._category, np.int32),
+            name=self._copy(self._name, np.int32),
+            track=self._copy(self._track, np.int32),
+            number=self._copy(self._number, np.int64),
+            start_ns=self._copy(self._start, np.int64),
+            stop_ns=self._copy(self._stop, np.int64),
+            dropped=self.dropped,
+        )
+
+    def _copy(self, column: array[int], kind: type[np.integer]) -> np.ndarray:
+        return np.frombuffer(column, kind)[: self._count].copy()
+
+
+def capacity_for(ranks: int) -> int:
+    """Events that each rank of a job records, so that the job's file stays readable."""
+    return max(_FEWEST_EVENTS, min(_MOST_EVENTS, _JOB_EVENTS // ranks))
+
+
+def cost_per_event_seconds(events: int = 20_000) -> float:
+    """CPU time of reading the clock twice and recording one event, measured here and now; the least of three."""
+    tracer = Tracer(events)
+    clock_ns = tracer.clock_ns
+    best = float("inf")
+    for _ in range(3):
+        tracer.clear()
+        begin = time.thread_time()
+        for number in range(events):
+            tracer.add(Category.WORK, "cost", clock_ns(), clock_ns(), "", number)
+        best = min(best, time.thread_time() - begin)
+    return best / events

@@ -1,0 +1,308 @@
+"""Where a step's time goes, from its trace: layer | compute | communication | hidden | exposed | which rank came late.
+
+All numbers are means over the counted steps of one rank, in seconds. A rank's program spends every instant of a step in exactly
+one place: computing for some row, waiting for some row (exposed), or nowhere that was recorded (left over). So compute and
+exposed of all rows and the left over add up to the step. Communication runs beside that: a row's communication is the length of
+the time in which at least one of its operations was posted and not known to be complete; hidden is the part of it in which the
+program did not wait, for whatever. Exposed time is never a difference: it is the measured waits, less what was computed in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hpctrain.trace import intervals
+from hpctrain.trace.intervals import Intervals
+from hpctrain.trace.tracer import Category, Events
+
+UPDATE_ROW = "optimizer update"
+_OPERATORS = (Category.FORWARD, Category.PARAMETERS, Category.INPUT)
+_WORD = re.compile(r"[\w.]+")
+_SECONDS = 1e-9
+
+
+@dataclass(frozen=True)
+class Late:
+    """Who was late for a row's collectives. rank: the one that most often posted last; share: of the collectives.
+
+    behind_first_seconds: its mean delay behind the first rank, over those where it was the last.
+    """
+
+    rank: int
+    share: float
+    behind_first_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, in seconds per step. kind: "layer", "communication" (of no single layer) or "work".
+
+    compute_seconds is the sum of the phases for a layer (forward, its parameters' and its input's gradient).
+    """
+
+    name: str
+    kind: str
+    compute_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    parameters_seconds: float = 0.0
+    input_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    operations: float = 0.0
+    late: Late | None = None
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """All rows, and their total. step_seconds: mean; median_step_seconds: of the same steps. events: recorded per step."""
+
+    rows: tuple[Row, ...]
+    total: Row
+    left_over_seconds: float
+    step_seconds: float
+    median_step_seconds: float
+    steps: int
+    events: float
+    tracing_seconds: float = field(default=0.0)
+
+
+class RowNames:
+    """Which row an event belongs to: its layer's, if a name in it is one of a layer or of a layer's parameter, else its own."""
+
+    def __init__(self, layers: Iterable[str]) -> None:
+        self.layers = tuple(dict.fromkeys(layers))
+        self._known = set(self.layers)
+        self._cache: dict[str, str] = {}
+
+    def of(self, what: str) -> str:
+        """The row of an operation that is posted or waited for."""
+        if what not in self._cache:
+            found = {layer for word in _WORD.findall(what) if (layer := self._layer(word)) is not None}
+            self._cache[what] = found.pop() if len(found) == 1 else what
+        return self._cache[what]
+
+    def _layer(self, word: str) -> str | None:
+        owner = word.strip(".").rpartition(".")[0]
+        if owner in self._known:
+            return owner
+        return word if word in self._known else None
+
+
+def layer_names(events: Events) -> tuple[str, ...]:
+    """Names of all operators, in forward order."""
+    forward = events.of(Category.FORWARD)
+    return tuple(dict.fromkeys(events.names[index] for index in forward.name.tolist()))
+
+
+def counted_steps(events: Events, skip: int = 1) -> Intervals:
+    """The recorded steps, sorted, without the first `skip` (they make plans and buffers) where that leaves any."""
+    steps = events.of(Category.STEP)
+    order = np.argsort(steps.start_ns)
+    if len(order) > skip:
+        order = order[skip:]
+    return steps.start_ns[order], steps.stop_ns[order]
+
+
+def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
+    """The table of one rank, `late` not yet known; None where no whole step was recorded."""
+    window = counted_steps(events, skip)
+    steps = len(window[0])
+    if steps == 0:
+        return None
+    names = RowNames(layer_names(events))
+    lengths = window[1] - window[0]
+    inside = events.select(_starts_in(events.start_ns, window))
+    rows: dict[str, dict[str, float]] = {name: {"kind": 0} for name in names.layers}
+    waits, left_over = _program_time(inside, names, rows)
+    total_communication = _communication(events, names, rows, window, waits)
+    per_step = _SECONDS / steps
+    made = [_row(name, values, per_step) for name, values in rows.items()]
+    compute = sum(row.compute_seconds for row in made)
+    exposed = sum(row.exposed_seconds for row in made)
+    hidden = total_communication - intervals.common(_flying(events, window), waits)
+    total = Row(
+        "total",
+        "total",
+        compute_seconds=compute,
+        communication_seconds=total_communication * per_step,
+        hidden_seconds=hidden * per_step,
+        exposed_seconds=exposed,
+        operations=sum(row.operations for row in made),
+    )
+    return TimeTable(
+        tuple(made),
+        total,
+        left_over * per_step,
+        float(lengths.mean()) * _SECONDS,
+        float(np.median(lengths)) * _SECONDS,
+        steps,
+        len(inside) / steps,
+    )
+
+
+def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
+    position = np.searchsorted(window[0], start_ns, side="right") - 1
+    found: np.ndarray = (position >= 0) & (start_ns < window[1][np.maximum(position, 0)])
+    return found
+
+
+def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
+    """Give every instant of the program to its row; the waits as intervals, and what is left over, in ns."""
+    program = inside.select(inside.category != Category.COMMUNICATION)
+    start, stop, owner = intervals.own_time(program.start_ns, program.stop_ns)
+    lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
+    category = program.category
+    keys, inverse = np.unique(np.stack([category, program.name]), axis=1, return_inverse=True)
+    sums = np.bincount(inverse.reshape(-1), weights=lengths, minlength=keys.shape[1])
+    left_over = 0
+    for (kind, name_index), nanoseconds in zip(keys.T.tolist(), sums.tolist(), strict=True):
+        name = program.names[name_index]
+        if kind == Category.STEP:
+            left_over += int(nanoseconds)
+        elif kind == Category.WAIT:
+            _add(rows, names.of(name), "communication", "exposed", nanoseconds)
+        elif kind in _OPERATORS:
+            _add(rows, name, "layer", Category(kind).name.lower(), nanoseconds)
+        else:
+            _add(rows, UPDATE_ROW if kind == Category.UPDATE else name, "work", "compute", nanoseconds)
+    waiting = category[owner] == Category.WAIT
+    return intervals.union(start[waiting], stop[waiting]), left_over
+
+
+def _communication(
+    events: Events, names: RowNames, rows: dict[str, dict[str, float]], window: Intervals, waits: Intervals
+) -> int:
+    """Add each row's communication and hidden time, in ns; give the length of all communication together."""
+    operations = events.of(Category.COMMUNICATION)
+    begun = _starts_in(operations.start_ns, window)
+    members: dict[str, list[int]] = {}
+    for index, name in enumerate(operations.name.tolist()):
+        members.setdefault(names.of(operations.names[name]), []).append(index)
+    for row, indices in members.items():
+        own = intervals.union(operations.start_ns[indices], operations.stop_ns[indices])
+        flying = intervals.clip(own, window)
+        whole = intervals.length(flying)
+        if whole or begun[indices].any():
+            _add(rows, row, "communication", "communication", whole)
+            _add(rows, row, "communication", "hidden", whole - intervals.common(flying, waits))
+            _add(rows, row, "communication", "operations", int(begun[indices].sum()) / _SECONDS)
+    return intervals.length(_flying(events, window))
+
+
+def _flying(events: Events, window: Intervals) -> Intervals:
+    """When anything was in flight."""
+    operations = events.of(Category.COMMUNICATION)
+    return intervals.clip(intervals.union(operations.start_ns, operations.stop_ns), window)
+
+
+_KINDS = ("layer", "communication", "work")
+
+
+def _add(rows: dict[str, dict[str, float]], name: str, kind: str, column: str, value: float) -> None:
+    row = rows.setdefault(name, {"kind": float(_KINDS.index(kind))})
+    row[column] = row.get(column, 0.0) + value
+
+
+def _row(name: str, values: Mapping[str, float], per_step: float) -> Row:
+    phases = {phase: values.get(phase, 0.0) * per_step for phase in ("forward", "parameters", "input")}
+    return Row(
+        name,
+        _KINDS[int(values["kind"])],
+        compute_seconds=values.get("compute", 0.0) * per_step + sum(phases.values()),
+        forward_seconds=phases["forward"],
+        parameters_seconds=phases["parameters"],
+        input_seconds=phases["input"],
+        communication_seconds=values.get("communication", 0.0) * per_step,
+        hidden_seconds=values.get("hidden", 0.0) * per_step,
+        exposed_seconds=values.get("exposed", 0.0) * per_step,
+        operations=values.get("operations", 0.0) * per_step,
+    )
+
+
+_COLUMNS = (
+    "compute_seconds",
+    "forward_seconds",
+    "parameters_seconds",
+    "input_seconds",
+    "communication_seconds",
+    "hidden_seconds",
+    "exposed_seconds",
+    "operations",
+)
+
+
+def merge(tables: Sequence[TimeTable], late: Mapping[str, Late]) -> TimeTable:
+    """The mean over ranks, row by row, with who came late; a rank without a row counts as zero."""
+    rows: dict[str, list[Row]] = {}
+    for table in tables:
+        for row in table.rows:
+            rows.setdefault(row.name, []).append(row)
+    count = len(tables)
+    merged = tuple(replace(_mean(same, count), late=late.get(name)) for name, same in rows.items())
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / count
+
+    return TimeTable(
+        merged,
+        _mean([table.total for table in tables], count),
+        mean(table.left_over_seconds for table in tables),
+        mean(table.step_seconds for table in tables),
+        mean(table.median_step_seconds for table in tables),
+        min(table.steps for table in tables),
+        mean(table.events for table in tables),
+        mean(table.tracing_seconds for table in tables),
+    )
+
+
+def _mean(rows: Sequence[Row], count: int) -> Row:
+    first = rows[0]
+    return Row(first.name, first.kind, **{column: sum(getattr(row, column) for row in rows) / count for column in _COLUMNS})
+
+
+@dataclass(frozen=True)
+class Postings:
+    """One rank's posted operations on rank 0's clock. groups: for each queue, the world rank of its group's first member."""
+
+    rank: int
+    operations: Events
+    groups: Mapping[str, int]
+
+
+def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
+    """For each row, which rank came late to its collectives.
+
+    Operations of one group, queue and sequence number are one collective. Those count that more than one rank posted, the first
+    of them inside `window` (on rank 0's clock).
+    """
+    arrivals: dict[tuple[int, str, int], list[tuple[int, int, str]]] = {}
+    for each in postings:
+        operations = each.operations
+        for track, number, start, name in zip(
+            operations.track.tolist(),
+            operations.number.tolist(),
+            operations.start_ns.tolist(),
+            operations.name.tolist(),
+            strict=True,
+        ):
+            queue = operations.tracks[track]
+            key = (each.groups.get(queue, -1), queue, number)
+            arrivals.setdefault(key, []).append((start, each.rank, operations.names[name]))
+    lateness: dict[str, list[tuple[int, int]]] = {}
+    for found in arrivals.values():
+        first, last = min(found), max(found)
+        if len(found) > 1 and _starts_in(np.array([first[0]]), window)[0]:
+            lateness.setdefault(names.of(first[2]), []).append((last[1], last[0] - first[0]))
+    return {row: _late(found) for row, found in lateness.items()}
+
+
+def _late(found: Sequence[tuple[int, int]]) -> Late:
+    ranks = [rank for rank, _ in found]
+    rank = max(sorted(set(ranks)), key=ranks.count)
+    delays = [delay for other, delay in found if other == rank]
+    return Late(rank, len(delays) / len(found), sum(delays) / len(delays) * _SECONDS)

@@ -1,0 +1,138 @@
+"""What of a training step is traced: operators, everything between them, updates, and whole steps with their loading."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Array
+from hpctrain.data.loader import Batch
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
+from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.trace.tracer import Category, Tracer
+
+_PHASES: Mapping[str, Category] = {
+    "forward": Category.FORWARD,
+    "parameters": Category.PARAMETERS,
+    "input": Category.INPUT,
+}
+#: name of what averager and progress engine do between operators
+HOOKS = "posting and progress"
+
+
+class TracingHooks(StepHooks):
+    """Hands every event of a step on to `inner`, and records operators and what lies between them, without gaps.
+
+    An operator begins where the last hook before it ended. `begin` starts the clock, `lap` ends a stretch of other work.
+    """
+
+    def __init__(self, inner: StepHooks, trace: Tracer) -> None:
+        self._inner = inner
+        self._trace = trace
+        self._clock_ns = trace.clock_ns
+        self._recorded = 0  # everything before this instant is recorded
+        self._ready = 0  # when the last hook ended
+
+    def begin(self) -> None:
+        """What follows is to be recorded."""
+        self._recorded = self._ready = self._clock_ns()
+
+    def lap(self, category: Category, name: str) -> None:
+        """Everything since the last record was this."""
+        now = self._clock_ns()
+        self._trace.add(category, name, self._recorded, now)
+        self._recorded = self._ready = now
+
+    def operator_done(self, name: str, phase: str) -> None:
+        now = self._clock_ns()
+        if self._ready > self._recorded:
+            self._trace.add(Category.AVERAGING, HOOKS, self._recorded, self._ready)
+        self._trace.add(_PHASES[phase], name, self._ready, now)
+        self._recorded = now
+        self._inner.operator_done(name, phase)
+        self._ready = self._clock_ns()
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        self._inner.before_forward(parameters)
+        self._ready = self._clock_ns()
+
+    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self._inner.takes_factors(parameters)
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._inner.input_ready(parameters, x)
+        self._ready = self._clock_ns()
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._inner.error_ready(parameters, dy)
+        self._ready = self._clock_ns()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        self._inner.grad_ready(parameter)
+        self._ready = self._clock_ns()
+
+    def data_free(self, parameter: Parameter) -> None:
+        self._inner.data_free(parameter)
+        self._ready = self._clock_ns()
+
+
+class TracedOptimizer(Optimizer):
+    """An optimiser whose updates are recorded."""
+
+    def __init__(self, inner: Optimizer, trace: Tracer) -> None:
+        self._inner = inner
+        self._trace = trace
+        self.clip_norm = inner.clip_norm
+
+    @property
+    def needs_norms(self) -> bool:
+        return self._inner.needs_norms
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        self._inner.bind(group, owned)
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        begin = self._trace.clock_ns()
+        self._inner.update(segments, lr, norms)
+        if segments:
+            self._trace.add(Category.UPDATE, segments[0].parameter, begin, self._trace.clock_ns())
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        return self._inner.state(segment)
+
+
+class _TracedLayerwiseOptimizer(TracedOptimizer):
+    """The same for one that needs each layer's norms."""
+
+    layer_norms = True
+
+
+def traced_optimizer(inner: Optimizer, trace: Tracer | None) -> Optimizer:
+    """`inner`, with its updates recorded where there is a tracer."""
+    if trace is None:
+        return inner
+    return _TracedLayerwiseOptimizer(inner, trace) if inner.layer_norms else TracedOptimizer(inner, trace)
+
+
+def traced_steps(batches: Generator[Batch, None, None], trace: Tracer | None) -> Generator[Batch, None, None]:
+    """The same batches; the time until each was there is recorded, and the step that its user makes of it.
+
+    A step begins where its batch is asked for, and ends where the next one is, or where the generator is closed.
+    """
+    with closing(batches):
+        if trace is None:
+            yield from batches
+            return
+        while True:
+            begin = trace.clock_ns()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            trace.add(Category.LOADING, "data loading", begin, trace.clock_ns())
+            try:
+                yield batch
+            finally:
+                trace.add(Category.STEP, "step", begin, trace.clock_ns(), "", batch.step)
