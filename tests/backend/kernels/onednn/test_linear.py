@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import assert_close, run
+from hpctrain.testing.kernel_pairs import assert_close, run
 
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
