@@ -27,7 +27,7 @@ class Result:
 
 def buffer(kernels: KernelSet, spec: TensorSpec, *, garbage: bool = True) -> np.ndarray:
     """Memory of `spec`; what lies there before must not matter."""
-    flat = kernels.allocate(spec.bytes).view(spec.dtype)
+    flat: np.ndarray = kernels.allocate(spec.bytes).view(spec.dtype)
     if garbage:
         flat[:] = np.nan
     return flat.reshape(spec.shape) if spec.layout == NHWC else flat
@@ -57,7 +57,7 @@ def _reordered(kernels: KernelSet, array: np.ndarray, source: TensorSpec, target
 def _bytes(kernels: KernelSet, size: int) -> np.ndarray | None:
     if size == 0:
         return None
-    memory = kernels.allocate(size)
+    memory: np.ndarray = kernels.allocate(size)
     memory[:] = 0xFF
     return memory
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hpctrain.testing.kernel_pairs import assert_close, difference, run
 
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
+from hpctrain.testing.kernel_pairs import assert_close, difference, run
 
 SHAPE = (3, 9, 7, 20)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hpctrain.testing.kernel_pairs import assert_close, run
 
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import LinearSpec
+from hpctrain.testing.kernel_pairs import assert_close, run
 
 
 def arrays(spec: LinearSpec, batch: int):
