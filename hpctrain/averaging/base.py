@@ -46,6 +46,8 @@ class GradientAverager(ABC):
     def agree(self, stored: Schedule | None = None) -> None:  # noqa: B027  a strategy without a schedule has nothing to fix
         """Fix the schedule, the same on every rank. Collective over `comm`; once, after construction and before all else.
 
+        The first step does it where nobody has.
+
         Args:
             stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. Order and size
                 of slices may follow from measurements, so only this repeats a run bit by bit.

@@ -19,11 +19,12 @@ from hpctrain.optim.base import Norms, Optimizer
 
 
 @dataclass
-class _Step:
+class ReductionStep:
     """What belongs to one step: its gates, and the tickets of slices that have not been updated."""
 
     lr: float
     ready: dict[str, Gate]
+    operations: tuple[Operation, ...]
     pending: dict[int, Ticket] = field(default_factory=dict)
     norms_complete: bool = False
 
@@ -41,8 +42,8 @@ class AllreduceAverager(GradientAverager):
         optimizer.bind(group, group.segments)
         self._norms = Norms(group) if optimizer.needs_norms else None
         self._names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
-        self._step: _Step | None = None
-        self._previous: _Step | None = None
+        self._step: ReductionStep | None = None
+        self._previous: ReductionStep | None = None
 
     @abstractmethod
     def _request(self) -> str:
@@ -74,13 +75,21 @@ class AllreduceAverager(GradientAverager):
         self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in self.schedule.slices]
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        assert self.schedule is not None, "agree() comes before the first step"
+        if self.schedule is None:
+            self.agree()
+        assert self.schedule is not None
         self._previous = self._step
-        step = self._step = _Step(lr, {name: Gate(f"gradient of {name}") for name in self._names})
-        for operation in self.schedule.operations:
+        gates = {name: Gate(f"gradient of {name}") for name in self._names}
+        step = self._step = ReductionStep(lr, gates, self._operations_of_step())
+        for operation in step.operations:
             k, each = operation.slice, self.schedule.slices[operation.slice]
-            gates = [step.ready[name] for name in each.parameters]
-            step.pending[k] = self._queue.post(partial(self._start, k), f"{operation.kind} of {each.name}", gates)
+            after = [step.ready[name] for name in each.parameters]
+            step.pending[k] = self._queue.post(partial(self._start, k), f"{operation.kind} of {each.name}", after)
+
+    def _operations_of_step(self) -> tuple[Operation, ...]:
+        """What the step that begins posts, in the schedule's order; slices that it leaves out are not updated."""
+        assert self.schedule is not None
+        return self.schedule.operations
 
     def grad_ready(self, parameter: Parameter) -> None:
         if parameter.size:
@@ -115,12 +124,12 @@ class AllreduceAverager(GradientAverager):
         previous = self._previous
         return previous is None or not any(k in previous.pending for k in self._touching[parameter.name])
 
-    def _settle(self, step: _Step | None) -> None:
+    def _settle(self, step: ReductionStep | None) -> None:
         if step is not None:
             for k in list(step.pending):
                 self._update(step, k)
 
-    def _update(self, step: _Step | None, k: int) -> None:
+    def _update(self, step: ReductionStep | None, k: int) -> None:
         """Wait for a slice's sum and update it, unless that has been done."""
         if step is None or k not in step.pending:
             return
@@ -128,7 +137,7 @@ class AllreduceAverager(GradientAverager):
         self.progress.wait(step.pending.pop(k))
         self.optimizer.update(self._segments[k], step.lr, self._norms)
 
-    def _complete_norms(self, step: _Step, k: int) -> None:
+    def _complete_norms(self, step: ReductionStep, k: int) -> None:
         """What the update of a slice needs: its own norms (LARS), or everybody's (clipping), which waits for all."""
         norms = self._norms
         if norms is None:
@@ -141,5 +150,6 @@ class AllreduceAverager(GradientAverager):
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
             norms.squares[...] = 0.0
-            norms.add_partial(self.group, self.group.segments)
+            for operation in step.operations:
+                norms.add_partial(self.group, self._segments[operation.slice])
             step.norms_complete = True

@@ -181,7 +181,9 @@ class ShardedAverager(GradientAverager):
     # -- a step --------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        assert self.schedule is not None, "agree() comes before the first step"
+        if self.schedule is None:
+            self.agree()
+        assert self.schedule is not None
         if self._replan and self._steps == _WARM_UP_STEPS + _MEASURED_STEPS:
             self._order_anew()
         self._steps += 1

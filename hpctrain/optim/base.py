@@ -31,7 +31,7 @@ class Norms:
             row = self.squares[self.index[segment.parameter]]
             for column, flat in enumerate((group.data, group.grad)):
                 part = flat[segment.start : segment.stop]
-                row[column] += float(np.dot(part, part)) if part.dtype == np.float64 else _square_sum(part)
+                row[column] += square_sum(part)
 
     def global_gradient(self) -> float:
         """|g| over all parameters."""
@@ -41,8 +41,10 @@ class Norms:
 _BLOCK = 1 << 16
 
 
-def _square_sum(part: np.ndarray) -> float:
-    """Sum of squares of a float32 array, in float64, without a float64 copy of the whole."""
+def square_sum(part: np.ndarray) -> float:
+    """Sum of squares of a 1-D array, in float64, without a float64 copy of the whole."""
+    if part.dtype == np.float64:
+        return float(np.dot(part, part))
     total = 0.0
     for start in range(0, part.size, _BLOCK):
         block = part[start : start + _BLOCK].astype(np.float64)
