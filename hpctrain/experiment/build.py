@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,10 @@ def build(session: Session) -> Parts:
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
-    return raise_alike(session.world, lambda: _build(session))
+    parts = raise_alike(session.world, lambda: _build(session))
+    for averager in parts.averagers.values():
+        averager.agree()
+    return parts
 
 
 def _build(session: Session) -> Parts:
@@ -134,6 +138,8 @@ def _model_options(config: Config, file: ImageFile, image_shape: tuple[int, int,
 def build_averagers(session: Session, network: Network) -> dict[str, GradientAverager]:
     """One averager, with an optimiser of its own, per parameter group."""
     config = session.config
+    known = {"nominal_batch": config.batch, "micro_batches": config.micro_batches}
+    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
     averagers = {}
     for name, group in network.groups.items():
         optimizer = traced_optimizer(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options), session.progress.trace)
@@ -144,6 +150,7 @@ def build_averagers(session: Session, network: Network) -> dict[str, GradientAve
             optimizer=optimizer,
             comm=session.gradients,
             progress=session.progress,
+            **{key: value for key, value in known.items() if key in accepted},
         )
     return averagers
 
