@@ -1,0 +1,15 @@
+"""`hpctrain bench`: measurements, one subcommand a file."""
+
+from __future__ import annotations
+
+import click
+
+from hpctrain.cli.bench_scaling import scaling
+
+
+@click.group()
+def bench() -> None:
+    """Measure how fast things are on this machine."""
+
+
+bench.add_command(scaling)

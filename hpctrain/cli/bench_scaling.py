@@ -1,0 +1,87 @@
+"""`hpctrain bench scaling`: the same training on several numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.cli.failure import USER_ERROR
+from hpctrain.errors import HpctrainError
+
+
+class RankCounts(click.ParamType):
+    """Numbers of ranks, as 1,2,4."""
+
+    name = "ranks"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(word.isdecimal() and int(word) >= 1 for word in words):
+            self.fail(f"{value!r} must be numbers of ranks, each at least 1, such as 1,2,4", param, ctx)
+        return tuple(sorted({int(word) for word in words}))
+
+
+@click.command()
+@click.argument("overrides", nargs=-1)
+@click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="What to train.")
+@click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks, such as 1,2,4.")
+@click.option(
+    "--mode",
+    type=click.Choice(["weak", "strong"]),
+    default="weak",
+    show_default=True,
+    help="weak: FILE's batch is each rank's; strong: it is shared by all.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=2), default=20, show_default=True, help="Steps of each run; the first is not counted."
+)
+@click.option("--launcher", metavar="COMMAND", help='Such as "srun -n {ranks}"; by default the mpiexec beside this Python.')
+@click.option("--threads", type=click.IntRange(min=1), help="Of each rank; by default this machine's cores over the most ranks.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("scaling.json"),
+    show_default=True,
+    help="JSON file; the plot lies beside it.",
+)
+@click.option("--timeout-seconds", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Of each run.")
+def scaling(
+    overrides: tuple[str, ...],
+    file: Path,
+    ranks: tuple[int, ...],
+    mode: Any,
+    steps: int,
+    launcher: str | None,
+    threads: int | None,
+    out: Path,
+    timeout_seconds: float,
+) -> None:
+    """Train on each number of RANKS for a few steps; report efficiency, exposed time and limit.
+
+    Each number runs twice: as it is, and with --compute-only. OVERRIDES such as averager=sharded win over the file.
+    """
+    from hpctrain.experiment import scaling as study
+
+    try:
+        task = study.Task(
+            file=file,
+            overrides=overrides,
+            mode=mode,
+            steps=steps,
+            launcher=launcher,
+            threads=threads,
+            timeout_seconds=timeout_seconds,
+        )
+        points = study.run(task, ranks, say=click.echo)
+        for line in study.lines(points, mode):
+            click.echo(line)
+        study.write(out, task, points)
+        click.echo(out)
+        click.echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")
+    except HpctrainError as error:
+        click.echo(f"hpctrain: {type(error).__name__}: {error}", err=True)
+        raise SystemExit(USER_ERROR) from None
