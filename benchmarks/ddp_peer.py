@@ -1,0 +1,214 @@
+"""One rank of PyTorch's DistributedDataParallel over gloo: the peer of `overlap.py`, stepping when it is told to.
+
+Runs in an environment with PyTorch and without hpctrain: a file of its own, started by `overlap.py` beside each rank. It listens
+on a local socket; each line it gets is {"kind": "ddp" or "compute-only", "lead": n, "steps": n}, and each line it answers with
+says how long a step took. It waits without spinning, so that the rank beside it has the core.
+
+It is set up as well as we know: one thread, gradients as views into the buckets, the fused optimiser, and of the two memory
+formats the one whose step is shorter here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+_RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+_TRIAL_STEPS = 3
+
+
+def scaled(channels: int, width: float) -> int:
+    return max(1, round(channels * width))
+
+
+def vgg(depth: int, width: float, classes: int) -> nn.Module:
+    """VGG without batch norm (Simonyan and Zisserman 2015, table 1)."""
+    layers: list[nn.Module] = []
+    inside = 3
+    for count, published in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
+        outside = scaled(published, width)
+        for _ in range(count):
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(inplace=True)]
+            inside = outside
+        layers.append(nn.MaxPool2d(2))
+    hidden = scaled(4096, width)
+    classifier = [nn.Linear(inside * 49, hidden), nn.ReLU(inplace=True), nn.Dropout()]
+    classifier += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *classifier)
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """A residual block (He et al. 2016, figure 5): basic, or a bottleneck whose 3x3 convolution carries the stride."""
+
+    def __init__(self, inside: int, channels: int, outside: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        sizes = [(3, stride, channels), (3, 1, outside)]  # kernel, stride, channels out
+        if bottleneck:
+            sizes = [(1, 1, channels), (3, stride, channels), (1, 1, outside)]
+        layers: list[nn.Module] = []
+        entering = inside
+        for kernel, step, leaving in sizes:
+            layers += [nn.Conv2d(entering, leaving, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(leaving)]
+            layers.append(nn.ReLU(inplace=True))
+            entering = leaving
+        self.body = nn.Sequential(*layers[:-1])
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.body(x) + (x if self.shortcut is None else self.shortcut(x)))
+
+
+def resnet(depth: int, width: float, classes: int) -> nn.Module:
+    """ResNet for large images (He et al. 2016, table 1; version 1.5)."""
+    channels = scaled(64, width)
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    bottleneck = depth >= 50
+    for stage, (count, published) in enumerate(zip(_RESNET[depth], (64, 128, 256, 512), strict=True)):
+        inside = scaled(published, width)
+        outside = 4 * inside if bottleneck else inside
+        for number in range(count):
+            layers.append(Block(channels, inside, outside, 2 if stage and not number else 1, bottleneck))
+            channels = outside
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Trainer:
+    """The network, made-up images and the optimiser of one rank.
+
+    Args:
+        shape: family, depth, width, classes, pixels, batch. last: True for channels last.
+    """
+
+    def __init__(self, shape: dict[str, Any], last: bool, distributed: bool) -> None:
+        torch.manual_seed(0)
+        build = {"vgg": vgg, "resnet": resnet}[shape["family"]]
+        format_ = torch.channels_last if last else torch.contiguous_format
+        network = build(shape["depth"], shape["width"], shape["classes"]).to(memory_format=format_)
+        self.parameters = sum(parameter.numel() for parameter in network.parameters())
+        self.network = DistributedDataParallel(network, gradient_as_bucket_view=True) if distributed else network
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        self.loss = nn.CrossEntropyLoss()
+        images = torch.randn(shape["batch"], 3, shape["pixels"], shape["pixels"])
+        self.images = images.to(memory_format=format_)
+        self.labels = torch.randint(0, shape["classes"], (shape["batch"],))
+
+    def step(self, kind: str) -> None:
+        """Forward, backward and update; "compute-only" leaves the gradients where they are."""
+        alone = kind == "compute-only" and isinstance(self.network, DistributedDataParallel)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.network.no_sync() if alone else contextlib.nullcontext():
+            self.loss(self.network(self.images), self.labels).backward()
+        self.optimizer.step()
+
+
+def shorter_format(shape: dict[str, Any]) -> bool:
+    """True where channels last makes the shorter step; agreed on by all ranks."""
+    seconds = torch.tensor([trial(shape, last) for last in (False, True)], dtype=torch.float64)
+    torch.distributed.all_reduce(seconds)
+    return bool(seconds[1] < seconds[0])
+
+
+def trial(shape: dict[str, Any], last: bool) -> float:
+    trainer = Trainer(shape, last, distributed=False)
+    trainer.step("compute-only")
+    return min(timed(lambda: trainer.step("compute-only")) for _ in range(_TRIAL_STEPS))
+
+
+def timed(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def sent_bytes() -> int:
+    """What eth0 has sent; 0 where there is no eth0."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    return 0
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def turn(trainer: Trainer, kind: str, lead: int, steps: int) -> dict[str, float]:
+    """Run `lead` steps, then `steps` timed ones."""
+    torch.distributed.barrier()
+    sent = sent_bytes()
+    for _ in range(lead):
+        trainer.step(kind)
+    begin, cpu = time.perf_counter(), cpu_seconds()
+    for _ in range(steps):
+        trainer.step(kind)
+    seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
+    torch.distributed.barrier()
+    link = (sent_bytes() - sent) / (lead + steps)
+    return {"step_seconds": seconds / steps, "cpu_seconds": cpu / steps, "link_bytes": link}
+
+
+def serve(trainer: Trainer, connection: socket.socket, facts: dict[str, Any]) -> None:
+    """Answer until the other side closes."""
+    with connection.makefile("rw") as stream:
+        stream.write(json.dumps(facts) + "\n")
+        stream.flush()
+        for line in stream:
+            asked = json.loads(line)
+            stream.write(json.dumps(turn(trainer, asked["kind"], asked["lead"], asked["steps"])) + "\n")
+            stream.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", help="JSON: shape")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--master", required=True, help="ADDRESS:PORT of rank 0")
+    chosen = parser.parse_args()
+    settings = json.loads(Path(chosen.settings).read_text())
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://{chosen.master}", rank=chosen.rank, world_size=chosen.ranks)
+    last = shorter_format(settings["shape"])
+    trainer = Trainer(settings["shape"], last, distributed=True)
+    for kind in ("ddp", "ddp", "ddp", "compute-only"):  # DDP rebuilds its buckets after the first step
+        trainer.step(kind)
+    torch.distributed.barrier()
+    facts = {
+        "torch": torch.__version__,
+        "memory_format": "channels last" if last else "contiguous",
+        "parameters": trainer.parameters,
+    }
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(chosen.socket)
+        listener.listen(1)
+        connection, _ = listener.accept()
+        with connection:
+            serve(trainer, connection, facts)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

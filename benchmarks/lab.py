@@ -1,0 +1,239 @@
+"""Several hosts with shaped links on one machine: network namespaces joined by a bridge in a namespace of its own.
+
+Needs root and iproute2 (`ip`, `tc`) and util-linux (`unshare`, `taskset`). Host i has the address 10.77.0.(i + 1), a hostname,
+a /dev/shm and one core of its own. Each link is shaped by a token bucket in both directions: at the host and at the switch.
+Nothing is made in the machine's own network namespace, and names carry a prefix, so that several laboratories can stand side by
+side.
+
+    python -m benchmarks.lab up 2 1gbit                     # and then: rate 500mbit | bytes | down
+    python -m benchmarks.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank a host, down
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from hpctrain.testing.jobs import clean_environment, find_mpiexec
+
+_TOOLS = ("ip", "tc", "unshare", "taskset", "hostname", "mount")
+_COMMAND_SECONDS = 20
+_NAMESPACES = Path("/var/run/netns")
+_SWITCH = "switch"
+
+# A packet of a link with segmentation offload has up to 64 KiB; the bucket holds some of them, and 4 ms at 1 Gb/s.
+_BURST, _LIMIT = "512kb", "4mb"
+
+# Hydra calls it as a remote shell, [options] HOST COMMAND..., and joins the command as ssh would.
+_AGENT = """#!/bin/sh
+while :; do case $1 in -l|-p|-o) shift 2;; -*) shift;; *) break;; esac; done
+host=$1; shift
+core=$(( ${{host#h}} % {cores} ))
+export LAB_COMMAND="$*"
+exec ip netns exec {prefix}$host unshare --uts --ipc --mount sh -c '
+  hostname '"$host"' && mount -t tmpfs -o size=4g tmpfs /dev/shm && exec taskset -c '"$core"' sh -c "$LAB_COMMAND"'
+"""
+
+
+class LabError(RuntimeError):
+    """The laboratory could not be built or changed."""
+
+
+def missing() -> str | None:
+    """Why there can be no laboratory here; None where there can."""
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"The programs {', '.join(absent)} are not installed (Debian: iproute2, util-linux)."
+    if os.geteuid() != 0:
+        return "Network namespaces need root."
+    return None
+
+
+class Lab:
+    """N hosts, for a `with` block or until `down`.
+
+    Args:
+        hosts: N. rate: of each link and direction as tc writes it ("1gbit"), None: not shaped. prefix: of all namespaces; one
+            that holds this process's number by default.
+
+    Raises:
+        LabError: not root, tools missing, or names that exist already.
+    """
+
+    def __init__(self, hosts: int, rate: str | None, prefix: str | None = None) -> None:
+        self.hosts = hosts
+        self.rate = rate
+        self.prefix = prefix if prefix is not None else f"hpctrain{os.getpid()}-"
+        self.directory = Path(tempfile.gettempdir()) / f"lab-{self.prefix.rstrip('-')}"
+
+    def __enter__(self) -> Lab:
+        self.up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.down()
+
+    @staticmethod
+    def address(host: int) -> str:
+        """IPv4 of a host's eth0."""
+        return f"10.77.0.{host + 1}"
+
+    def up(self) -> None:
+        """Make namespaces and links; what was made is taken down again where that fails."""
+        reason = missing()
+        if reason is not None:
+            raise LabError(reason)
+        if self._standing():
+            raise LabError(f"Namespaces {', '.join(self._standing())} exist already; take them down or choose another prefix.")
+        try:
+            self._make()
+        except BaseException:
+            self.down()
+            raise
+
+    def _make(self) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        agent = self.directory / "agent"
+        agent.write_text(_AGENT.format(prefix=self.prefix, cores=os.cpu_count() or 1))
+        agent.chmod(0o700)
+        switch = self.prefix + _SWITCH
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in range(self.hosts):
+            name = self._name(host)
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", switch, "link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-n", switch, "link", "set", f"port{host}", "master", "bridge", "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+        self.set_rate(self.rate)
+
+    def set_rate(self, rate: str | None) -> None:
+        """Shape all links anew, also while they carry something."""
+        self.rate = rate
+        for host in range(self.hosts):
+            for name, device in ((self._name(host), "eth0"), (self.prefix + _SWITCH, f"port{host}")):
+                _run("tc", "-n", name, "qdisc", "del", "dev", device, "root", check=False)
+                if rate is not None:
+                    shape = ("tbf", "rate", rate, "burst", _BURST, "limit", _LIMIT)
+                    _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
+
+    def bytes_sent(self) -> list[int]:
+        """What each host has sent over its link since it stands."""
+        found = []
+        for host in range(self.hosts):
+            link = json.loads(_run("ip", "-n", self._name(host), "-s", "-j", "link", "show", "eth0"))[0]
+            found.append(int(link["stats64"]["tx"]["bytes"]))
+        return found
+
+    def on_host(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on a host, on the host's core."""
+        return [str(self.directory / "agent"), f"h{host}", shlex.join(command)]
+
+    def mpiexec(self, command: Sequence[str], ranks_per_host: int = 1) -> list[str]:
+        """The command line that runs `command` as an MPICH job on all hosts, by the launcher of this Python's environment.
+
+        Raises:
+            LabError: no mpiexec.
+        """
+        launcher = find_mpiexec()
+        if launcher is None:
+            raise LabError("There is no mpiexec; install the package mpich into this environment.")
+        hosts = ",".join(f"h{host}:{ranks_per_host}" for host in range(self.hosts))
+        agent = str(self.directory / "agent")
+        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts, "-iface", "eth0"]
+        return self.on_host(0, [launcher, *options, "-n", str(self.hosts * ranks_per_host), *command])
+
+    def down(self) -> None:
+        """End what still runs on the hosts and remove everything. Safe to call again."""
+        standing = self._standing()
+        for name in standing:
+            _end_processes(name)
+        for name in standing:
+            _run("ip", "netns", "del", name, check=False)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _name(self, host: int) -> str:
+        return f"{self.prefix}h{host}"
+
+    def _standing(self) -> list[str]:
+        wanted = [self.prefix + _SWITCH, *(self._name(host) for host in range(self.hosts))]
+        return [name for name in wanted if (_NAMESPACES / name).exists()]
+
+
+def _end_processes(namespace: str) -> None:
+    """Kill what runs in a namespace of ours, until nothing does: a launcher may start more meanwhile."""
+    for _ in range(20):
+        processes = [int(word) for word in _run("ip", "netns", "pids", namespace, check=False).split()]
+        if not processes:
+            return
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    if check and done.returncode:
+        raise LabError(f"{shlex.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Make a termination an exception, so that what stands is taken down."""
+    sys.exit(128 + number)
+
+
+def take_down_at_termination() -> None:
+    """From here on SIGTERM and SIGHUP unwind `with` blocks, as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: that of the job, for `run`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", default="hpctrain-", help="of the namespaces")
+    parser.add_argument("action", choices=["up", "rate", "bytes", "down", "run"])
+    parser.add_argument("values", nargs="*", help="up, run: HOSTS RATE; rate: RATE; run: -- COMMAND...")
+    words = sys.argv[1:] if arguments is None else arguments
+    split = words.index("--") if "--" in words else len(words)
+    chosen = parser.parse_args(words[:split])
+    command = words[split + 1 :]
+    if chosen.action in ("up", "run"):
+        lab = Lab(int(chosen.values[0]), chosen.values[1], chosen.prefix)
+    else:
+        hosts = len(list(_NAMESPACES.glob(f"{chosen.prefix}h[0-9]*")))
+        lab = Lab(hosts, None, chosen.prefix)
+    if chosen.action == "up":
+        lab.up()
+    elif chosen.action == "rate":
+        lab.set_rate(chosen.values[0])
+    elif chosen.action == "bytes":
+        print(" ".join(str(count) for count in lab.bytes_sent()))
+    elif chosen.action == "down":
+        lab.down()
+    else:
+        take_down_at_termination()
+        with lab:
+            return subprocess.run(lab.mpiexec(command), env=clean_environment()).returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Step times of all averaging strategies over shaped links, beside compute-only, the wire and PyTorch's DDP, in one run.
+
+    python -m benchmarks.overlap resnet18 --peer-python PATH          # 2 hosts at 0.5, 1 and 2 Gb/s; needs root and iproute2
+    python -m benchmarks.overlap resnet18 --shared-memory             # 2 ranks on this machine, no peer
+    python -m benchmarks.overlap --report benchmarks/results/overlap-resnet18.json --plot overlap.png
+
+Each bandwidth is one job of one rank per host, each on a core of its own, and beside it one job of PyTorch on the same hosts
+(PATH is a Python that has torch). They step in turn and sleep otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
+from benchmarks.overlap_report import plot, report
+from benchmarks.shapes import SHAPES, Shape
+from hpctrain.experiment.build import AVERAGERS
+from hpctrain.testing.jobs import clean_environment, find_mpiexec
+
+# name -> (averager, options); None: the local update only
+VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "compute-only": None,
+    "blocking": ("blocking", {}),
+    "overlap": ("overlap", {}),
+    "bucketed": ("bucketed", {}),
+    "sharded": ("sharded", {"fc_exchange": "never"}),
+    "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
+    "priority": ("priority", {}),
+}
+_NEEDED = ("compute-only", "blocking")
+_ROOT = Path(__file__).resolve().parent.parent
+_PORT = 29511
+_PACKAGES = ("numpy", "mpi4py", "mpich", "onednn-cpu-gomp")
+
+
+class JobError(RuntimeError):
+    """A job ended otherwise than it should."""
+
+
+class Jobs:
+    """Processes that belong together: where one fails, all are ended."""
+
+    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+        self._directory = directory
+        self._give_up = time.monotonic() + timeout_seconds
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """Start a process in a session of its own; what it prints goes to a file."""
+        with (self._directory / f"{name}.log").open("wb") as log:
+            self._running[name] = subprocess.Popen(
+                command,
+                cwd=_ROOT,
+                env=clean_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self, name: str) -> None:
+        """Until that process has ended well.
+
+        Raises:
+            JobError: it or another one failed, or the time is up; with the end of what it printed.
+        """
+        while (code := self._running[name].poll()) is None:
+            for other, process in self._running.items():
+                if other != name and process.poll() is not None:
+                    raise JobError(f"{other} ended with exit code {process.returncode}:\n{self._tail(other)}")
+            if time.monotonic() > self._give_up:
+                raise JobError(f"{name} did not end in time:\n{self._tail(name)}")
+            time.sleep(0.1)
+        if code:
+            raise JobError(f"{name} ended with exit code {code}:\n{self._tail(name)}")
+
+    def end(self) -> None:
+        """End what still runs."""
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _tail(self, name: str) -> str:
+        return "\n".join((self._directory / f"{name}.log").read_text(errors="replace").splitlines()[-30:])
+
+
+@contextlib.contextmanager
+def jobs(timeout_seconds: float) -> Iterator[tuple[Path, Jobs]]:
+    """A temporary directory and processes, both gone at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="overlap-"))
+    running = Jobs(directory, timeout_seconds)
+    try:
+        yield directory, running
+    finally:
+        running.end()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run_on_lab(chosen: argparse.Namespace, rate: str) -> dict[str, Any]:
+    """All rounds at one bandwidth."""
+    with Lab(chosen.hosts, rate) as lab, jobs(chosen.timeout) as (directory, running):
+        ranks = lab.hosts * chosen.ranks_per_host
+        settings, out = write_settings(chosen, directory, ranks if chosen.peer_python else 0)
+        if chosen.peer_python:
+            for rank in range(ranks):
+                command = [chosen.peer_python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
+                command += ["--socket", str(directory / f"peer{rank}"), "--rank", str(rank), "--ranks", str(ranks)]
+                command += ["--master", f"{lab.address(0)}:{_PORT}"]
+                running.start(f"pytorch rank {rank}", lab.on_host(rank // chosen.ranks_per_host, command))
+        running.start("job", lab.mpiexec(rank_command(settings), chosen.ranks_per_host))
+        running.wait("job")
+        return {"rate": rate, **json.loads(out.read_text())}
+
+
+def run_on_shared_memory(chosen: argparse.Namespace) -> dict[str, Any]:
+    """All rounds on this machine, one rank a core."""
+    launcher = find_mpiexec()
+    if launcher is None:
+        raise LabError("There is no mpiexec; install the package mpich into this environment.")
+    with jobs(chosen.timeout) as (directory, running):
+        settings, out = write_settings(chosen, directory, 0)
+        ranks = chosen.hosts * chosen.ranks_per_host
+        running.start("job", [launcher, "-bind-to", "core", "-n", str(ranks), *rank_command(settings)])
+        running.wait("job")
+        return {"rate": "shared memory", **json.loads(out.read_text())}
+
+
+def rank_command(settings: Path) -> list[str]:
+    return [sys.executable, "-m", "mpi4py", "-m", "benchmarks.overlap_ranks", str(settings)]
+
+
+def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> tuple[Path, Path]:
+    """The files that the ranks read and write."""
+    path, out = directory / "settings.json", directory / "result.json"
+    values = {
+        "shape": chosen.shape.as_dict(),
+        "kernels": chosen.kernels,
+        "variants": {name: VARIANTS[name] for name in chosen.variants},
+        "rounds": chosen.rounds,
+        "out": str(out),
+        "steps": chosen.steps,
+        "warmup": chosen.warmup,
+        "progress": chosen.progress,
+        "peers": [str(directory / f"peer{rank}") for rank in range(peers)],
+    }
+    path.write_text(json.dumps(values))
+    return path, out
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured with."""
+    model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "processor": model[0] if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=SHAPES)
+    parser.add_argument("--rates", default="500mbit,1gbit,2gbit", help="as tc writes them")
+    parser.add_argument("--shared-memory", action="store_true", help="on this machine, without links")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each; the orders that are measured need 6")
+    parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread"])
+    parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn, after one that is not timed")
+    parser.add_argument("--kernels", default="onednn", choices=["onednn", "numpy"])
+    parser.add_argument("--batch", type=int, help="images per rank")
+    parser.add_argument("--pixels", type=int)
+    parser.add_argument("--peer-python", help="a Python with torch; none: no peer")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that one bandwidth may take")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="an image; needs matplotlib")
+    parser.add_argument("--report", type=Path, nargs="+", help="print the report of earlier runs' JSON; runs nothing")
+    chosen = parser.parse_args(arguments)
+    if not chosen.report:
+        if chosen.model is None:
+            parser.error(f"name a model: {', '.join(SHAPES)}")
+        shape = SHAPES[chosen.model]
+        changed = {"batch": chosen.batch or shape.batch, "pixels": chosen.pixels or shape.pixels}
+        chosen.shape = Shape(**shape.as_dict() | changed)
+        chosen.variants = choose_variants(parser, chosen.variants.split(","))
+    return chosen
+
+
+def choose_variants(parser: argparse.ArgumentParser, asked: list[str]) -> list[str]:
+    """The variants asked for, with those that all others are compared with."""
+    for name in asked:
+        if name not in VARIANTS:
+            parser.error(f"there is no variant {name}; there are {', '.join(VARIANTS)}")
+    wanted = [name for name in VARIANTS if name in asked or name in _NEEDED]
+    known = AVERAGERS.names()
+    for name in wanted:
+        choice = VARIANTS[name]
+        if choice is not None and choice[0] not in known:
+            parser.error(f"variant {name} needs the averager {choice[0]}; there are {', '.join(known)}")
+    return wanted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0 where all was measured."""
+    chosen = parse(arguments)
+    found = [json.loads(path.read_text()) for path in chosen.report] if chosen.report else [measure(chosen)]
+    for each in found:
+        report(each)
+        if chosen.plot:
+            plot(each, chosen.plot)
+    return 0
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Run all bandwidths; the file is written after each."""
+    take_down_at_termination()
+    reason = None if chosen.shared_memory else missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    name = f"overlap-{chosen.model}{'-shared-memory' if chosen.shared_memory else ''}.json"
+    out = chosen.out or _ROOT / "benchmarks/results" / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"model": chosen.model, "shape": chosen.shape.as_dict(), "machine": machine(), "runs": []}
+    for rate in ["shared"] if chosen.shared_memory else chosen.rates.split(","):
+        try:
+            run = run_on_shared_memory(chosen) if chosen.shared_memory else run_on_lab(chosen, rate)
+        except JobError as failure:
+            raise SystemExit(f"{chosen.model} at {rate}: {failure}") from None
+        result["runs"].append(run)
+        out.write_text(json.dumps(result, indent=1))
+    print(f"written: {out}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""The ranks of `overlap.py`: one job that steps all strategies in turn and measures each.
+
+Started by `overlap.py` as `python -m mpi4py -m benchmarks.overlap_ranks SETTINGS`. All strategies share one network, so they
+compute on the same memory; each has its own communicator, optimiser and buffers, and is drained when its turn ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import Shape
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.backend.backend import make_backend
+from hpctrain.backend.kernels.specs import LinearSpec
+from hpctrain.comm import mpi, progress_mode
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.counters import Counters, CountingCommunicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.loader import Batch
+from hpctrain.experiment.build import AVERAGERS
+from hpctrain.models import catalogue
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.step import TrainingStep
+
+PEER_KINDS = ("ddp", "compute-only")
+_LR = 1e-4
+_LINK_BYTES = 64 << 20  # of the message that measures the link
+_LINK_TRIALS = 3
+_POLL_SECONDS = 300e-6  # between two looks at a bare operation: what it costs the core, without the price of spinning
+_PEER_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `overlap.py` asks for.
+
+    variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: steps that open a turn
+    and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
+    warmup: untimed steps of each before all turns; strategies that order their messages by what they measure do so in them.
+    peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
+    measured. out: JSON, written by rank 0.
+    """
+
+    shape: dict[str, Any]
+    kernels: str
+    variants: dict[str, tuple[str, dict[str, Any]] | None]
+    rounds: int
+    out: str
+    lead: int = 1
+    steps: int = 1
+    warmup: int = 6
+    peers: list[str] = field(default_factory=list)
+    progress: str = "auto"
+    deadline_seconds: float = 120.0
+
+
+@dataclass
+class Variant:
+    """One strategy, ready to step."""
+
+    averager: GradientAverager
+    step: TrainingStep
+    message: SmallMessage
+    counters: Counters
+    mode: ProgressMode
+
+
+class Rank:
+    """All that one rank measures. Every method is collective."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._begin = time.perf_counter()
+        self.settings = settings
+        self.shape = Shape(**settings.shape)
+        self.world = mpi.world(settings.deadline_seconds)
+        self.progress = ProgressEngine(rank=self.world.rank, deadline_seconds=settings.deadline_seconds, abort=self.world.abort)
+        side = self.shape.pixels
+        self.network = Network(
+            catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
+        )
+        self.batch = self._made_up_batch()
+        self._number = 0
+        self.bare_comm = self._split("bare")
+        self.say("progress mode")
+        self.mode, self.mode_reason = self._progress_mode()
+        self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
+        self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
+
+    def _made_up_batch(self) -> Batch:
+        random = np.random.default_rng(self.world.rank)
+        n, side, ranks = self.shape.batch, self.shape.pixels, self.world.size
+        x = random.standard_normal((n, side, side, 3)).astype(np.float32)
+        y = random.integers(0, self.shape.classes, n)
+        ids = np.arange(n) + n * self.world.rank
+        return Batch(x, y, ids, (n,) * ranks, n * ranks, 0, 0)
+
+    def _split(self, name: str) -> Communicator:
+        comm = self.world.split(0, self.world.rank, name)
+        assert comm is not None
+        return comm
+
+    def say(self, what: str) -> None:
+        """A line on rank 0's stderr: how far the job has come, where it ends early."""
+        if self.world.rank == 0:
+            print(f"{time.perf_counter() - self._begin:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def _progress_mode(self) -> tuple[ProgressMode, str]:
+        if self.settings.progress != "auto":
+            return ProgressMode(self.settings.progress), "as asked for"
+        comm = self._split("progress")
+        hiding = progress_mode.measure(comm, self.progress, (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD))
+        return comm.broadcast_object(progress_mode.choose(hiding)), str(hiding)
+
+    def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
+        counters = Counters()
+        if choice is None:  # one rank's blocking averaging is the local update, whole
+            comm: Communicator = SingleCommunicator("gradients alone")
+            messages: Communicator = SingleCommunicator("messages alone")
+            choice = ("blocking", {})
+        else:
+            comm = CountingCommunicator(self._split(f"gradients of {name}"), counters)
+            messages = self._split(f"messages of {name}")
+        (group,) = self.network.groups.values()
+        fixed: dict[str, Any] = {"group": group, "optimizer": Sgd(momentum=0.9), "comm": comm, "progress": self.progress}
+        if "nominal_batch" in inspect.signature(AVERAGERS.find(choice[0])).parameters:
+            fixed["nominal_batch"] = self.batch.global_count
+        averager = AVERAGERS.create(choice[0], choice[1], **fixed)
+        # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
+        mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
+        message = SmallMessage(messages, self.progress, self.network.statistics.size)
+        step = TrainingStep(self.network, {"all": averager}, self.progress, message)
+        return Variant(averager, step, message, counters, mode)
+
+    def barrier(self) -> None:
+        self.progress.wait(self.progress.queue(self.bare_comm).post(self.bare_comm.ibarrier, "barrier"))
+
+    def turn(self, variant: Variant) -> dict[str, float]:
+        """One turn of one strategy: seconds, exposed waits, CPU seconds and bytes of a step.
+
+        The timed steps start and end with the previous step's messages on their way, so what such a strategy leaves to the next
+        forward is paid for; bytes are those of the whole turn.
+        """
+        settings = self.settings
+        progress_mode.apply(self.progress, variant.mode)
+        self.barrier()
+        sent, counted = sent_bytes(), variant.counters.snapshot()
+        for _ in range(settings.lead):
+            self._step(variant)
+        begin, cpu, waited = time.perf_counter(), cpu_seconds(), self.progress.waited_seconds
+        for _ in range(settings.steps):
+            self._step(variant)
+        seconds = time.perf_counter() - begin
+        cpu, waited = cpu_seconds() - cpu, self.progress.waited_seconds - waited
+        self._settle(variant)
+        steps = settings.lead + settings.steps
+        exchanged = variant.counters.since(counted).total().exchanged_bytes
+        return {
+            "step_seconds": seconds / settings.steps,
+            "waited_seconds": waited / settings.steps,
+            "cpu_seconds": cpu / settings.steps,
+            "link_bytes": (sent_bytes() - sent) / steps,
+            "payload_bytes": exchanged / steps,
+        }
+
+    def _settle(self, variant: Variant) -> None:
+        variant.averager.drain()
+        variant.message.read()
+        self.barrier()
+        progress_mode.apply(self.progress, ProgressMode.NONE)
+
+    def warm_up(self, variant: Variant) -> None:
+        """Steps that are not measured: set-up, and whatever a strategy measures by itself."""
+        progress_mode.apply(self.progress, variant.mode)
+        for _ in range(self.settings.warmup if variant.mode is not ProgressMode.NONE else 1):
+            self._step(variant)
+        self._settle(variant)
+
+    def _step(self, variant: Variant) -> None:
+        variant.step.run(self.batch, self._number, _LR)
+        self._number += 1
+        variant.message.read()
+        variant.message.post(stop=False)
+
+    def peer_turn(self, kind: str) -> dict[str, float]:
+        """The peer's turn; this rank sleeps meanwhile."""
+        assert self.peer is not None
+        self.barrier()
+        found = self.peer.turn(kind, self.settings.lead, self.settings.steps)
+        self.barrier()
+        return found
+
+    def bare(self, exchanged: int) -> dict[str, float]:
+        """A bare reduce-scatter and allgather in which each rank exchanges so many bytes in all; its CPU time and its duration.
+
+        The rank sleeps between looks, so that the CPU time is that of the messages and of the sum, not of the waiting.
+        """
+        ranks = self.world.size
+        part = exchanged // (2 * (ranks - 1) * 4)
+        counts = [part] * ranks
+        whole = self.network.groups["all"].grad[: part * ranks]
+        own = np.empty(part, np.float32)
+        self.barrier()
+        begin, cpu = time.perf_counter(), cpu_seconds()
+        for post in (
+            partial(self.bare_comm.ireduce_scatter, whole, own, counts),
+            partial(self.bare_comm.iallgather, None, whole, counts),
+        ):
+            handle = post()
+            while not handle.test():
+                time.sleep(_POLL_SECONDS)
+        seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
+        self.barrier()
+        return {"seconds": seconds, "cpu_seconds": cpu}
+
+    def link_bytes_per_second(self) -> float:
+        """What a large message from rank 0 to the last rank reaches, alone on the link; on rank 0."""
+        buffer = np.ones(_LINK_BYTES, np.uint8)
+        comm, last = self.bare_comm, self.world.size - 1
+        rates = []
+        for _ in range(_LINK_TRIALS):
+            self.barrier()
+            begin = time.perf_counter()
+            if self.world.rank == 0:
+                self.progress.wait_handle(comm.isend(buffer, last, 1), "link")
+            elif self.world.rank == last:
+                self.progress.wait_handle(comm.irecv(buffer, 0, 1), "link")
+            self.barrier()
+            rates.append(buffer.size / (time.perf_counter() - begin))
+        return float(np.median(rates))
+
+    def allreduce_seconds(self) -> dict[str, float]:
+        """Allreduce of all gradients, nonblocking and polled as `blocking` does it, and MPI's own blocking call."""
+        from mpi4py import MPI
+
+        grad = self.network.groups["all"].grad
+        found: dict[str, list[float]] = {"polled": [], "own": []}
+        for _ in range(_LINK_TRIALS):
+            for kind in found:
+                self.barrier()
+                begin = time.perf_counter()
+                if kind == "polled":
+                    self.progress.wait_handle(self.bare_comm.iallreduce(grad), "allreduce")
+                else:
+                    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, grad)
+                found[kind].append(time.perf_counter() - begin)
+        grad[...] = 0
+        return {kind: float(np.median(seconds)) for kind, seconds in found.items()}
+
+    def factored_bytes(self) -> int:
+        """What a rank exchanges in a step by formula, each linear layer's gradients or factors, whichever is less.
+
+        With n words of a layer and P ranks: 2 (P-1)/P n; for the inputs, errors and weights of a layer of K inputs and M outputs
+        at b samples a rank (P-1)/P (K b + M b P + K M).
+        """
+        ranks, b = self.world.size, self.shape.batch
+        words = 2 * self.network.groups["all"].size
+        for node in self.network.graph(1).nodes:
+            if isinstance(node.spec, LinearSpec):
+                roles = node.parameters
+                k, m = self.network.parameters[roles["weight"]].spec.shape
+                gradients = 2 * sum(self.network.parameters[name].size for name in roles.values())
+                words += min(0, k * b + m * b * ranks + k * m - gradients)
+        return round(4 * words * (ranks - 1) / ranks)
+
+
+class Peer:
+    """PyTorch's rank beside this one."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(_PEER_SECONDS)
+        give_up = time.monotonic() + _PEER_SECONDS
+        while True:  # it is there once its set-up has ended
+            try:
+                self._socket.connect(path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.1)
+        self._stream = self._socket.makefile("rw")
+        self.facts: dict[str, Any] = self._read()
+
+    def turn(self, kind: str, lead: int, steps: int) -> dict[str, float]:
+        self._stream.write(json.dumps({"kind": kind, "lead": lead, "steps": steps}) + "\n")
+        self._stream.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._stream.readline()
+        if not line:
+            raise ConnectionError("PyTorch's rank has ended.")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def sent_bytes() -> int:
+    """What eth0 has sent; 0 where there is no eth0."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    return 0
+
+
+def cpu_seconds() -> float:
+    """Of this process, all threads, in user and kernel mode."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measure(rank: Rank) -> dict[str, Any]:
+    """All rounds; the order within a round moves on by one each time, so that nobody always comes after the same one."""
+    settings = rank.settings
+    rank.say("link")
+    payloads = {"gradients": 8 * rank.network.groups["all"].size * (rank.world.size - 1) // rank.world.size}
+    payloads["factors"] = rank.factored_bytes()
+    turns: dict[str, Callable[[], dict[str, float]]] = {
+        name: partial(rank.turn, variant) for name, variant in rank.variants.items()
+    }
+    if rank.peer is not None:
+        turns |= {f"peer {kind}": partial(rank.peer_turn, kind) for kind in PEER_KINDS}
+    turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
+    facts = {
+        "payload_bytes": payloads,
+        "parameters": rank.network.groups["all"].size,
+        "link_bytes_per_second": rank.link_bytes_per_second(),
+        "allreduce_seconds": rank.allreduce_seconds(),
+        "ranks": rank.world.size,
+        "mpi": mpi.describe(),
+        "progress": f"{rank.mode}: {rank.mode_reason}",
+        "peer": None if rank.peer is None else rank.peer.facts,
+    }
+    for name, variant in rank.variants.items():
+        rank.say(f"warm-up of {name}")
+        rank.warm_up(variant)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
+    names = list(turns)
+    for number in range(settings.rounds):
+        at = number % len(names)
+        rank.say(f"round {number + 1} of {settings.rounds}")
+        for name in names[at:] + names[:at]:
+            found[name].append(turns[name]())
+    return {"facts": facts, "rounds": found}
+
+
+def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:
+    """What the ranks measured of the same turn, averaged: one that starts its timed steps late ends them early."""
+    return {
+        name: [
+            {key: float(np.mean([each[name][number][key] for each in all_ranks])) for key in turn}
+            for number, turn in enumerate(turns)
+        ]
+        for name, turns in all_ranks[0].items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    settings = Settings(**json.loads(Path(path).read_text()))
+    rank = Rank(settings)
+    found = measure(rank)
+    everyone = rank.world.allgather_object(found["rounds"])
+    if rank.world.rank == 0:
+        result = {"settings": asdict(settings), "facts": found["facts"], "rounds": mean_over_ranks(everyone)}
+        Path(settings.out).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

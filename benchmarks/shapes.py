@@ -1,0 +1,40 @@
+"""Networks that benchmarks train on made-up images. The sizes are such that computing and sending take about equally long."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A network, its images and how many of them a rank takes in a step.
+
+    family, depth, width, classes: as in the catalogue of models. pixels: height and width of an image. batch: images per rank.
+    """
+
+    family: str
+    depth: int
+    width: float
+    classes: int
+    pixels: int
+    batch: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the family's builder."""
+        return {"depth": self.depth, "width": self.width, "classes": self.classes}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+# vgg16 has half the channels and hidden features of the published one: the same layers, the same shares of parameters (92 % in
+# the classifier) and of multiply-adds, a quarter of both. vgg16-full is the published one.
+SHAPES = {
+    "vgg16": Shape("vgg", 16, 0.5, 1000, 64, 32),
+    "vgg16-full": Shape("vgg", 16, 1.0, 1000, 64, 32),
+    "resnet18": Shape("resnet", 18, 1.0, 1000, 64, 32),
+    "resnet50": Shape("resnet", 50, 1.0, 1000, 64, 16),
+}
