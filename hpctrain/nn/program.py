@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.kernels.base import Array, Buffers, LossOperator, LossSums, Operator, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
+from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.memory import pack
 from hpctrain.nn.parameter import Parameter
@@ -112,6 +112,7 @@ class Program:
         if not step.parameters:
             return
         if step.factors is not None and hooks.takes_factors(step.parameters):
+            step.operator.finish_output_grad()
             hooks.error_ready(step.parameters, step.factors[1])
             return
         step.operator.backward_parameters()
@@ -242,7 +243,7 @@ class _Binder:
         return tuple(own.values())
 
     def _factors(self, step: PlannedStep) -> tuple[Array, Array] | None:
-        if step.node is None or not isinstance(step.node.spec, LinearSpec) or not self._plan.training:
+        if not step.operator.gives_factors or not self._plan.training:
             return None
         return self.activation(step.inputs[0]), self.gradient(step.output)
 

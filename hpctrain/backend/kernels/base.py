@@ -90,6 +90,8 @@ class Operator(ABC):
     needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output. What nobody needs is reused.
     in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
+    gives_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N,
+        once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
     """
 
     spec: Spec
@@ -100,6 +102,7 @@ class Operator(ABC):
     in_place: ClassVar[bool] = False
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
+    gives_factors: ClassVar[bool] = False
     saved_bytes: int = 0
     scratch_bytes: int = 0
 
@@ -113,6 +116,9 @@ class Operator(ABC):
 
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
         """Write the parameters' gradients from output_grad (and inputs)."""
+
+    def finish_output_grad(self) -> None:  # noqa: B027  only a fused activation has something left to do
+        """Make output_grad the gradient of the linear map's own output: that of an activation fused behind it is applied."""
 
     @abstractmethod
     def backward_input(self) -> None:

@@ -16,6 +16,7 @@ class LinearOperator(Operator):
     """y = x @ weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
+    gives_factors = True
 
     def __init__(self, engine: Engine, spec: LinearSpec | WithRelu, x: TensorSpec, *, training: bool) -> None:
         relu = isinstance(spec, WithRelu)
@@ -81,18 +82,18 @@ class LinearOperator(Operator):
         self._forward()
         self._masked = False
 
-    def _mask_gradient(self) -> None:
+    def finish_output_grad(self) -> None:
         """Once per backward, whichever half comes first."""
         if self._mask is not None and not self._masked:
             self._apply_mask()
             self._masked = True
 
     def backward_parameters(self) -> None:
-        self._mask_gradient()
+        self.finish_output_grad()
         self._backward_weights()
 
     def backward_input(self) -> None:
         if self._backward_data is None:
             return
-        self._mask_gradient()
+        self.finish_output_grad()
         self._backward_data()
