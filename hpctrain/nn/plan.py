@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from hpctrain.backend.kernels.base import KernelSet, Operator
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.errors import BackendError
 from hpctrain.nn.memory import Block
 
 
@@ -90,16 +91,26 @@ def _make_steps(graph: Graph, kernels: KernelSet, training: bool) -> ExecutionPl
 
     for node in graph.nodes:
         specs = tuple(tensors[i] for i in node.inputs)
-        operator = (
-            node.spec.operator(tuple(spec.plain() for spec in specs), training=training)
-            if isinstance(node.spec, SelfMade)
-            else kernels.make(node.spec, specs, training=training)
-        )
+        operator = _make_operator(node, specs, kernels, training)
         inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
         tensors[node.output] = operator.output
         steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
     output = in_layout(graph.output, tensors[graph.output].plain())
     return ExecutionPlan(steps, tensors, output, training)
+
+
+def _make_operator(node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool) -> Operator:
+    """
+    Raises:
+        BackendError: the kernel set refuses; the message is prefixed with the layer's name.
+    """
+    if isinstance(node.spec, SelfMade):
+        return node.spec.operator(tuple(spec.plain() for spec in inputs), training=training)
+    try:
+        return kernels.make(node.spec, inputs, training=training)
+    except BackendError as error:
+        error.args = (f"Layer {node.name}: {error}",)
+        raise
 
 
 def _find_gradients(plan: ExecutionPlan, input_gradient: bool) -> None:
