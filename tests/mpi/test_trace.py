@@ -1,0 +1,126 @@
+"""A traced training on several ranks: one file, one clock, a table that adds up."""
+
+import json
+import time
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.clock import measure_offset
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.data.loader import Batch
+from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+from hpctrain.testing import nets
+from hpctrain.testing.training import Task, batches
+from hpctrain.trace.tracer import Tracer
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.step import TrainingStep
+from hpctrain.train.tracing import traced_optimizer, traced_steps
+
+LATE_SECONDS = 0.05
+STEPS = 5
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_clocks_of_one_machine_are_the_same_clock(world: Communicator, progress: ProgressEngine) -> None:
+    found = measure_offset(world, progress.wait_handle)  # perf_counter is the machine's: its true offset is 0
+    assert abs(found.offset_ns) <= found.error_ns
+
+
+def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
+    """A few steps, to each of which the last rank comes late."""
+    task = Task(partial(nets.plain), NumpyKernelSet(), Sgd, steps=STEPS, synchronised=False)
+    progress = ProgressEngine(rank=world.rank, deadline_seconds=30, abort=world.abort, trace=tracer)
+    network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed)
+    averagers = {
+        name: Blocking(group, traced_optimizer(Sgd(), tracer), world, progress) for name, group in network.groups.items()
+    }
+    messages = world.split(0, world.rank, "messages")
+    assert messages is not None
+    message = SmallMessage(messages, progress, network.statistics.size)
+    step = TrainingStep(network, averagers, progress, message)
+    report = TraceReport(world, progress, tracer)
+
+    def loaded() -> Generator[Batch, None, None]:
+        for batch in batches(task, world.rank, world.size):
+            if world.rank == world.size - 1:
+                time.sleep(LATE_SECONDS)
+            yield batch
+
+    for number, batch in enumerate(traced_steps(loaded(), tracer)):
+        step.run(batch, number, task.lr)
+        message.post(stop=False)
+        message.read()
+    return report.finish(directory, {"kernels": "numpy"})
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_one_file_and_one_table_of_all_ranks(world: Communicator, tmp_path: Path) -> None:
+    said = _run(world, Tracer(20_000), tmp_path)
+    if world.rank != 0:
+        assert said == []
+        assert list(tmp_path.iterdir()) == []
+        return
+    trace = json.loads((tmp_path / TRACE_FILE).read_text())
+    events = trace["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(world.size))
+    assert trace["otherData"]["ranks"] == world.size
+    assert trace["otherData"]["kernels"] == "numpy"
+    error_seconds = trace["otherData"]["clock_error_seconds"]
+    assert (error_seconds > 0) == (world.size > 1)
+    steps = [event for event in events if event["cat" if "cat" in event else "ph"] == "step"]
+    assert len(steps) == STEPS * world.size
+
+    content = json.loads((tmp_path / TABLE_FILE).read_text())
+    for table in (content["table"], *content["per_rank"]):
+        spent = sum(row["compute_seconds"] + row["exposed_seconds"] for row in table["rows"])
+        assert spent + table["left_over_seconds"] == pytest.approx(table["step_seconds"], rel=1e-6)
+    assert len(content["per_rank"]) == world.size
+    rows = {row["name"]: row for row in content["table"]["rows"]}
+    assert {"optimizer update", "data loading", "loss", "input copy", "all gradients", "step message"} <= rows.keys()
+    late = rows["all gradients"]["late"]
+    if world.size == 1:
+        assert late is None
+        return
+    assert late["rank"] == world.size - 1
+    assert late["share"] == 1.0
+    assert late["behind_first_seconds"] > LATE_SECONDS / 2
+    # the others wait for it, and that is exposed
+    assert rows["all gradients"]["exposed_seconds"] > LATE_SECONDS / 2 * (world.size - 1) / world.size
+    assert any(f"rank {world.size - 1} by" in line for line in said)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_a_receive_never_completes_before_the_send_was_posted(world: Communicator, tmp_path: Path) -> None:
+    """On one clock, no rank knows of the sum before the last one has posted its part, to within the clocks' error."""
+    _run(world, Tracer(20_000), tmp_path)
+    if world.rank != 0:
+        return
+    trace = json.loads((tmp_path / TRACE_FILE).read_text())
+    error_us = trace["otherData"]["clock_error_seconds"] * 1e6
+    begins: dict[int, list[float]] = {}
+    ends: dict[int, list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event["name"] == "all gradients" and event["ph"] in "be":
+            sequence = int(event["id"].split(".")[-1])
+            (begins if event["ph"] == "b" else ends).setdefault(sequence, []).append(event["ts"])
+    assert len(begins) == STEPS
+    for sequence, posted in begins.items():
+        assert len(posted) == len(ends[sequence]) == world.size
+        assert np.min(ends[sequence]) >= np.max(posted) - 2 * error_us - 1e-3
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_rank_without_room_is_told_of(world: Communicator, tmp_path: Path) -> None:
+    said = _run(world, Tracer(3 if world.rank == 1 else 20_000), tmp_path)
+    if world.rank == 0:
+        assert any("found no room" in line for line in said)
+        assert any("no whole step" in line for line in said)
