@@ -36,8 +36,13 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def faults(error: ValidationError) -> list[tuple[KeyPath, str]]:
-    """(key path, sentence) of each fault, in the order of the schema."""
-    return [_fault(item) for item in error.errors(include_url=False)]
+    """(key path, sentence) of each fault, in the order of the schema.
+
+    A key that is missing because it is misspelt beside is one fault, not two.
+    """
+    items = error.errors(include_url=False)
+    meant = {_meant(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
+    return [_fault(item) for item in items if not (item["type"] == "missing" and tuple(item["loc"]) in meant)]
 
 
 def show(value: Any) -> str:
@@ -52,6 +57,12 @@ def show(value: Any) -> str:
 
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def nearest_sibling(path: KeyPath) -> str:
+    """'; did you mean "x"' for a key that no mapping of the schema has; nothing where none is near."""
+    near = _meant(path) if path else None
+    return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
 
 
 def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
@@ -93,13 +104,20 @@ def _meaning(path: KeyPath) -> str:
     return f": {description}" if description else "."
 
 
+def _meant(path: KeyPath) -> KeyPath | None:
+    """The key of the same mapping that an unknown one is nearest to."""
+    section = section_at(path[:-1])
+    near = _nearest(str(path[-1]), section.model_fields if section is not None else ())
+    return None if near is None else (*path[:-1], near)
+
+
 def _nearest_key(path: KeyPath) -> str:
     """The nearest key of the same mapping, else one of that name elsewhere, else all keys of the mapping."""
     section = section_at(path[:-1])
     keys = tuple(section.model_fields) if section is not None else ()
-    near = _nearest(str(path[-1]), keys)
+    near = _meant(path)
     if near is not None:
-        return f'the nearest known key is "{dotted((*path[:-1], near))}"'
+        return f'the nearest known key is "{dotted(near)}"'
     elsewhere = next((known for known in known_paths() if known[-1] == path[-1]), None)
     if elsewhere is not None:
         return f'the nearest known key is "{dotted(elsewhere)}"'

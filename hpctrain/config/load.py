@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.faults import faults, section_at
+from hpctrain.config.faults import faults, nearest_sibling, section_at
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
@@ -97,6 +97,7 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {"name": data}
     if data is None:
         raise ConfigError(
-            f'{label}: There is no {dotted(path)}, so its item "{key}" cannot be set; set {dotted(path)} as a whole.'
+            f'{label}: There is no {dotted(path)}, so its item "{key}" cannot be set{nearest_sibling(path)}; '
+            f"set {dotted(path)} as a whole."
         )
     raise ConfigError(f'{label}: {dotted(path) or "The configuration"} is a single value and has no "{key}".')

@@ -1,0 +1,80 @@
+"""`hpctrain config`: what it prints, how it ends, and that the shipped configurations pass."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from hpctrain.config.load import load
+from hpctrain.config.schema import Config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def test_there_are_configurations() -> None:
+    assert "quickstart" in {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_pass(path: Path) -> None:
+    result = CliRunner().invoke(cli, ["config", "check", str(path)])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("ok: ")
+
+
+def test_show_gives_what_would_run() -> None:
+    path = str(CONFIGS[0])
+    result = CliRunner().invoke(cli, ["config", "show", path, "optimizer.lr=2e-1"])
+    assert result.exit_code == 0, result.output
+    assert Config.model_validate(yaml.safe_load(result.output)) == load(path, ["optimizer.lr=0.2"])[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.momentun=0.9", ["momentum"]),
+        ("model.width=abc", ["width"]),
+        ("model=resnet51", ["resnet50"]),
+        ("schedule=cosinus", ["cosine"]),
+        ("averager=blockin", ["blocking"]),
+        ("data.augment=[{name: flipp}]", ["flip"]),
+        ("micro_batches=100000", ["micro_batches"]),
+        ("schedule.warmup_epochs=1000", ["warmup_epochs"]),
+    ],
+)
+def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str]) -> None:
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    result = CliRunner().invoke(cli, ["config", "check", str(path), override])
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words), result.output
+    assert f'override "{override}"' in result.output
+
+
+def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    result = CliRunner().invoke(cli, ["config", "check", str(path), "dtype=float64", "backend=onednn"])
+    assert result.exit_code == 2
+    assert "float32 only" in result.output
+
+
+def test_the_schema_is_json() -> None:
+    result = CliRunner().invoke(cli, ["config", "schema"])
+    assert result.exit_code == 0
+    assert "properties" in json.loads(result.output)
+
+
+def test_check_needs_neither_mpi_nor_data() -> None:
+    """Under a launcher's environment, with data files that do not exist, and without importing mpi4py."""
+    code = (
+        "import sys; from hpctrain.cli.main import cli\n"
+        f"try: cli(['config', 'check', {str(CONFIGS[0])!r}, 'data.train=nowhere.h5'])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not any(name.startswith('mpi4py') for name in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,111 @@
+"""Reading YAML: the same data as PyYAML's safe loader, the line of every value, and what is refused."""
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.config.source import Source, dotted, read_yaml
+from hpctrain.errors import ConfigError
+
+KEYS = st.text("abcxyz_<=~01.é", min_size=1, max_size=4)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=12)
+
+
+def leaves(tree, path=()):
+    """(path, value) of everything in a tree, itself included."""
+    yield path, tree
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+@settings(deadline=None, max_examples=40)
+@given(TREES, st.booleans())
+def test_reads_what_the_safe_loader_reads(tree, flow):
+    text = yaml.safe_dump(tree, default_flow_style=flow, allow_unicode=True)
+    data, places = read_yaml(text, "f")
+    assert data == yaml.safe_load(text)
+    assert set(places) == {path for path, _ in leaves(data)}
+
+
+NESTED = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers() | st.lists(st.integers(), min_size=1), min_size=1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), NESTED, min_size=1, max_size=4))
+def test_every_value_has_the_line_it_stands_in(tree):
+    lines = (text := yaml.safe_dump(tree, default_flow_style=False)).splitlines()
+    _, places = read_yaml(text, "f")
+    for path, value in leaves(tree):
+        if isinstance(value, int):
+            line = lines[int(places[path].removeprefix("f:")) - 1]
+            assert line.strip().split()[-1] == str(value), (path, line)
+
+
+def test_dates_stay_strings():
+    assert read_yaml("name: 2026-01-31\n", "f")[0] == {"name": "2026-01-31"}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
+def test_empty_text_is_none(text):
+    assert read_yaml(text, "f")[0] is None
+
+
+def test_merge_keys_and_aliases():
+    text = "base: &base\n  a: 1\n  b: {c: 2, d: 3}\nuse:\n  <<: *base\n  b: {c: 4}\nagain: *base\n"
+    data, places = read_yaml(text, "f")
+    assert data == yaml.safe_load(text)
+    assert places["use", "b", "c"] == "f:6"
+    assert places["use", "a"] == "f:2"
+    assert ("use", "b", "d") not in places
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: 2\na: 3\n", 3, ['"a"', "twice", "line 1"]),
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, ['"a.b"', "twice", "line 2"]),
+        ("a:\n  - {b: 1,\n     b: 2}\n", 3, ['"a.0.b"', "twice"]),
+        ("a: 1\n2: 3\n", 2, ["key 2", "quotes"]),
+        ("a: 1\nyes: 3\n", 2, ["key yes", "quotes"]),
+        ("a: 1\n? [x, y]\n: 3\n", 2, ["list or mapping"]),
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, ["not valid YAML"]),
+        ("a: 1\n\tb: 2\n", 2, ["not valid YAML"]),
+        ("a: 1\nb: *nowhere\n", 2, ["not valid YAML", "nowhere"]),
+        ("a: 1\n---\nb: 2\n", 2, ["not valid YAML"]),
+        ("a: 1\nb: !!python/object:os.system {}\n", 2, ["tag", "python/object"]),
+        ("a: 1\nb: !!python/name:os.system x\n", 2, ["not valid YAML", "python/name"]),
+        ("a: 1\nb: !mine [1]\n", 2, ["tag", "!mine"]),
+        ("a: 1\nb: &b\n  - *b\n", 2, ["b.0", "contains itself"]),
+        ("a: 1\nb: !!int x\n", 2, ["'x'"]),
+    ],
+)
+def test_refused_with_the_line(text, line, words):
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(text, "dir/f.yaml")
+    message = str(caught.value)
+    assert message.startswith(f"dir/f.yaml:{line}: ")
+    assert message.endswith(".")
+    assert all(word in message for word in words), message
+
+
+def test_control_characters_are_refused():
+    with pytest.raises(ConfigError, match=r"^f: This is not valid YAML"):
+        read_yaml("a: \x07\n", "f")
+
+
+def test_what_is_written_nowhere_lies_in_the_nearest_mapping():
+    _, places = read_yaml("a:\n  b:\n    c: 1\n", "f")
+    source = Source("f", places)
+    assert source.locate(("a", "b", "c")) == "f:3"
+    assert source.locate(("a", "b", "x", 3)) == "f:2"
+    assert source.locate(("a", "x")) == "f:1"
+    assert source.locate(("x",)) == "f:1"
+    assert Source("label", {}).locate(("a", "b")) == "label"
+    assert str(source.error(("a", "b"), "A sentence.")) == "f:2: A sentence."
+
+
+def test_dotted():
+    assert dotted(("data", "augment", 0, "padding")) == "data.augment.0.padding"
