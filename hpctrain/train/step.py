@@ -115,7 +115,9 @@ class TrainingStep:
         for number, part in enumerate(parts):
             self._hooks.start(number, self._micro_batches)
             low = int(part[0]) if len(part) else 0
-            self._pass(batch, slice(low, low + len(part)), global_step)
+            # A loss that overflows is told by the step's message, alike on every rank; NumPy's warnings would come before it.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                self._pass(batch, slice(low, low + len(part)), global_step)
             self._hooks.finish()
         for averager in self._averagers.values():
             averager.end_backward()
