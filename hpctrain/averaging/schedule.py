@@ -115,7 +115,8 @@ class Schedule:
         found: dict[Kind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
         for operation in moving:
             each = self.slices[operation.slice]
-            own = each.counts(self.ranks)[rank]
+            begin, end = each.part(rank, self.ranks)
+            own = end - begin
             if operation.kind is Kind.ALLREDUCE:
                 found[operation.kind] += 2 * (each.size - own)
             elif operation.kind is Kind.INPUTS:  # this rank's samples, the others' rows

@@ -117,18 +117,24 @@ class ShardedAverager(GradientAverager):
         assert gather is not None
         self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
         self._queues = {stream: self.progress.queue(each, self._window) for stream, each in self._comms.items()}
-        request = f"{self._request()}; {fingerprint(self.group, self._exchanging)}"
-        usable = stored is not None and (stored.request, stored.ranks) == (request, comm.size)
+        usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
         measures = any(reduce.allgather_object((self._measures_link or self._replan) and not usable))  # the same on every rank
         self._link = calibrate(reduce, self.progress) if measures else None
         if stored is not None and usable:
             self.schedule, self._replan = stored, False
         else:
-            slices = self._with_factor_slices(self._slices(self._link))
-            times = Times.unknown(tuple(self.group.parameters))
-            self.schedule = Schedule(request, comm.size, slices, self._operations(slices, times), self._window)
+            self.schedule = self.plan(self._link)
         agree(reduce, self.schedule)
         self._prepare(self.schedule)
+
+    def plan(self, link: LinkModel | None) -> Schedule:
+        """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the measured link."""
+        slices = self._with_factor_slices(self._slices(link))
+        operations = self._operations(slices, Times.unknown(tuple(self.group.parameters)), link)
+        return Schedule(self._full_request(), self.comm.size, slices, operations, self._window)
+
+    def _full_request(self) -> str:
+        return f"{self._request()}; {fingerprint(self.group, self._exchanging)}"
 
     def _prepare(self, schedule: Schedule) -> None:
         """Who owns what, buffers, the optimiser's state."""
@@ -159,10 +165,10 @@ class ShardedAverager(GradientAverager):
         exchanging = (with_factors(self.group, weight, biases) for weight, biases in self._exchanging.items())
         return tuple(sorted((*slices, *exchanging), key=lambda each: each.start))
 
-    def _operations(self, slices: Sequence[Slice], times: Times) -> tuple[Operation, ...]:
+    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         """Inputs in forward's order, then what the simulated link sends; norms between the last reduction and first gather."""
         streams = (Stream.GRADIENTS, Stream.PARAMETERS) if self._streams == 2 else (Stream.GRADIENTS, Stream.GRADIENTS)
-        link = self._link or LinkModel(0.0, 0.0)
+        link = link or LinkModel(0.0, 0.0)
         item_bytes = self.group.grad.itemsize
         sent = Simulation(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency()).order()
         inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors]
@@ -346,7 +352,7 @@ class ShardedAverager(GradientAverager):
         self.drain()
         assert self.schedule is not None
         self._replan = False
-        operations = self._operations(self.schedule.slices, self._clock.times())
+        operations = self._operations(self.schedule.slices, self._clock.times(), self._link)
         self.schedule = replace(self.schedule, operations=self._comms[Stream.GRADIENTS].broadcast_object(operations))
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ class Slice:
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
         """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
-        counts = self.counts(ranks)
-        begin = self.start + sum(counts[:rank])
-        return begin, begin + counts[rank]
+        share, more = divmod(self.units, ranks)
+        begin, end = (self.start + self.unit * (each * share + min(each, more)) for each in (rank, rank + 1))
+        return begin, end
 
 
 def even(size: int, parts: int) -> tuple[int, ...]:
@@ -117,10 +117,10 @@ def _runs(group: FlatGroup, leave_out: Collection[str]) -> Iterator[list[Segment
 
 
 def _joined(group: FlatGroup, segments: Sequence[Segment]) -> Slice:
-    first, last = segments[0], segments[-1]
+    touched = [segment for segment in segments if segment.size] or segments[:1]
+    first, last = touched[0], touched[-1]
     name = first.parameter if first is last else f"{first.parameter} .. {last.parameter}"
-    names = tuple(segment.parameter for segment in segments if segment.size)
-    return Slice(name, first.start, last.stop, min(segment.order for segment in segments), names)
+    return Slice(name, first.start, last.stop, first.order, tuple(segment.parameter for segment in touched))
 
 
 def _piece(group: FlatGroup, whole: Slice, start: int, stop: int) -> Slice:

@@ -1,0 +1,105 @@
+"""Every strategy is blocking averaging: all optimisers, any number of ranks, whatever the scheduler does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.priority import Priority
+from hpctrain.averaging.sharded import Sharded
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.optim.lars import Lars
+from hpctrain.testing import nets
+from hpctrain.testing.averaging import OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
+from hpctrain.testing.training import Result, Task, distance, train
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+STEPS = 20
+
+
+def _run(
+    strategy: str, optimizer: str, ranks: int, seed: int | None, dtype: str = "float64", steps: int = STEPS
+) -> list[np.ndarray]:
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        averager = make(strategy, optimizer, comm, virtual_engine(comm), dtype)
+        return run_steps(Watched(averager), steps)
+
+    return run_virtual(ranks, program, seed=seed)
+
+
+def _alone(optimizer: str, dtype: str = "float64", steps: int = STEPS) -> np.ndarray:
+    (alone,) = _run("blocking", optimizer, 1, None, dtype, steps)
+    return alone
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
+    alone = _alone(optimizer)
+    assert np.abs(alone - make_group().data).max() > 0.01
+    for ranks in (1, 2, 3, 7):
+        for data in _run(strategy, optimizer, ranks, None):
+            assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
+    trials = ((2, "lars, clipping", range(8)), (3, "nesterov", range(8, 16)), (5, "clipping", range(16, 23)))
+    for ranks, optimizer, seeds in trials:
+        expected = _run(strategy, optimizer, ranks, None, steps=6)[0]
+        assert np.linalg.norm(expected - _alone(optimizer, steps=6)) <= 1e-10 * np.linalg.norm(expected)
+        for seed in seeds:
+            for data in _run(strategy, optimizer, ranks, seed, steps=6):
+                assert data.tobytes() == expected.tobytes(), f"{ranks} ranks, seed {seed}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
+    exact = _alone("momentum")
+    group = make_group()
+
+    def median_distance(data: np.ndarray) -> float:
+        apart = []
+        for segment in group.segments:
+            if segment.size:
+                ours, theirs = data[segment.start : segment.stop], exact[segment.start : segment.stop]
+                apart.append(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+        return float(np.median(apart))
+
+    for seed in range(3):
+        ours, blocking = (_run(each, "momentum", 3, seed, "float32")[0] for each in (strategy, "blocking"))
+        assert median_distance(ours) <= 2 * median_distance(blocking) + 1e-6
+
+
+NETWORKS = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
+WHOLE: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
+    "sharded": (Sharded, {"bucket_bytes": 1500, "nominal_batch": 8}),
+    "priority": (Priority, {"slice_parameters": 100, "window": 1, "fc_exchange": "always"}),
+}
+
+
+@pytest.mark.parametrize("net", NETWORKS)
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_real_networks_too(strategy: str, net: str) -> None:
+    kind, options = WHOLE[strategy]
+    optimizer = partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=2.0)
+    task = Task(NETWORKS[net], NumpyKernelSet(), optimizer)
+    comm = SingleCommunicator()
+    expected = train(task, comm, _engine_of_one(comm), Blocking)
+
+    def program(comm: ThreadCommunicator) -> Result:
+        return train(task, comm, virtual_engine(comm), lambda **given: Watched(kind(**given, **options)))  # type: ignore[arg-type]
+
+    for result in run_virtual(3, program, seed=1):
+        assert distance(result.parameters, expected.parameters) < 1e-10
+
+
+def _engine_of_one(comm: SingleCommunicator) -> ProgressEngine:
+    return ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort)
