@@ -11,7 +11,8 @@ from hpctrain.config.schema import Config
 
 def dump(config: Config) -> str:
     """The whole configuration, defaults included, as YAML; `parse(dump(config))` gives an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    # Not allow_unicode: PyYAML would write U+0085 and its like as line breaks, which fold to spaces when read.
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
 def json_schema() -> dict[str, Any]:
