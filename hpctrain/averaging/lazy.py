@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.reduction import AllreduceAverager, ReductionStep
 from hpctrain.averaging.schedule import Operation
 from hpctrain.averaging.slices import Slice, fused
@@ -116,11 +117,11 @@ class Lazy(AllreduceAverager):
         self._averages = self._steps >= self.interval
         if self._averages:
             self._adopt()
-            self._averagings += 1
         super().begin_step(lr, counts)
-        due = self._max_interval > 1 and self._averagings % self._check_every == 0
-        if self._averages and due and self._check is None:
-            self._begin_check()
+        if self._averages:
+            if self._max_interval > 1 and self._averagings % self._check_every == 0 and self._check is None:
+                self._begin_check()
+            self._averagings += 1
 
     def _adopt(self) -> None:
         """The interval that an earlier averaging has led to; the same on every rank."""
@@ -167,6 +168,11 @@ class Lazy(AllreduceAverager):
         """Queue the sums of the last gradients alone, behind what the update waits for."""
         assert self.schedule is not None
         assert self._step is not None
+        if self._steps == 1:  # f is G
+            self._decision[0] = next_interval(self.interval, 1, 1.0, 1.0, 0.0, self._max_interval)
+            self._decided = Gate("interval of averaging")
+            self._decided.open()
+            return
         slices = [operation.slice for operation in self._step.operations if self._is_lazy(operation.slice)]
         self._check = check = _Check(self._step, self._steps)
         self._latest[...] = 0

@@ -1,0 +1,80 @@
+"""What is handed to the communicator in a step, counted, equals the formulas in integers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.averaging.schedule import Kind
+from hpctrain.comm.counters import Counters, CountingCommunicator
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.optim.sgd import Sgd
+from hpctrain.testing.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, make_group, one_step, shares
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+OPERATIONS = {
+    Kind.ALLREDUCE: "iallreduce",
+    Kind.REDUCE_SCATTER: "ireduce_scatter",
+    Kind.ALLGATHER: "iallgather",
+    Kind.INPUTS: "ialltoall",
+}
+ITEM_BYTES = 8
+
+
+def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tuple[Counters, dict[Kind, int]]]:
+    """Of each rank: the counters of one step, and what its schedule says."""
+    kind, options = STRATEGIES[strategy]
+
+    def program(comm: ThreadCommunicator) -> tuple[Counters, dict[Kind, int]]:
+        counters = Counters()
+        counting = CountingCommunicator(comm, counters)
+        averager = kind(make_group(), Sgd(clip_norm=clip_norm), counting, virtual_engine(comm), **options)
+        for step in range(7):  # past any ordering anew
+            one_step(averager, step)
+        averager.drain()
+        before = counters.snapshot()
+        one_step(averager, 7)
+        averager.drain()
+        assert averager.schedule is not None
+        return counters.since(before), dict(averager.schedule.exchanged(comm.rank, shares(7, ranks)))
+
+    return run_virtual(ranks, program)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_hands_over_what_its_schedule_says(strategy: str, ranks: int) -> None:
+    for counters, expected in _count(strategy, ranks):
+        expected[Kind.ALLGATHER] = expected.get(Kind.ALLGATHER, 0) + expected.pop(Kind.ERRORS, 0)
+        for kind, operation in OPERATIONS.items():
+            assert counters.total(operation=operation).exchanged_bytes == ITEM_BYTES * expected.get(kind, 0), operation
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("strategy", ["overlap", "bucketed", "sharded", "priority", "lazy, every step"])
+def test_gradients_and_parameters_together_are_one_allreduce(strategy: str, ranks: int) -> None:
+    n = make_group().size
+    total = sum(counters.total().exchanged_bytes for counters, _ in _count(strategy, ranks))
+    assert total == 2 * (ranks - 1) * n * ITEM_BYTES
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_exchange_moves_inputs_errors_and_rows(ranks: int) -> None:
+    """Per linear layer K b + M B + K M, (P - 1) / P of it on average; biases are complete without a message."""
+    linear = ((INPUTS, HIDDEN), (2, 3), (HIDDEN, OUTPUTS))
+    rest = make_group().size - sum(k * m + m for k, m in linear)
+    batch = sum(shares(7, ranks))
+    inputs = 0
+    for k, _ in linear:
+        for rank, count in enumerate(shares(7, ranks)):
+            inputs += count * (k - k // ranks - (rank < k % ranks))
+    expected = (ranks - 1) * (2 * rest + sum(m * batch + k * m for k, m in linear)) + inputs
+    total = sum(counters.total().exchanged_bytes for counters, _ in _count("sharded, exchange", ranks))
+    assert total == expected * ITEM_BYTES
+
+
+def test_clipping_costs_two_numbers_a_parameter() -> None:
+    plain, clipped = _count("sharded", 3)[0][0], _count("sharded", 3, clip_norm=1.0)[0][0]
+    assert plain.total(operation="iallreduce").operations == 0
+    norms = clipped.total(operation="iallreduce")
+    assert (norms.operations, norms.payload_bytes) == (1, 2 * 8 * len(make_group().segments))
+    assert LR > 0

@@ -1,0 +1,83 @@
+"""Sizes and orders from alpha, beta and measured times: laws of the optimum and of the simulated link."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.averaging.planning import Simulation, Times, bucket_bytes, front_first, reductions_first
+from hpctrain.averaging.slices import Slice
+from hpctrain.comm.link import LinkModel
+
+LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)
+
+
+def _exposed(size_bytes: float, total: int, ranks: int, link: LinkModel) -> float:
+    """Latency of all slices, and the transfer of the last."""
+    return (ranks - 1) * (link.alpha_seconds * total / size_bytes + size_bytes / ranks * link.beta_seconds_per_byte)
+
+
+@given(
+    st.integers(1 << 16, 1 << 30), st.integers(2, 512), st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-7)
+)
+def test_no_other_power_of_two_is_much_better(total: int, ranks: int, alpha: float, beta: float) -> None:
+    link = LinkModel(alpha, beta)
+    best = bucket_bytes(total, ranks, link)
+    assert best & (best - 1) == 0
+    others = (2.0**k for k in range(14, total.bit_length()))
+    assert all(_exposed(best, total, ranks, link) <= 1.1 * _exposed(size, total, ranks, link) for size in others)
+
+
+def test_without_a_link_to_wait_for_one_bucket_is_best() -> None:
+    assert bucket_bytes(10**8, 1, LINK) == 10**8
+    assert bucket_bytes(10**8, 4, LinkModel(1e-6, 0.0)) == 10**8
+
+
+def _slices(sizes: list[int]) -> list[Slice]:
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return [Slice(f"l{k}", int(starts[k]), int(starts[k + 1]), k, (f"l{k}",)) for k in range(len(sizes))]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12),
+    st.sampled_from([front_first, reductions_first]),
+)
+def test_every_slice_is_reduced_then_gathered_once(layers: list[tuple[int, float, float]], urgency: object) -> None:
+    slices = _slices([size for size, _, _ in layers])
+    ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
+    free = {f"l{k}": at + more for k, (_, at, more) in enumerate(layers)}
+    order = Simulation(slices, Times(ready, free), LINK, 4, 4, 8, urgency).order()  # type: ignore[arg-type]
+    assert sorted(order) == sorted((k, gather) for k in range(len(slices)) for gather in (False, True))
+    for k in range(len(slices)):
+        assert order.index((k, False)) < order.index((k, True))
+
+
+def test_late_layers_gather_under_backward_where_the_link_would_idle() -> None:
+    """The last layer's gradient is ready at once, the first one's only after a second of backward."""
+    slices, times = _slices([1000, 1000, 1000]), Times({"l0": 1.0, "l1": 0.5, "l2": 0.0}, {"l0": 1.1, "l1": 0.6, "l2": 0.1})
+    order = Simulation(slices, times, LINK, 2, 4, 8, reductions_first).order()
+    assert order == [(2, False), (2, True), (1, False), (1, True), (0, False), (0, True)]
+
+
+def test_on_a_busy_link_front_layers_overtake() -> None:
+    """All are ready before the link has sent much: by priority an early gather passes late reductions, else it waits."""
+    slices = _slices([1000, 10**6, 10**6, 10**6])
+    times = Times({"l0": 0.004, "l1": 0.003, "l2": 0.002, "l3": 0.0}, dict.fromkeys(("l0", "l1", "l2", "l3"), 0.004))
+    fast = Simulation(slices, times, LINK, 2, 4, 8, front_first).order()
+    slow = Simulation(slices, times, LINK, 2, 4, 8, reductions_first).order()
+    assert fast.index((0, True)) < fast.index((2, False))
+    assert slow[:4] == [(3, False), (2, False), (1, False), (0, False)]
+    assert fast.index((0, True)) < slow.index((0, True))
+
+
+def test_unknown_times_follow_backward() -> None:
+    times = Times.unknown(("a", "b", "c"))
+    assert sorted(times.ready, key=times.ready.__getitem__) == ["c", "b", "a"]
+    assert min(times.free.values()) > max(times.ready.values())
+
+
+@pytest.mark.parametrize("count", [3000])
+def test_thousands_of_slices_take_a_moment(count: int) -> None:
+    slices = _slices([50_000] * count)
+    times = Times.unknown([f"l{k}" for k in range(count)])
+    assert len(Simulation(slices, times, LINK, 2, 4, 8, front_first).order()) == 2 * count
