@@ -23,10 +23,12 @@ CLEARLY_BETTER = 0.9
 NEARLY_ALL = 0.8
 
 _MESSAGES = 4
-_WIRE_SECONDS = 40e-3  # wanted length of a probe's exchange: long beside a scheduler's tick, short beside a run
-_BUDGET_SECONDS = 0.7
+_WIRE_SECONDS = 20e-3  # an exchange is at least so long: long beside a scheduler's tick, short beside a run
+_BUDGET_SECONDS = 0.8
+_MOST_ROUNDS = 15
+_FEWEST_ROUNDS = 3  # of which anything is concluded
 _WIDTH = 256  # of the multiplied matrices
-_FIRST_BYTES = 1 << 18
+_FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
@@ -68,9 +70,11 @@ class Hiding:
 
 
 def choose(hiding: Hiding) -> ProgressMode:
-    """`test`, unless another mode is clearly better; then the best one."""
+    """`test`, unless another mode is clearly better in enough rounds; then the best one."""
     usual = np.array(hiding.by_round[ProgressMode.TEST])
     best, least = ProgressMode.TEST, CLEARLY_BETTER
+    if len(usual) < _FEWEST_ROUNDS:
+        return best
     for mode, times in hiding.by_round.items():
         ratio = np.array(times) / usual
         if np.median(ratio) < least and np.mean(ratio < 1.0) >= NEARLY_ALL:
@@ -96,7 +100,7 @@ def measure(
     most_bytes: int = 64 << 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Hiding:
-    """How much each mode hides, in less than a second on a network that moves a megabyte in 100 ms. Collective over `comm`.
+    """How much each mode hides, in about a second: rounds of all modes in turn, until the time is up. Collective over `comm`.
 
     The engine is left in the first mode's way; call `apply` afterwards.
 
@@ -104,18 +108,24 @@ def measure(
         operator_seconds: length of a typical operator of the run: messages move between operators only, under `test`.
         most_bytes: of all messages of one exchange, as many as the run's gradients have.
     """
+    begin = clock()
     probe = _Probe(comm, progress, clock)
-    rounds, rows, operators = probe.calibrate(operator_seconds, most_bytes)
+    rows, operators = probe.calibrate(operator_seconds, most_bytes)
     wire: list[float] = []
     compute: list[float] = []
     together: dict[ProgressMode, list[float]] = {mode: [] for mode in modes}
-    for _ in range(rounds):
+    more = True
+    while more:
+        round_begin = clock()
         apply(progress, ProgressMode.TEST)
         wire.append(probe.run(0, 0))
         compute.append(probe.run(rows, operators, messages=0))
         for mode in modes:
             apply(progress, mode)
             together[mode].append(probe.run(rows, operators))
+        now = clock()
+        in_time = now - begin + (now - round_begin) < _BUDGET_SECONDS
+        more = comm.broadcast_object(in_time and len(wire) < _MOST_ROUNDS)
     apply(progress, modes[0])
     slowest = np.max(comm.allgather_object([wire, compute, *together.values()]), axis=0)
     wire_seconds, compute_seconds = (float(value) for value in np.median(slowest[:2], axis=1))
@@ -139,28 +149,23 @@ class _Probe:
         """Of all messages of one exchange."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def calibrate(self, operator_seconds: float, most_bytes: int) -> tuple[int, int, int]:
-        """Rounds, rows of a product, products: decided by rank 0, the same on every rank. Sets the messages' size."""
+    def calibrate(self, operator_seconds: float, most_bytes: int) -> tuple[int, int]:
+        """Rows of a product (this rank's) and number of products (rank 0's, for all). Sets the messages' size.
+
+        Messages grow until an exchange is long enough: a short one may fit into a buffer on the way and look too quick.
+        """
         self.run(0, 0)  # connections are made at first use
-        wire = max(1e-6, min(self.run(0, 0) for _ in range(3)))
-        most = max(_MESSAGES * 4, most_bytes)
-        wanted = int(self.message_bytes * min(_WIRE_SECONDS / wire, 256.0))
-        size = int(self._comm.broadcast_object(min(wanted, most)))
-        self._buffers = self._make_buffers(size)
-        wire = min(self.run(0, 0) for _ in range(2))
-        rows = 64
+        size, wire, grows = _FIRST_BYTES, 0.0, True
+        while grows:
+            self._buffers = self._make_buffers(min(size, most_bytes))
+            wire = self.run(0, 0)
+            grows = bool(self._comm.broadcast_object(wire < _WIRE_SECONDS and size < most_bytes))
+            size *= 2
+        # Each rank's own rows make its operators as long as the others', however fast its core is and whatever else it does.
+        rows = self._rows_of(operator_seconds)
+        operators = int(self._comm.broadcast_object(max(2, min(100, round(wire / operator_seconds)))))
         self._make_rows(rows)
-        self.run(rows, 1, messages=0)
-        product = max(1e-7, min(self.run(rows, 1, messages=0) for _ in range(3)))
-        rows = max(1, int(rows * operator_seconds / product))
-        operators = max(2, min(1000, round(max(wire, 1e-3) / operator_seconds)))
-        probe_seconds = 2 * wire + operators * operator_seconds + 3 * max(wire, operators * operator_seconds)
-        rounds = max(3, min(15, int(_BUDGET_SECONDS / probe_seconds)))
-        # Each rank's own rows make its operators as long as the others', however fast its core is.
-        rounds, operators = self._comm.broadcast_object((rounds, operators))
-        self._make_rows(rows)
-        self.run(rows, 1, messages=0)
-        return rounds, rows, operators
+        return rows, operators
 
     def run(self, rows: int, operators: int, messages: int = _MESSAGES) -> float:
         """Seconds from posting until all is computed and received. All ranks start together."""
@@ -176,6 +181,17 @@ class _Probe:
                 self._progress.operator_done()
         self._progress.wait(tickets)
         return self._clock() - begin
+
+    def _rows_of(self, operator_seconds: float) -> int:
+        """How many rows make a product last so long. Not collective."""
+        rows, product = 32, 0.0
+        while product < operator_seconds / 2:
+            rows *= 2
+            self._make_rows(rows)
+            begin = self._clock()
+            np.matmul(self._left, self._right, out=self._product)
+            product = self._clock() - begin
+        return max(1, int(rows * operator_seconds / product))
 
     def _make_buffers(self, size_bytes: int) -> list[np.ndarray]:
         return [np.zeros(max(1, size_bytes // (4 * _MESSAGES)), np.float32) for _ in range(_MESSAGES)]

@@ -121,7 +121,7 @@ def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
     waits, left_over = _program_time(inside, names, rows)
     total_communication = _communication(events, names, rows, window, waits)
     per_step = _SECONDS / steps
-    made = [_row(name, values, per_step) for name, values in rows.items()]
+    made = _ordered(_row(name, values, per_step) for name, values in rows.items())
     compute = sum(row.compute_seconds for row in made)
     exposed = sum(row.exposed_seconds for row in made)
     hidden = total_communication - intervals.common(_flying(events, window), waits)
@@ -208,6 +208,11 @@ def _add(rows: dict[str, dict[str, float]], name: str, kind: str, column: str, v
     row[column] = row.get(column, 0.0) + value
 
 
+def _ordered(rows: Iterable[Row]) -> list[Row]:
+    """Layers in forward order, then communication, then other work."""
+    return sorted(rows, key=lambda row: _KINDS.index(row.kind))
+
+
 def _row(name: str, values: Mapping[str, float], per_step: float) -> Row:
     phases = {phase: values.get(phase, 0.0) * per_step for phase in ("forward", "parameters", "input")}
     return Row(
@@ -243,7 +248,7 @@ def merge(tables: Sequence[TimeTable], late: Mapping[str, Late]) -> TimeTable:
         for row in table.rows:
             rows.setdefault(row.name, []).append(row)
     count = len(tables)
-    merged = tuple(replace(_mean(same, count), late=late.get(name)) for name, same in rows.items())
+    merged = tuple(_ordered(replace(_mean(same, count), late=late.get(name)) for name, same in rows.items()))
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / count

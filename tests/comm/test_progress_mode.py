@@ -25,6 +25,7 @@ def _hiding(**times: tuple[float, ...]) -> Hiding:
         ({"test": (80, 80, 80), "none": (90, 90, 90), "thread": (50, 99, 51)}, TEST),  # once it was much worse
         ({"test": (80, 80, 200), "none": (90, 90, 90), "thread": (79, 79, 79)}, TEST),  # one slow round decides nothing
         ({"test": (80, 80, 80), "none": (90, 90, 90)}, TEST),  # no thread allowed
+        ({"test": (80, 80), "none": (90, 90), "thread": (50, 50)}, TEST),  # too few rounds
     ],
 )
 def test_only_what_is_clearly_better_is_chosen(times: dict[str, tuple[float, ...]], mode: ProgressMode) -> None:
@@ -64,5 +65,5 @@ def test_a_measurement_is_the_same_on_all_ranks(ranks: int) -> None:
     found = run_virtual(ranks, work)
     assert all(each == found[0] for each in found)
     assert found[0].by_round.keys() == {TEST, NONE}
-    assert 16 <= found[0].message_bytes <= 40_000
+    assert 4 <= found[0].message_bytes <= 40_000
     assert min(min(times) for times in found[0].by_round.values()) > 0
