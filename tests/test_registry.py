@@ -1,26 +1,128 @@
 """Registries: names are module names, options are keywords, and every refusal names what is near."""
 
+import sys
+import textwrap
+from enum import StrEnum
+from fractions import Fraction
+from typing import Literal
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.registry import OptionError, Registry
+from hpctrain.registry import OptionError, Registry, check_options
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
 
+MODULES = {
+    "__init__": 'NOT_REGISTERED = ("helper",)',
+    "base": "class Animal: ...",
+    "helper": "raise RuntimeError('imported')",
+    "_private": "raise RuntimeError('imported')",
+    "broken": "raise RuntimeError('imported')",
+    "cat": """
+        from animals.base import Animal
+        from animals.parts import Furry
+        class _Hidden(Animal): ...
+        class Unrelated: ...
+        class Cat(Furry):
+            def __init__(self, owner, *, lives: int = 9, name_of: str = "Tom"):
+                self.owner, self.lives, self.name_of = owner, lives, name_of
+        Alias = Cat
+        def build(): ...
+    """,
+    "parts": "from animals.base import Animal\nclass Furry(Animal): ...",
+    "pair": "from animals.base import Animal\nclass A(Animal): ...\nclass B(Animal): ...",
+    "empty": "",
+}
 
-def test_names_are_modules_without_helpers() -> None:
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+def sample(
+    count: int,
+    rate: float = 0.5,
+    flag: bool = False,
+    pair: tuple[float, float] = (0.0, 1.0),
+    mode: Literal["a", "b"] = "a",
+    colour: Colour = Colour.RED,
+    limit: float | None = None,
+    anything=None,
+    fraction: Fraction = Fraction(1),
+) -> None:
+    """A callable with one parameter of each kind."""
+
+
+@pytest.fixture
+def animals(tmp_path, monkeypatch):
+    """The registry of a package `animals` made of MODULES."""
+    package = tmp_path / "animals"
+    package.mkdir()
+    for name, text in MODULES.items():
+        (package / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from animals.base import Animal
+
+    yield Registry("animals", "animal", Animal)
+    for name in [name for name in sys.modules if name.split(".")[0] == "animals"]:
+        del sys.modules[name]
+
+
+def test_names_are_modules_without_helpers():
     assert OPTIMIZERS.names() == ("lars", "sgd")
 
 
-def test_a_name_finds_its_class() -> None:
+def test_a_name_finds_its_class():
     assert OPTIMIZERS.find("sgd") is Sgd
     assert OPTIMIZERS.find("lars") is Lars
 
 
-def test_options_are_the_constructors_keywords() -> None:
+def test_listing_names_imports_none_of_the_modules(animals):
+    assert animals.names() == ("broken", "cat", "empty", "pair", "parts")
+    assert {name for name in sys.modules if name.startswith("animals.")} == {"animals.base"}
+
+
+def test_the_entry_is_the_modules_own_public_subclass(animals):
+    assert animals.find("cat").__name__ == "Cat"
+    assert animals.find("parts").__name__ == "Furry"
+
+
+def test_without_a_base_the_entry_is_build(animals):
+    builders = Registry("animals", "builder", None)
+    assert builders.find("cat").__name__ == "build"
+    with pytest.raises(ConfigError, match=r"animals\.pair must define a function build; it defines 0\."):
+        builders.find("pair")
+
+
+@pytest.mark.parametrize(("name", "count"), [("pair", 2), ("empty", 0)])
+def test_a_module_with_another_number_of_entries_is_refused(animals, name, count):
+    with pytest.raises(ConfigError, match=f"exactly one public subclass of Animal; it defines {count}"):
+        animals.find(name)
+
+
+@pytest.mark.parametrize("name", ["base", "helper", "_private", "__init__", "catt", "cat.Cat", "", "..", "os"])
+def test_other_names_are_refused_and_not_imported(animals, name):
+    with pytest.raises(ConfigError, match=r'^There is no animal ".*"; .*"cat"'):
+        animals.find(name)
+
+
+def test_an_error_inside_a_module_is_not_hidden(animals):
+    with pytest.raises(RuntimeError, match="imported"):
+        animals.find("broken")
+
+
+def test_an_object_is_made_from_options_and_the_programs_own_keywords(animals):
+    cat = animals.create("cat", {"lives": 7}, owner=[1])
+    assert (cat.owner, cat.lives, cat.name_of) == ([1], 7, "Tom")
+
+
+def test_options_are_the_constructors_keywords():
     made = OPTIMIZERS.create("sgd", {"momentum": 0, "clip_norm": 2})
     assert isinstance(made, Sgd)
     assert made.clip_norm == 2.0
@@ -31,20 +133,118 @@ def test_options_are_the_constructors_keywords() -> None:
     [
         ("sgdd", {}, ['no optimizer "sgdd"', '"sgd"']),
         ("base", {}, ['no optimizer "base"']),
-        ("sgd", {"momentun": 0.9}, ['"momentun"', '"momentum"']),
+        ("sgd", {"momentun": 0.9}, ['"momentun"', 'nearest is "momentum"']),
+        ("sgd", {"zzz": 0.9}, ['"zzz"', '"momentum"', '"clip_norm"']),
         ("sgd", {"momentum": "high"}, ['"momentum"', '"high"', "number"]),
         ("sgd", {"nesterov": 1}, ['"nesterov"', "boolean"]),
         ("sgd", {"decay_exclude": "some"}, ['"decay_exclude"', "norm_and_bias"]),
+        ("sgd", {"self": 1}, ['"self"']),
     ],
 )
-def test_a_refusal_is_one_sentence(name: str, options: dict[str, object], words: list[str]) -> None:
+def test_a_refusal_is_one_sentence(name, options, words):
     for attempt in (OPTIMIZERS.check, OPTIMIZERS.create):
         with pytest.raises(ConfigError) as caught:
             attempt(name, options)
         assert all(word in str(caught.value) for word in words), caught.value
         assert str(caught.value).endswith(".")
+        assert "\n" not in str(caught.value)
 
 
-def test_what_the_program_gives_is_no_option() -> None:
+def test_what_the_program_gives_is_no_option(animals):
+    with pytest.raises(OptionError, match="set by the program") as caught:
+        animals.check("cat", {"owner": 1}, reserved=["owner"])
+    assert caught.value.option == "owner"
     with pytest.raises(OptionError, match="set by the program"):
-        OPTIMIZERS.check("sgd", {"momentum": 0.9}, reserved=["momentum"])
+        animals.create("cat", {"owner": 1}, owner=2)
+    with pytest.raises(OptionError, match='has no option "ownr"; the nearest') as caught:
+        animals.check("cat", {"ownr": 1}, reserved=["lives"])
+    with pytest.raises(OptionError, match='has no option "lifes"') as caught:
+        animals.check("cat", {"lifes": 1}, reserved=["lives", "owner"])
+    assert '"lives"' not in str(caught.value)
+
+
+def test_a_needed_option_must_be_there_unless_the_program_gives_it(animals):
+    with pytest.raises(OptionError, match=r'^Animal "cat" needs the option "owner"') as caught:
+        animals.check("cat", {})
+    assert caught.value.option == "owner"
+    animals.check("cat", {}, reserved=["owner"])
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"count": 3}, 3),
+        ({"rate": 1}, 1.0),
+        ({"flag": True}, True),
+        ({"pair": (1, 2)}, (1.0, 2.0)),
+        ({"pair": [1, 2]}, (1.0, 2.0)),
+        ({"mode": "b"}, "b"),
+        ({"colour": "red"}, Colour.RED),
+        ({"limit": None}, None),
+        ({"limit": 2}, 2.0),
+        ({"anything": {"deep": [1]}}, {"deep": [1]}),
+        ({"fraction": Fraction(1, 3)}, Fraction(1, 3)),
+    ],
+)
+def test_values_become_the_annotated_type(given, made):
+    (key,) = given
+    value = check_options(sample, "sample", {"count": 1} | given)[key]
+    assert value == made
+    assert type(value) is type(made)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("count", True),
+        ("count", 1.5),
+        ("count", "3"),
+        ("count", None),
+        ("rate", False),
+        ("rate", "0.5"),
+        ("flag", 1),
+        ("flag", "yes"),
+        ("pair", 3),
+        ("pair", [1]),
+        ("pair", [1, "x"]),
+        ("pair", [1, True]),
+        ("mode", "c"),
+        ("mode", 1),
+        ("colour", "blue"),
+        ("limit", ""),
+    ],
+)
+def test_values_of_another_type_are_refused(key, value):
+    with pytest.raises(OptionError, match=f'^Option "{key}" of sample is .*, but .*\\.$') as caught:
+        check_options(sample, "sample", {"count": 1} | {key: value})
+    assert caught.value.option == key
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_pass_unchanged_to_the_last_bit(value):
+    assert check_options(sample, "sample", {"count": 1, "rate": value})["rate"].hex() == value.hex()
+
+
+def test_a_callable_that_takes_anything_gets_anything():
+    def open_ended(first: int, **rest: object) -> None: ...
+
+    assert check_options(open_ended, "it", {"first": 1, "other": [2]}) == {"first": 1, "other": [2]}
+    with pytest.raises(OptionError, match='needs the option "first"'):
+        check_options(open_ended, "it", {"other": 2})
+
+
+def test_a_callable_without_options_says_so():
+    def nothing() -> None: ...
+
+    def one(only: int = 0) -> None: ...
+
+    with pytest.raises(OptionError, match=r'^It has no option "x"; there are none\.$'):
+        check_options(nothing, "it", {"x": 1})
+    with pytest.raises(OptionError, match=r'^It has no option "x"; there is only "only"\.$'):
+        check_options(one, "it", {"x": 1})
+
+
+def test_an_annotation_for_type_checkers_only_is_not_checked():
+    def hidden(path: "NotImported") -> None: ...  # noqa: F821
+
+    assert check_options(hidden, "it", {"path": [1]}) == {"path": [1]}

@@ -60,7 +60,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def nearest_sibling(path: KeyPath) -> str:
-    """'; did you mean "x"' for a key that no mapping of the schema has; nothing where none is near."""
+    """'; the nearest known key is "x"' for a key that its mapping does not have; empty where none is near."""
     near = _meant(path) if path else None
     return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
 

@@ -118,7 +118,8 @@ class _Reader:
         result = {}
         for key_node, value_node in node.value:
             inner = (*path, key_node.value)
-            self._forget(inner)
+            if inner in self.places:
+                self._forget(inner)
             self.places[inner] = self._place(key_node)
             result[key_node.value] = self._value(value_node, inner)
         return result

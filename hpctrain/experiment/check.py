@@ -101,11 +101,11 @@ def _error(attempt: Callable[[Options], object], options: Options) -> HpctrainEr
 
 
 def _culprit(error: HpctrainError, options: Options, attempt: Callable[[Options], object]) -> str:
-    """The option without which the error is gone or another one; "name" where there is none."""
+    """The option without which the error is gone, else the one without which it is another one, else "name"."""
     if isinstance(error, OptionError) and error.option in options:
         return error.option
-    for key in options:
-        left = _error(attempt, {other: value for other, value in options.items() if other != key})
-        if left is None or str(left) != str(error):
-            return key
-    return "name"
+    left = {key: _error(attempt, {other: options[other] for other in options if other != key}) for key in options}
+    gone = (key for key, after in left.items() if after is None)
+    # Without a needed option the complaint is that it is missing.
+    changed = (key for key, after in left.items() if str(after) != str(error))
+    return next(gone, next(changed, "name"))

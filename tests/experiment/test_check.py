@@ -1,0 +1,180 @@
+"""Checks of names, options and values that must fit: each fault at its own place, all at once, without data."""
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config.load import load, parse
+from hpctrain.errors import ConfigError
+from hpctrain.experiment import build
+from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS, check_names
+from hpctrain.models import catalogue
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+TEXT = """\
+model:
+  name: resnet20
+  width: 0.5
+data:
+  train: nowhere.h5
+  augment:
+    - name: pad_crop
+      padding: 2
+    - flip
+  evaluate_augment:
+    - name: center_crop
+      size: 24
+batch: 9
+epochs: 7
+optimizer:
+  name: sgd
+  lr: 0.1
+  momentum: 0.9
+schedule:
+  name: step
+  milestones_epochs: [3, 5]
+averager:
+  name: blocking
+grid:
+  cols: 3
+"""
+
+
+def faults(text, *overrides):
+    """The lines of the error."""
+    config, source = parse(text, "f.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_names(config, source)
+    return str(caught.value).splitlines()
+
+
+def passes(text, *overrides):
+    check_names(*parse(text, "f.yaml", overrides))
+
+
+def test_a_sound_configuration_passes():
+    passes(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("name: resnet20", "name: resnet21", 2, ["resnet21", "resnet20"]),
+        ("width: 0.5", "widht: 0.5", 3, ["widht", "width"]),
+        ("width: 0.5", "width: wide", 3, ["width", "wide", "number"]),
+        ("width: 0.5", "width: -1", 3, ["-1"]),
+        ("width: 0.5", "depth: 32", 3, ["depth", "20", "32"]),
+        ("name: pad_crop", "name: padcrop", 7, ["padcrop", "pad_crop"]),
+        ("padding: 2", "pading: 2", 8, ["pading", "padding"]),
+        ("padding: 2", "padding: -2", 8, ["-2", "smallest is 0"]),
+        ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
+        ("      size: 24\n", "", 11, ["center_crop", "size"]),
+        ("size: 24", "size: large", 12, ["size", "large", "whole number"]),
+        ("name: sgd", "name: sdg", 16, ["sdg", '"sgd"']),
+        ("momentum: 0.9", "momentun: 0.9", 18, ["momentun", '"momentum"']),
+        ("momentum: 0.9", "momentum: high", 18, ["momentum", "high", "number"]),
+        ("momentum: 0.9", "momentum: 1.5", 18, ["momentum", "1.5", "[0, 1)"]),
+        ("momentum: 0.9", "nesterov: 1", 18, ["nesterov", "boolean"]),
+        ("name: step", "name: stairs", 20, ["stairs", "step"]),
+        ("milestones_epochs: [3, 5]", "milestones: [3, 5]", 21, ["milestones", "milestones_epochs"]),
+        ("milestones_epochs: [3, 5]", "milestones_epochs: [5, 3]", 21, ["[5, 3]", "increase"]),
+        ("milestones_epochs: [3, 5]", "milestones_epochs: 3", 21, ["milestones_epochs", "3"]),
+        ("  milestones_epochs: [3, 5]\n", "", 20, ["milestones_epochs"]),
+        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  gamma: 2", 22, ["gamma", "2"]),
+        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  base_lr: 2", 22, ["base_lr", "set by the program"]),
+        ("name: blocking", "name: blokcing", 23, ["blokcing", '"blocking"']),
+        ("name: blocking", "name: blocking\n  window: 3", 24, ["window", "no option"]),
+        ("name: blocking", "name: priority\n  windw: 3", 24, ["windw", '"window"']),
+        ("name: blocking", "name: priority\n  window: wide", 24, ["window", "wide", "integer"]),
+        ("name: blocking", "name: priority\n  group: 3", 24, ["group", "set by the program"]),
+        ("batch: 9", "batch: 2", 13, ["batch is 2", "3 columns", "smallest batch is 3"]),
+        ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
+        ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
+        ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),
+    ],
+)
+def test_one_sentence_with_the_line(old, new, line, words):
+    assert old in TEXT
+    text = TEXT.replace(old, new)
+    if "warmup" in new:
+        text = text.replace("  milestones_epochs: [3, 5]\n", "")
+    (message,) = faults(text)
+    assert message.startswith(f"f.yaml:{line}: "), message
+    assert message[-1] in ".?"
+    assert all(word in message for word in words), message
+
+
+def test_faults_of_overrides_name_the_override():
+    (message,) = faults(TEXT, "optimizer.momentum=2")
+    assert message.startswith('override "optimizer.momentum=2": ')
+
+
+def test_all_faults_are_told_at_once_each_at_its_place():
+    lines = faults(
+        TEXT, "batch=2", "micro_batches=3", "model=nonet", "optimizer.momentun=1", "schedule=none", "data.augment=[flop]"
+    )
+    places = [line.split('": ')[0] for line in lines]
+    assert places == [
+        'override "batch=2',
+        'override "micro_batches=3',
+        'override "model=nonet',
+        'override "optimizer.momentun=1',
+        'override "schedule=none',
+        'override "data.augment=[flop]',
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch=3", "micro_batches=3"],
+        ["grid.cols=", "batch=1"],
+        ["dtype=float64", "backend=numpy"],
+        ["dtype=float64", "backend=auto"],
+        ["schedule={name: cosine, warmup_epochs: 7}"],
+        ["epochs=0", "schedule={name: cosine, warmup_epochs: 5}"],
+        ["optimizer.momentum=0"],
+        ["optimizer.weight_decay=1e-4"],
+        ["optimizer={name: lars, lr: 1, trust_coefficient: 1e-3}"],
+    ],
+)
+def test_legal_values_at_the_edges_pass(overrides):
+    passes(TEXT, *overrides)
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_model_can_be_named_alone(name):
+    passes(TEXT, f"model={{name: {name}}}")
+
+
+@pytest.mark.parametrize("name", AVERAGERS.names())
+def test_every_averager_can_be_named_alone(name):
+    passes(TEXT, f"averager={{name: {name}}}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_every_optimizer_can_be_named_alone(name):
+    passes(TEXT, f"optimizer={{name: {name}, lr: 0.1}}")
+
+
+def test_the_registries_are_those_that_a_run_is_built_from():
+    for checked, built in [(OPTIMIZERS, build.OPTIMIZERS), (AVERAGERS, build.AVERAGERS)]:
+        assert (checked.package, checked.base) == (built.package, built.base)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_pass(path):
+    check_names(*load(path))
+
+
+def test_the_command_lines_in_shipped_configurations_pass():
+    """Each `hpctrain train FILE OVERRIDES` in a comment is one that works."""
+    found = 0
+    for path in CONFIGS.glob("*.yaml"):
+        for line in path.read_text().splitlines():
+            if line.startswith("#") and "hpctrain train configs/" in line:
+                file, *overrides = line.split("hpctrain train ")[1].split()
+                check_names(*load(CONFIGS.parent / file, overrides))
+                found += 1
+    assert found
