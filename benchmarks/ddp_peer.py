@@ -147,6 +147,15 @@ def sent_bytes() -> int:
     return 0
 
 
+def be_nice(nice: int) -> None:
+    """As the rank beside this one is."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+        group = Path("/proc/self/autogroup")
+        if group.exists():
+            group.write_text(str(nice))
+
+
 def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -180,13 +189,14 @@ def serve(trainer: Trainer, connection: socket.socket, facts: dict[str, Any]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", help="JSON: shape")
+    parser.add_argument("settings", help="JSON: shape, nice")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--master", required=True, help="ADDRESS:PORT of rank 0")
     chosen = parser.parse_args()
     settings = json.loads(Path(chosen.settings).read_text())
+    be_nice(settings["nice"])
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     torch.distributed.init_process_group("gloo", init_method=f"tcp://{chosen.master}", rank=chosen.rank, world_size=chosen.ranks)

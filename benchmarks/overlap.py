@@ -157,6 +157,7 @@ def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> t
         "steps": chosen.steps,
         "warmup": chosen.warmup,
         "progress": chosen.progress,
+        "nice": chosen.nice,
         "peers": [str(directory / f"peer{rank}") for rank in range(peers)],
     }
     path.write_text(json.dumps(values))
@@ -191,6 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each; the orders that are measured need 6")
+    parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
     parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread"])
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn, after one that is not timed")
     parser.add_argument("--kernels", default="onednn", choices=["onednn", "numpy"])

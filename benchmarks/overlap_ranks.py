@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import resource
 import socket
 import sys
@@ -54,7 +55,7 @@ class Settings:
     and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
     warmup: untimed steps of each before all turns; strategies that order their messages by what they measure do so in them.
     peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
-    measured. out: JSON, written by rank 0.
+    measured. nice: of the ranks and the peers. out: JSON, written by rank 0.
     """
 
     shape: dict[str, Any]
@@ -67,6 +68,7 @@ class Settings:
     warmup: int = 6
     peers: list[str] = field(default_factory=list)
     progress: str = "auto"
+    nice: int = 0
     deadline_seconds: float = 120.0
 
 
@@ -319,6 +321,16 @@ def sent_bytes() -> int:
     return 0
 
 
+def be_nice(nice: int) -> None:
+    """Among all processes of the machine. Where the scheduler groups sessions, a process's own value counts in its session only,
+    and the launcher gives each rank a session."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+        group = Path("/proc/self/autogroup")
+        if group.exists():
+            group.write_text(str(nice))
+
+
 def cpu_seconds() -> float:
     """Of this process, all threads, in user and kernel mode."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -374,6 +386,7 @@ def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> di
 def main(arguments: list[str] | None = None) -> int:
     (path,) = sys.argv[1:] if arguments is None else arguments
     settings = Settings(**json.loads(Path(path).read_text()))
+    be_nice(settings.nice)
     rank = Rank(settings)
     found = measure(rank)
     everyone = rank.world.allgather_object(found["rounds"])
