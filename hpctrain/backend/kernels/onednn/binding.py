@@ -158,6 +158,7 @@ class Descriptor:
     def __init__(self, engine: Engine, handle: c_void_p) -> None:
         self.engine, self.handle = engine, handle
         engine.own(self, "dnnl_memory_desc_destroy", handle)
+        self._extent_bytes: int | None = None
 
     @classmethod
     def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
@@ -171,12 +172,19 @@ class Descriptor:
         """By strides in elements."""
         what = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
-        return cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, dims(strides)))
+        made = cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, dims(strides)))
+        made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
+        return made
 
     @property
     def size_bytes(self) -> int:
         """Bytes that memory of this format holds, padding included."""
         return int(self.engine.library.dnnl_memory_desc_get_size(self.handle))
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first to the last element; oneDNN's size counts the gaps behind the last one as well."""
+        return self.size_bytes if self._extent_bytes is None else self._extent_bytes
 
     def equals(self, other: Descriptor) -> bool:
         """Same dims, type and format."""
@@ -260,7 +268,7 @@ class _Memory:
     """A dnnl_memory_t over an array's bytes; keeps the array."""
 
     def __init__(self, descriptor: Descriptor, array: Array, what: str) -> None:
-        assert array.nbytes >= descriptor.size_bytes, f"{what}: {array.nbytes} bytes given, {descriptor.size_bytes} needed"
+        assert array.nbytes >= descriptor.extent_bytes, f"{what}: {array.nbytes} bytes given, {descriptor.extent_bytes} needed"
         engine = descriptor.engine
         self.array = array
         self.handle = engine.create(

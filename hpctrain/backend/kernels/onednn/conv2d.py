@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
-from hpctrain.backend.kernels.onednn.binding import Call, Descriptor, Engine
+from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
 from hpctrain.backend.kernels.onednn.convolution import Convolution, choose
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
@@ -18,6 +18,7 @@ from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.onednn.reorder import Copy
+from hpctrain.backend.kernels.onednn.winograd import Work
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 
 
@@ -59,7 +60,8 @@ class Conv2dOperator(Operator):
         self._library_part = regions.add(max(primitive.scratchpad_bytes for primitive in plan.primitives))
         self._weights_part = regions.add(max(each.size_bytes for each in formats))
         self._turned_part = regions.add(turned_bytes)
-        self.scratch_bytes = regions.total_bytes
+        others = (plan.winograd, plan.winograd_data, plan.winograd_weights)
+        self.scratch_bytes = max(regions.total_bytes, *(0 if other is None else other.scratch_bytes for other in others))
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
@@ -67,17 +69,10 @@ class Conv2dOperator(Operator):
         library = part(scratch, self._library_part)
         blocked = part(scratch, self._weights_part) if self._training else allocate(plan.weights.size_bytes)
         self._stale = True
-        self._load, weights = self._prepare(plan.plain_weights, buffers.parameters["weight"], plan.weights, blocked)
-        memories = {
-            c.ARG_SRC: (plan.source, buffers.inputs[0]),
-            c.ARG_WEIGHTS: (plan.weights, weights),
-            c.ARG_DST: (plan.destination, buffers.output),
-        }
-        if plan.bias is not None:
-            memories[c.ARG_BIAS] = (plan.bias, buffers.parameters["bias"])
-        self._forward = plan.forward.bind(memories, library)
-        self._load_backward: Call | None = None
-        self._backward_data: Call | None = None
+        self._load: Work | None = None
+        self._forward: Work = self._bind_forward(buffers, library, blocked)
+        self._load_backward: Work | None = None
+        self._backward_data: Work | None = None
         self._turn: tuple[Array, Array] | None = None
         if buffers.gradients:
             self._bind_weights(buffers, library, blocked)
@@ -87,7 +82,22 @@ class Conv2dOperator(Operator):
             self._apply_mask = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
         self._masked = False
 
-    def _prepare(self, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Call | None, Array]:
+    def _bind_forward(self, buffers: Buffers, library: Array, blocked: Array) -> Work:
+        plan, weight = self._plan, buffers.parameters["weight"]
+        if plan.winograd is not None:
+            x, y = buffers.inputs[0], buffers.output
+            return plan.winograd.bind(x, weight, buffers.parameters.get("bias"), y, buffers.scratch)
+        self._load, weights = self._prepare(plan.plain_weights, weight, plan.weights, blocked)
+        memories = {
+            c.ARG_SRC: (plan.source, buffers.inputs[0]),
+            c.ARG_WEIGHTS: (plan.weights, weights),
+            c.ARG_DST: (plan.destination, buffers.output),
+        }
+        if plan.bias is not None:
+            memories[c.ARG_BIAS] = (plan.bias, buffers.parameters["bias"])
+        return plan.forward.bind(memories, library)
+
+    def _prepare(self, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
         """(what copies the weights, where the kernel reads them): nothing to copy where the formats agree."""
         if source.equals(target):
             return None, plain
@@ -96,6 +106,12 @@ class Conv2dOperator(Operator):
     def _bind_weights(self, buffers: Buffers, library: Array, blocked: Array) -> None:
         plan = self._plan
         assert plan.backward_weights is not None
+        self._store: Work | None = None
+        if plan.winograd_weights is not None:
+            x, dy, gradients = buffers.inputs[0], buffers.output_grad, buffers.gradients
+            bound = plan.winograd_weights.bind(x, dy, gradients["weight"], gradients.get("bias"), buffers.scratch)
+            self._backward_weights: Work = bound
+            return
         direct = plan.diff_weights.equals(plan.plain_weights)
         diff_weights = buffers.gradients["weight"] if direct else blocked
         memories = {
@@ -112,6 +128,11 @@ class Conv2dOperator(Operator):
     def _bind_input(self, buffers: Buffers, library: Array, blocked: Array) -> None:
         plan = self._plan
         weight, dx = buffers.parameters["weight"], buffers.input_grads[0]
+        if plan.winograd_data is not None:
+            adds = buffers.accumulate[0]
+            dy = buffers.output_grad
+            self._backward_data = plan.winograd_data.bind(dy, weight, None, dx, buffers.scratch, accumulate=adds)
+            return
         if buffers.accumulate[0]:
             assert plan.adding is not None
             if self._turns:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
-from hpctrain.backend.kernels.onednn.layouts import NCHW, blocked_layout, images, in_layout, vector
+from hpctrain.backend.kernels.onednn.layouts import BLOCKS, NCHW, TAGS, blocked_layout, images, in_layout, vector
+from hpctrain.backend.kernels.onednn.winograd import Product, Tiling, WeightGradient
 from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
+
+# What the direct kernels of 3x3 reach of the speed of those of 1x1: with AVX2 they measured 0.7 to 1.0, and 0.5 to 0.7.
+_DIRECT_SPEED = 1.0
+_DIRECT_WEIGHTS_SPEED = 0.7
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:
@@ -22,6 +27,7 @@ class Convolution:
         forward, backward_data, backward_weights: the latter two None in evaluation.
         weights: the format that `forward` reads, likewise `backward_data_weights`, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
+        winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
     """
 
     def __init__(
@@ -47,6 +53,11 @@ class Convolution:
             self.backward_weights = self._backward_weights()
             self.diff_weights = self.backward_weights.descriptor(c.QUERY_DIFF_WEIGHTS_MD)
             self._make_adding()
+        self.winograd: Product | None = None
+        self.winograd_data: Product | None = None
+        self.winograd_weights: WeightGradient | None = None
+        if training:
+            self._make_winograd(relu)
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -120,6 +131,26 @@ class Convolution:
         self.adding = made
         self.adding_weights = made.descriptor(c.QUERY_WEIGHTS_MD)
         self.transposed_weights = Descriptor.strided(self._engine, shape, (1, r * s * channels, s * channels, channels))
+
+    def _make_winograd(self, relu: bool) -> None:
+        spec, block = self.spec, BLOCKS.get(self.y.layout, 0)
+        channels, k, window = spec.channels_in, spec.channels_out, spec.window
+        turned = adjoint(window)
+        plain = window.kernel == (3, 3) and window.dilation == (1, 1) and spec.groups == 1
+        if self.x.layout != self.y.layout or not block or channels % block or k % block or turned is None or not plain:
+            return
+        tag = TAGS[self.y.layout]
+        images, outputs = self.x.shape, self.y.shape
+        forward = Tiling(images[0], (images[1], images[2]), channels, k, window.padding, block, tag)
+        backward = Tiling(images[0], (outputs[1], outputs[2]), k, channels, turned.padding, block, tag)
+        taps = ((9 * channels, 1), 0, channels)
+        if forward.pays(_DIRECT_SPEED):
+            self.winograd = Product(self._engine, self.what, forward, *taps, bias=spec.bias, relu=relu)
+        if backward.pays(_DIRECT_SPEED):
+            what = f"{self.what} backward data"
+            self.winograd_data = Product(self._engine, what, backward, (1, 9 * channels), 8 * channels, -channels)
+        if forward.pays(_DIRECT_WEIGHTS_SPEED):
+            self.winograd_weights = WeightGradient(self._engine, self.what, forward, *taps, bias=spec.bias)
 
 
 def choose(engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool) -> Convolution:

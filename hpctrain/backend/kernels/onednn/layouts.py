@@ -13,8 +13,8 @@ from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
 from hpctrain.backend.kernels.specs import NHWC, TensorSpec
 
 NCHW = "nchw"
-_TAGS = {NHWC: "acdb", NCHW: "abcd", "nChw8c": "aBcd8b", "nChw16c": "aBcd16b"}
-_BLOCKS = {"nChw8c": 8, "nChw16c": 16}
+TAGS = {NHWC: "acdb", NCHW: "abcd", "nChw8c": "aBcd8b", "nChw16c": "aBcd16b"}
+BLOCKS = {"nChw8c": 8, "nChw16c": 16}
 
 
 def blocked_layout(engine: Engine) -> str:
@@ -27,7 +27,7 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
     n, h, w, channels = spec.shape
     if layout == NHWC or (layout == NCHW and (channels == 1 or h * w == 1)):
         return spec.plain()
-    block = _BLOCKS.get(layout, 1)
+    block = BLOCKS.get(layout, 1)
     if h * w == 1 and channels % block == 0:
         return spec.plain()
     padded = -(-channels // block) * block
@@ -37,13 +37,13 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
 def images(engine: Engine, spec: TensorSpec, layout: str | None = None) -> Descriptor:
     """The format of images (N, H, W, C) in `spec.layout`, or under another token for the same memory."""
     n, h, w, channels = spec.shape
-    return Descriptor.tagged(engine, (n, channels, h, w), _TAGS[spec.layout if layout is None else layout])
+    return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout])
 
 
 def rows(engine: Engine, spec: TensorSpec) -> Descriptor:
     """Anything in plain memory as pixels with the last dim as channels: (M, C, 1, 1)."""
     channels = spec.shape[-1]
-    return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), _TAGS[NHWC])
+    return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), TAGS[NHWC])
 
 
 def elements(engine: Engine, spec: TensorSpec) -> Descriptor:

@@ -1,0 +1,105 @@
+"""Winograd's convolution equals the float64 reference: whole and in chunks, with tiles over the edge, and where it is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.onednn import winograd
+from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
+from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.onednn.layouts import in_layout
+from hpctrain.backend.kernels.specs import Conv2dSpec, Edges, TensorSpec, Window
+from hpctrain.testing.kernel_pairs import assert_close, difference, run
+
+SAME = (1, 1, 1, 1)
+
+
+def conv(channels_in: int, channels_out: int, padding: Edges = SAME, *, bias: bool = True) -> Conv2dSpec:
+    return Conv2dSpec(channels_in, channels_out, Window((3, 3), (1, 1), padding), bias=bias)
+
+
+def chosen(onednn: KernelSet, spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    operator = onednn.make(spec, (TensorSpec(shape),), training=True)
+    assert isinstance(operator, Conv2dOperator)
+    plan = operator._plan
+    return tuple(way is not None for way in (plan.winograd, plan.winograd_data, plan.winograd_weights))
+
+
+@pytest.fixture(params=["whole", "chunks"])
+def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Winograd whatever it costs; in chunks: of two images, so that three leave a smaller one."""
+    monkeypatch.setattr(winograd.Tiling, "pays", lambda self, speed: True)
+    if request.param == "chunks":
+        monkeypatch.setattr(winograd.Tiling, "chunk", property(lambda self: min(2, self.batch)))
+
+
+def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    random = np.random.default_rng(0)
+    parameters = {"weight": random.standard_normal(spec.weight_shape) / np.sqrt(9 * spec.channels_in)}
+    if spec.bias:
+        parameters["bias"] = random.standard_normal(spec.channels_out)
+    dy = random.standard_normal(spec.output(TensorSpec(shape)).shape)
+    return random.standard_normal(shape), parameters, dy
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("padding", [SAME, (0, 0, 0, 0), (0, 2, 1, 0)])
+@pytest.mark.parametrize(("size", "bias"), [((9, 7), True), ((8, 6), False), ((3, 16), True)])
+def test_equals_the_reference(
+    onednn: KernelSet, reference: KernelSet, padding: Edges, size: tuple[int, int], bias: bool
+) -> None:
+    spec = conv(16, 32, padding, bias=bias)
+    shape = (3, *size, 16)
+    assert chosen(onednn, spec, shape) == (True, True, True)
+    x, parameters, dy = arrays(spec, shape)
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=2)
+    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("size", [(9, 7), (8, 6)])
+def test_adds_to_the_gradient(onednn: KernelSet, reference: KernelSet, size: tuple[int, int]) -> None:
+    spec = conv(32, 16, bias=False)
+    x, parameters, dy = arrays(spec, (3, *size, 32))
+    before = np.random.default_rng(1).standard_normal(x.shape)
+    layouts = [in_layout(TensorSpec(x.shape), onednn.make(spec, (TensorSpec(x.shape),), training=True).inputs[0].layout)]
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, accumulate=[before], layouts=layouts)
+    wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").input_grads[0] + before
+    assert difference(ours.input_grads[0], wanted) <= 1e-5
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_relu_behind_it(onednn: KernelSet, reference: KernelSet) -> None:
+    spec = conv(16, 16)
+    x, parameters, dy = arrays(spec, (3, 9, 7, 16))
+    ours = run(onednn, WithRelu(spec), [x], parameters=parameters, output_grad=dy)
+    before = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").output
+    wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
+    wanted.output = np.maximum(before, 0)
+    assert_close(ours, wanted)
+
+
+def test_wide_layers_take_it_and_equal_the_reference(onednn: KernelSet, reference: KernelSet) -> None:
+    spec = conv(128, 128, bias=False)
+    x, parameters, dy = arrays(spec, (8, 14, 14, 128))
+    assert chosen(onednn, spec, x.shape) == (True, True, True)
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
+    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        conv(16, 16),
+        Conv2dSpec(256, 256, Window((3, 3), (2, 2), SAME)),
+        Conv2dSpec(256, 256, Window((1, 1), (1, 1), (0, 0, 0, 0))),
+        Conv2dSpec(256, 256, Window((3, 3), (1, 1), (2, 2, 2, 2), (2, 2))),
+        Conv2dSpec(256, 256, Window((3, 3), (1, 1), SAME), groups=2),
+        conv(250, 256),
+    ],
+    ids=["narrow", "strided", "1x1", "dilated", "grouped", "channels that fill no blocks"],
+)
+def test_what_it_cannot_do_or_does_not_do_faster_stays_direct(onednn: KernelSet, spec: Conv2dSpec) -> None:
+    assert chosen(onednn, spec, (2, 14, 14, spec.channels_in)) == (False, False, False)
