@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from hpctrain.cli.bench_engine import engine
 from hpctrain.cli.bench_scaling import scaling
 
 
@@ -12,4 +13,5 @@ def bench() -> None:
     """Measure how fast things are on this machine."""
 
 
+bench.add_command(engine)
 bench.add_command(scaling)

@@ -1,0 +1,146 @@
+"""Whole training steps of four networks: our kernel sets against PyTorch, one process at a time in turn.
+
+    python -m benchmarks.engine --peer-python PATH                       # all: 1 thread by CPU time, 2 threads by wall time
+    python -m benchmarks.engine small resnet20 --threads 1 --rounds 3 --peer-python PATH
+    python -m benchmarks.engine --report benchmarks/results/engine.json  # the tables of an earlier run
+
+A step is forward, loss, backward, momentum update and running statistics. PATH is a Python that has torch; each of its variants
+(both memory formats, plain and with huge pages and the fused optimiser, with --compile also compiled) has a process of its own,
+as have our kernel sets. Peers that are 25 % behind the best one after three rounds stop there; all others run all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_report import report
+from hpctrain.experiment.stepping import Rounds, Series, interleave, ours, peer, with_threads
+
+_PACKAGES = ("numpy", "onednn-cpu-gomp")
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network of the comparison; `steps` of it make one turn."""
+
+    model: str
+    batch: int
+    pixels: int
+    steps: int
+
+
+NETS = {
+    "resnet50": Net("resnet50", 8, 224, 1),
+    "vgg16": Net("vgg16", 4, 224, 1),
+    "resnet20": Net("resnet20", 64, 32, 6),
+    "small": Net("small", 32, 28, 60),
+}
+
+# name -> channels last, huge pages and fused optimiser, compiled
+PEERS = {
+    "torch": (False, False, False),
+    "torch tuned": (False, True, False),
+    "torch last": (True, False, False),
+    "torch last tuned": (True, True, False),
+}
+COMPILED = {"torch compiled": (False, True, True), "torch last compiled": (True, True, True)}
+
+
+def commands(net: Net, threads: int, backends: Sequence[str], python: str | None, compiled: bool) -> dict[str, Any]:
+    """All variants: name -> (command, environment)."""
+    shape = {"model": net.model, "batch": net.batch, "pixels": net.pixels}
+    plain = with_threads(os.environ, threads)
+    found: dict[str, tuple[list[str], Mapping[str, str]]] = {
+        name: (ours({**shape, "options": {}, "backend": name}), plain) for name in backends
+    }
+    if python is None:
+        return found
+    for name, (last, tuned, compile_it) in {**PEERS, **(COMPILED if compiled else {})}.items():
+        settings = {**shape, "threads": threads, "last": last, "fused": tuned, "compiled": compile_it}
+        environment = {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain
+        found[name] = (peer(python, settings), environment)
+    return found
+
+
+def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """All variants of one network with so many threads, as JSON holds it."""
+    net = NETS[name]
+    clock = "cpu" if threads == 1 else "wall"
+    variants = commands(net, threads, chosen.backends, chosen.peer_python, chosen.compile)
+    peers = [variant for variant in variants if variant not in chosen.backends]
+    begin, load = time.perf_counter(), os.getloadavg()
+    series = interleave(variants, Rounds(chosen.rounds, net.steps, clock=clock), peers)
+    return {
+        "network": name,
+        **asdict(net),
+        "threads": threads,
+        "clock": clock,
+        "load_before": load,
+        "load_after": os.getloadavg(),
+        "seconds": time.perf_counter() - begin,
+        "ours": list(chosen.backends),
+        "peers": peers,
+        "variants": {variant: as_dict(one) for variant, one in series.items()},
+    }
+
+
+def as_dict(series: Series) -> dict[str, Any]:
+    """For JSON: all turns, nothing summed up."""
+    return asdict(series)
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, and with what."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    facts: dict[str, Any] = {"cpu": model, "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    facts["system"] = platform.platform()
+    return facts | found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=list(NETS), help=f"of {', '.join(NETS)}")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="1 is timed by the process's CPU time")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--backends", nargs="+", default=["onednn", "numpy"])
+    parser.add_argument("--peer-python", help="a Python that has torch; without it there is no peer")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, which needs a C++ compiler and minutes")
+    parser.add_argument("--out", type=Path, help="JSON file; written after every network")
+    parser.add_argument("--report", type=Path, help="print the tables of this file and measure nothing")
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.networks if name not in NETS]
+    if unknown or chosen.rounds < 1 or min(chosen.threads) < 1:
+        parser.error(f"unknown networks {unknown}, or rounds or threads below 1; the networks are {', '.join(NETS)}")
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = parse(arguments)
+    if chosen.report is not None:
+        print(report(json.loads(chosen.report.read_text())))
+        return 0
+    content: dict[str, Any] = {"machine": machine(), "rounds": chosen.rounds, "runs": []}
+    for name in chosen.networks:
+        for threads in chosen.threads:
+            content["runs"].append(measure(name, threads, chosen))
+            print(report({**content, "runs": content["runs"][-1:]}), flush=True)
+            if chosen.out is not None:
+                chosen.out.parent.mkdir(parents=True, exist_ok=True)
+                chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

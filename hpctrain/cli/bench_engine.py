@@ -1,0 +1,55 @@
+"""`hpctrain bench engine`: the speed and memory of one model's training steps on this machine, without MPI and data."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.failure import USER_ERROR
+from hpctrain.errors import HpctrainError
+
+
+@click.command()
+@click.option("--model", default="resnet50", show_default=True, help="Of the catalogue.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Images of a step.")
+@click.option("--px", "pixels", type=click.IntRange(min=1), help="Both sides of an image; by default the model's own.")
+@click.option("--threads", type=click.IntRange(min=1), help="By default OMP_NUM_THREADS, else this machine's cores.")
+@click.option("--backend", type=click.Choice(["auto", "numpy", "onednn"]), default="auto", show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="That are timed, after two others.")
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also step PyTorch in turn with ours.")
+@click.option("--peer-python", default=sys.executable, help="A Python that has PyTorch; by default this one.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything to this file, as JSON.")
+def engine(
+    model: str,
+    batch: int,
+    pixels: int | None,
+    threads: int | None,
+    backend: str,
+    steps: int,
+    versus: str | None,
+    peer_python: str,
+    out: Path | None,
+) -> None:
+    """Time whole training steps of a model and each of its operators; made-up images, one process."""
+    from hpctrain.comm.launcher import detect
+    from hpctrain.threads import set_threads
+
+    try:
+        plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
+        from hpctrain.experiment.engine_bench import compare, measure, print_tables
+        from hpctrain.experiment.engine_step import workload
+
+        task = workload(model, batch, pixels)
+        found = measure(task, backend, steps, plan.threads)
+        compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
+    except HpctrainError as error:
+        click.echo(f"hpctrain: {type(error).__name__}: {error}", err=True)
+        raise SystemExit(USER_ERROR) from None
+    print_tables(found, compared)
+    if out is not None:
+        content = {**found.as_dict(), "comparison": compared}
+        out.write_text(json.dumps(content, indent=1) + "\n")

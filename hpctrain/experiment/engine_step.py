@@ -1,0 +1,204 @@
+"""Whole training steps of one network on made-up images, alone: what the engine's benchmarks run and measure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.backend.backend import make_backend
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.errors import ConfigError
+from hpctrain.models import catalogue
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+
+LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
+MOMENTUM = 0.9
+_BATCHES = 3
+_NO_HOOKS = StepHooks()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of the catalogue at given shapes.
+
+    options: of the model. batch: images of a step. pixels: of both sides of an image.
+    """
+
+    model: str
+    batch: int
+    pixels: int
+    options: Mapping[str, object]
+
+    @property
+    def channels(self) -> int:
+        """Of an image: what the model takes by default, unless its options say otherwise."""
+        given = self.options.get("channels_in", catalogue.image_shape(self.model)[2])
+        return int(str(given))
+
+
+def workload(model: str, batch: int, pixels: int | None = None, options: Mapping[str, object] | None = None) -> Workload:
+    """A workload with the model's own image size where none is given.
+
+    Raises:
+        ConfigError: no such model or option, or a batch or image without a pixel.
+    """
+    chosen = dict(options or {})
+    catalogue.check(model, chosen)
+    side = catalogue.image_shape(model)[0] if pixels is None else pixels
+    if batch < 1 or side < 1:
+        raise ConfigError(f"A batch of {batch} images of {side} px is empty; both must be at least 1.")
+    return Workload(model, batch, side, chosen)
+
+
+class EngineStep:
+    """Forward, loss, backward, momentum update and running statistics, as one rank that exchanges nothing does them.
+
+    The images of a step are copied into the program's input, as a loader's are; three batches take turns.
+
+    Args:
+        backend: "auto", "numpy" or "onednn".
+
+    Raises:
+        BackendError: the backend cannot be used here. ShapeError: images that do not fit the model.
+    """
+
+    def __init__(self, task: Workload, backend: str = "auto", seed: int = 0) -> None:
+        self.task = task
+        chosen = make_backend(backend)
+        self.backend = chosen.name
+        shape = (task.pixels, task.pixels, task.channels)
+        self.network = Network(catalogue.build(task.model, task.options), shape, chosen.kernels, seed=seed)
+        self.program = self.network.program(task.batch, training=True)
+        self._optimizers = [(Sgd(momentum=MOMENTUM), group) for group in self.network.groups.values()]
+        for optimizer, group in self._optimizers:
+            optimizer.bind(group, group.segments)
+        random = np.random.default_rng(seed)
+        self._images = [random.standard_normal((task.batch, *shape), np.float32) for _ in range(_BATCHES)]
+        self._labels = [random.integers(0, self.network.classes, task.batch) for _ in range(_BATCHES)]
+        self._ids = np.arange(task.batch)
+        self._step = 0
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        return sum(group.size for group in self.network.groups.values())
+
+    def run(self, hooks: StepHooks = _NO_HOOKS) -> float:
+        """One step; gives the mean loss."""
+        batch, turn = self.task.batch, self._step % _BATCHES
+        self.program.x[...] = self._images[turn]
+        context = StepContext(step=self._step, sample_ids=self._ids, global_count=batch)
+        self.program.forward(context, hooks)
+        sums = self.program.loss(self._labels[turn], batch)
+        hooks.operator_done("loss", "forward")
+        self.program.backward(hooks)
+        for optimizer, group in self._optimizers:
+            optimizer.update(group.segments, LEARNING_RATE, None)
+        hooks.operator_done("update", "parameters")
+        statistics = self.network.statistics
+        if statistics.size:
+            statistics.blend(batch * statistics.batch.astype(np.float64), batch)
+        self._step += 1
+        return sums.loss / batch
+
+
+class Laps(StepHooks):
+    """Seconds from each operator's end to the next one's, by (name, phase) and step; nothing between them is lost.
+
+    Args:
+        clock: gives seconds; a process of one thread on a busy machine is better timed by its CPU time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self._clock = clock
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = self._clock()
+
+    def operator_done(self, name: str, phase: str) -> None:
+        now = self._clock()
+        self.seconds.setdefault((name, phase), []).append(now - self._last)
+        self._last = now
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Median seconds of one operator's phases, and the floating-point operations of its forward pass."""
+
+    name: str
+    kind: str
+    forward_seconds: float
+    parameters_seconds: float
+    input_seconds: float
+    forward_flops: int
+    flops: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.parameters_seconds + self.input_seconds
+
+    @property
+    def gflops_per_second(self) -> float:
+        """Of all three phases; 0 where the time was too short to see."""
+        return self.flops / self.seconds / 1e9 if self.seconds > 0.0 else 0.0
+
+
+def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.perf_counter) -> list[LayerTime]:
+    """Operators in forward order, then "loss" and "update", over so many steps."""
+    laps = Laps(clock)
+    for _ in range(steps):
+        laps.start()
+        step.run(laps)
+
+    def median(name: str, phase: str) -> float:
+        return float(np.median(laps.seconds.get((name, phase), [0.0])))
+
+    nodes = {node.name: node for node in step.network.graph(step.task.batch).nodes}
+    tensors = step.network.graph(step.task.batch).tensors
+    found = []
+    for bound in step.program.steps:
+        node = nodes.get(bound.name)
+        forward = node.spec.flops(*(tensors[i] for i in node.inputs)) if node is not None else 0
+        phases = 1 + bool(bound.parameters) + bound.passes_back
+        kind = type(bound.operator).__name__.removeprefix("Adding").removeprefix("_").removesuffix("Operator")
+        first, weights, inputs = (median(bound.name, phase) for phase in ("forward", "parameters", "input"))
+        found.append(LayerTime(bound.name, kind, first, weights, inputs, forward, phases * forward))
+    found.append(LayerTime("loss", "loss", median("loss", "forward"), 0.0, 0.0, 0, 0))
+    found.append(LayerTime("update", "update", 0.0, median("update", "parameters"), 0.0, 0, 0))
+    return found
+
+
+def gemm_peak(size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter) -> float:
+    """GFLOP/s of the best of several float32 matrix products of NumPy's BLAS, in this process's threads."""
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal((size, size), np.float32) for _ in range(2))
+    out = np.empty_like(a)
+    best = math.inf
+    for _ in range(repeats + 1):
+        begin = clock()
+        np.matmul(a, b, out=out)
+        best = min(best, clock() - begin)
+    return 2 * size**3 / best / 1e9
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held resident so far."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
+    """(wall seconds, CPU seconds of the process, losses) of so many steps."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    losses = [step.run() for _ in range(steps)]
+    return time.perf_counter() - begin, time.process_time() - cpu, losses
