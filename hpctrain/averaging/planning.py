@@ -59,10 +59,11 @@ def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...
 
 
 class Simulation:
-    """One link that never idles while something could be sent, and chooses by urgency.
+    """One link, one transfer at a time, the most urgent one that is ready; it idles only where nothing should start.
 
-    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather waits one more
-    transfer of its size: for the update, and for all ranks to have got as far. Deterministic; ties go by position.
+    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather does not start where
+    the next gradient would find it under way: a reduction that comes late holds up the next forward, a gather may be made up for.
+    Deterministic; ties go by position.
 
     Args:
         item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
@@ -76,33 +77,39 @@ class Simulation:
         self._reduce_seconds = [
             link.allgather_seconds((batch * each.unit if each.factors else each.size) * item_bytes, ranks) for each in slices
         ]
-        self._future: list[tuple[float, int, bool]] = []  # (when it can be sent, slice, gather), a heap
+        self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
+        self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
         self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap
 
     def order(self) -> list[tuple[int, bool]]:
         """(slice, whether it is its gather) in the order in which they are sent."""
-        for k, each in enumerate(self._slices):
-            heappush(self._future, (self._latest(self._times.ready, each), k, False))
-        sent = []
+        ready = ((self._latest(self._times.ready, each), k) for k, each in enumerate(self._slices))
+        self._reductions = sorted(ready, reverse=True)
+        sent: list[tuple[int, bool]] = []
         now = 0.0
-        while self._future or self._waiting:
-            if not self._waiting:
-                now = max(now, self._future[0][0])
+        while self._reductions or self._reduced or self._waiting:
             self._arrive(now)
+            if not self._waiting or self._should_idle(now):
+                now = min(arrivals[-1][0] for arrivals in (self._reductions, self._reduced[:1]) if arrivals)
+                continue
             _, k, gather = heappop(self._waiting)
             sent.append((k, gather))
-            if gather:
-                now += self._gather_seconds[k]
-            else:
-                now += self._reduce_seconds[k]
-                free = self._latest(self._times.free, self._slices[k])
-                heappush(self._future, (max(now + self._gather_seconds[k], free), k, True))
+            now += self._gather_seconds[k] if gather else self._reduce_seconds[k]
+            if not gather:
+                heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[k])), k))
         return sent
 
+    def _should_idle(self, now: float) -> bool:
+        _, k, gather = self._waiting[0]
+        return gather and bool(self._reductions) and now + self._gather_seconds[k] > self._reductions[-1][0]
+
     def _arrive(self, now: float) -> None:
-        while self._future and self._future[0][0] <= now:
-            at, k, gather = heappop(self._future)
-            heappush(self._waiting, (self._urgency(self._slices[k].order, at, gather), k, gather))
+        while self._reductions and self._reductions[-1][0] <= now:
+            at, k = self._reductions.pop()
+            heappush(self._waiting, (self._urgency(self._slices[k].order, at, False), k, False))
+        while self._reduced and self._reduced[0][0] <= now:
+            at, k = heappop(self._reduced)
+            heappush(self._waiting, (self._urgency(self._slices[k].order, at, True), k, True))
 
     def _latest(self, times: Mapping[str, float], each: Slice) -> float:
         return max(times[name] for name in (*each.parameters, *each.replicated))

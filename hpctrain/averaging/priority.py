@@ -17,12 +17,17 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
 
+_CREDIT_PARAMETERS = 4_000_000
+
 
 class Priority(ShardedAverager):
     """Sharded averaging in slices on one communicator: an early layer's allgather overtakes late layers' reduce-scatters.
 
     Args:
-        slice_parameters: most parameters of a slice; smaller neighbours are fused up to half of it. window: slices in flight.
+        slice_parameters: most parameters of a slice; smaller neighbours are fused up to half of it.
+        window: most slices in flight. None: those of 4 M parameters (ByteScheduler's credit) or an eighth of the network, if
+            that is more. The next slice starts between two operators, so the window must hold what the link sends under one; a
+            smaller one lets it idle, a larger one lets urgent slices wait longer.
         fc_exchange, nominal_batch, micro_batches: as in `Sharded`.
         replan: order slices anew by times measured in the first steps.
 
@@ -41,7 +46,7 @@ class Priority(ShardedAverager):
         progress: ProgressEngine,
         *,
         slice_parameters: int = 50_000,
-        window: int = 4,
+        window: int | None = None,
         fc_exchange: FcExchange = "auto",
         nominal_batch: int | None = None,
         micro_batches: int = 1,
@@ -58,7 +63,8 @@ class Priority(ShardedAverager):
             replan=replan,
         )
         self._slice_parameters = planning.check_positive("slice_parameters", slice_parameters)
-        self._window = planning.check_positive("window", window)
+        credit = max(_CREDIT_PARAMETERS, group.size // 8)
+        self._window = max(4, -(-credit // slice_parameters)) if window is None else planning.check_positive("window", window)
 
     def _request(self) -> str:
         return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}"

@@ -32,6 +32,7 @@ class Sharded(ShardedAverager):
         bucket_bytes: least size of a fused slice; None: from the measured alpha and beta of the link.
         nominal_batch: samples of a step over all ranks, given by the program. micro_batches: likewise.
         replan: order the allgathers anew by measured times.
+        window: most operations in flight on each communicator; None: no limit.
 
     Raises:
         ConfigError: fc_exchange "always" with several micro-batches.
@@ -49,6 +50,7 @@ class Sharded(ShardedAverager):
         nominal_batch: int | None = None,
         micro_batches: int = 1,
         replan: bool = True,
+        window: int | None = None,
     ) -> None:
         super().__init__(
             group,
@@ -62,6 +64,7 @@ class Sharded(ShardedAverager):
         )
         self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None
+        self._window = None if window is None else planning.check_positive("window", window)
 
     def _request(self) -> str:
         return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}"
