@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.priority import Priority
 from hpctrain.averaging.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.threads import ThreadCommunicator
@@ -34,6 +36,7 @@ def _run(
     return run_virtual(ranks, program, seed=seed)
 
 
+@cache
 def _alone(optimizer: str, dtype: str = "float64", steps: int = STEPS) -> np.ndarray:
     (alone,) = _run("blocking", optimizer, 1, None, dtype, steps)
     return alone
@@ -76,6 +79,38 @@ def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
     for seed in range(3):
         ours, blocking = (_run(each, "momentum", 3, seed, "float32")[0] for each in (strategy, "blocking"))
         assert median_distance(ours) <= 2 * median_distance(blocking) + 1e-6
+
+
+class _WithRowTraffic(Watched):
+    """Every look at the data also waits for a message along the other axis of the grid, as split layers do."""
+
+    def __init__(self, inner: GradientAverager, row: Communicator) -> None:
+        super().__init__(inner)
+        self._row = row
+        self._queue = inner.progress.queue(row)
+
+    def _look(self) -> None:
+        numbers = np.full(3, float(self._row.rank))
+        self.progress.wait(self._queue.post(lambda: self._row.iallreduce(numbers), "row traffic"))
+        assert (numbers == sum(range(self._row.size))).all()
+        super()._look()
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
+def test_row_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
+    rows, cols = grid
+    alone = _alone("nesterov", steps=6)
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        engine = virtual_engine(comm)
+        places = ProcessGrid(comm, rows, cols)
+        inner = make(strategy, "nesterov", places.along(GridAxis.COL), engine)
+        return run_steps(_WithRowTraffic(inner, places.along(GridAxis.ROW)), 6)
+
+    for seed in (None, 1, 2):
+        for data in run_virtual(rows * cols, program, seed=seed):
+            assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
 NETWORKS = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}

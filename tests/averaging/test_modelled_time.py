@@ -24,7 +24,7 @@ from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.testing.virtual import run_virtual, virtual_engine
 
-STEPS = 9
+STEPS = 8
 SIZES = (100, 300, 1000, 2000, 4000, 4000, 8000, 8000)  # elements, by layer
 FORWARD = (0.2, 0.2, 0.2, 0.15, 0.1, 0.1, 0.03, 0.02)  # seconds; backward takes twice as long
 COMPUTE_SECONDS = 3.0
