@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
-from benchmarks.overlap_report import plot, report
+from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.experiment.build import AVERAGERS
 from hpctrain.testing.jobs import clean_environment, find_mpiexec
@@ -40,11 +40,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bucketed": ("bucketed", {}),
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
-    "priority": ("priority", {}),
+    "priority": ("priority", {"fc_exchange": "never"}),
 }
 _NEEDED = ("compute-only", "blocking")
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
+_PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter
 _PACKAGES = ("numpy", "mpi4py", "mpich", "onednn-cpu-gomp")
 
 
@@ -119,7 +120,7 @@ def run_on_lab(chosen: argparse.Namespace, rate: str) -> dict[str, Any]:
         settings, out = write_settings(chosen, directory, ranks if chosen.peer_python else 0)
         if chosen.peer_python:
             for rank in range(ranks):
-                command = [chosen.peer_python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
+                command = ["env", *_PEER_ENVIRONMENT, chosen.peer_python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
                 command += ["--socket", str(directory / f"peer{rank}"), "--rank", str(rank), "--ranks", str(ranks)]
                 command += ["--master", f"{lab.address(0)}:{_PORT}"]
                 running.start(f"pytorch rank {rank}", lab.on_host(rank // chosen.ranks_per_host, command))
@@ -138,7 +139,7 @@ def run_on_shared_memory(chosen: argparse.Namespace) -> dict[str, Any]:
         ranks = chosen.hosts * chosen.ranks_per_host
         running.start("job", [launcher, "-bind-to", "core", "-n", str(ranks), *rank_command(settings)])
         running.wait("job")
-        return {"rate": "shared memory", **json.loads(out.read_text())}
+        return {"rate": SHARED_MEMORY, **json.loads(out.read_text())}
 
 
 def rank_command(settings: Path) -> list[str]:
@@ -191,7 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each; the orders that are measured need 6")
+    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of strategies that order messages by times")
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
     parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread"])
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn, after one that is not timed")
@@ -202,6 +203,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that one bandwidth may take")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="an image; needs matplotlib")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     parser.add_argument("--report", type=Path, nargs="+", help="print the report of earlier runs' JSON; runs nothing")
     chosen = parser.parse_args(arguments)
     if not chosen.report:
@@ -233,7 +235,10 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     found = [json.loads(path.read_text()) for path in chosen.report] if chosen.report else [measure(chosen)]
     for each in found:
-        report(each)
+        if chosen.markdown:
+            print(markdown(each))
+        else:
+            report(each)
         if chosen.plot:
             plot(each, chosen.plot)
     return 0

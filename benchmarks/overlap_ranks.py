@@ -53,7 +53,7 @@ class Settings:
 
     variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: steps that open a turn
     and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
-    warmup: untimed steps of each before all turns; strategies that order their messages by what they measure do so in them.
+    warmup: untimed steps, before all turns, of strategies that order their messages by what they measure in them.
     peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
     measured. nice: of the ranks and the peers. out: JSON, written by rank 0.
     """
@@ -81,6 +81,7 @@ class Variant:
     message: SmallMessage
     counters: Counters
     mode: ProgressMode
+    warmup: int
 
 
 class Rank:
@@ -99,6 +100,7 @@ class Rank:
         self.batch = self._made_up_batch()
         self._number = 0
         self.bare_comm = self._split("bare")
+        self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
         self.say("progress mode")
         self.mode, self.mode_reason = self._progress_mode()
         self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
@@ -140,14 +142,17 @@ class Rank:
             messages = self._split(f"messages of {name}")
         (group,) = self.network.groups.values()
         fixed: dict[str, Any] = {"group": group, "optimizer": Sgd(momentum=0.9), "comm": comm, "progress": self.progress}
-        if "nominal_batch" in inspect.signature(AVERAGERS.find(choice[0])).parameters:
+        accepted = inspect.signature(AVERAGERS.find(choice[0])).parameters
+        if "nominal_batch" in accepted:
             fixed["nominal_batch"] = self.batch.global_count
         averager = AVERAGERS.create(choice[0], choice[1], **fixed)
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
         message = SmallMessage(messages, self.progress, self.network.statistics.size)
         step = TrainingStep(self.network, {"all": averager}, self.progress, message)
-        return Variant(averager, step, message, counters, mode)
+        # Orders that follow from measurements need their steps; for all others two make connections and buffers.
+        warmup = self.settings.warmup if "replan" in accepted else 2
+        return Variant(averager, step, message, counters, mode, warmup)
 
     def barrier(self) -> None:
         self.progress.wait(self.progress.queue(self.bare_comm).post(self.bare_comm.ibarrier, "barrier"))
@@ -189,7 +194,7 @@ class Rank:
     def warm_up(self, variant: Variant) -> None:
         """Steps that are not measured: set-up, and whatever a strategy measures by itself."""
         progress_mode.apply(self.progress, variant.mode)
-        for _ in range(self.settings.warmup if variant.mode is not ProgressMode.NONE else 1):
+        for _ in range(variant.warmup):
             self._step(variant)
         self._settle(variant)
 
@@ -215,8 +220,7 @@ class Rank:
         ranks = self.world.size
         part = exchanged // (2 * (ranks - 1) * 4)
         counts = [part] * ranks
-        whole = self.network.groups["all"].grad[: part * ranks]
-        own = np.empty(part, np.float32)
+        whole, own = self.network.groups["all"].grad[: part * ranks], self._own_part[:part]
         self.barrier()
         begin, cpu = time.perf_counter(), cpu_seconds()
         for post in (
@@ -362,6 +366,8 @@ def measure(rank: Rank) -> dict[str, Any]:
     for name, variant in rank.variants.items():
         rank.say(f"warm-up of {name}")
         rank.warm_up(variant)
+    for size in payloads.values():
+        rank.bare(size)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
     names = list(turns)
     for number in range(settings.rounds):

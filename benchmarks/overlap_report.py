@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.pairs import Interval, interval, paired, ratio
 
+SHARED_MEMORY = "shared memory"  # in place of a rate
 Rounds = dict[str, list[dict[str, float]]]
 _PEER = "peer ddp"
 _PEER_ALONE = "peer compute-only"
@@ -31,6 +32,7 @@ class Analysis:
         self.cheapest = min(self.payload, key=lambda kind: self.payload[kind])
         self.names = [name for name in self._rounds if not name.startswith(("bare ", "peer "))]
         self.has_peer = _PEER in self._rounds
+        self._shaped = run["rate"] != SHARED_MEMORY  # memory has no wire to hide
 
     def column(self, name: str, key: str = "step_seconds") -> list[float]:
         """One figure of all rounds."""
@@ -103,7 +105,8 @@ class Analysis:
             return found
         found["limit_share"] = self.limit_share(name, self.cheapest)
         found["own_limit_share"] = self.limit_share(name, self.kind(name))
-        found["hidden"] = self.hidden(name)
+        if self._shaped:
+            found["hidden"] = self.hidden(name)
         found["over_blocking"] = self.speedup(name, "blocking")
         if self.has_peer:
             found["over_ddp"] = self.speedup(name, _PEER)
@@ -165,6 +168,27 @@ def _report_run(run: dict[str, Any], say: Callable[[str], None]) -> None:
         say(f"  peer: PyTorch {peer['torch']}, {peer['memory_format']}, {peer['parameters']:,} parameters")
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """A result as a table for a document: medians with their intervals."""
+    lines = []
+    for run in result["runs"]:
+        found = Analysis(run)
+        columns = {key: title for key, title in _COLUMNS.items() if any(key in found.figures(name) for name in found.names)}
+        kinds = ", ".join(
+            f"{found.wire_seconds(kind):.3f} s ({kind}, limit {found.limit(kind).median:.3f} s)" for kind in found.payload
+        )
+        lines += [f"{result['model']}, {run['rate']}, {8 * found.rate / 1e9:.3f} Gb/s measured, wire {kinds}:", ""]
+        lines += ["| | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+        for name in found.names:
+            figures = found.figures(name)
+            lines.append(f"| {name} | " + " | ".join(str(figures[key]) if key in figures else "" for key in columns) + " |")
+        if found.has_peer:
+            for name in (_PEER, _PEER_ALONE):
+                lines.append(f"| {name} | {found.step(name)} |" + " |" * (len(columns) - 1))
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _allreduce(facts: dict[str, Any]) -> str:
     seconds = facts["allreduce_seconds"]
     return f"{seconds['polled']:.3f} s polled, {seconds['own']:.3f} s in MPI's blocking call"
@@ -177,7 +201,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         SystemExit: matplotlib is not installed.
     """
     try:
-        import matplotlib  # type: ignore[import-not-found]
+        import matplotlib
     except ImportError:
         raise SystemExit("The plot needs matplotlib: pip install matplotlib.") from None
     matplotlib.use("Agg")
