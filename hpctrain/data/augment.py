@@ -276,7 +276,7 @@ def _require(legal: bool, name: str, option: str, value: object, rule: str) -> N
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"the nearest is {close[0]!r}" if close else f"known are {', '.join(sorted(known))}"
 
 
 def _typed(name: str, option: str, kind: str, value: Any) -> Any:

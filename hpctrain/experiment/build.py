@@ -19,15 +19,14 @@ from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DataError, ShapeError
+from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
 from hpctrain.experiment.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim import schedules
-from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import Schedule
 from hpctrain.parallel.batch_norm import RankStatistics
-from hpctrain.registry import Registry
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Reporter
@@ -35,9 +34,6 @@ from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.tracing import traced_optimizer
 from hpctrain.train.trainer import Cadence, Trainer
-
-OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
-AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
 
 
 @dataclass(frozen=True)

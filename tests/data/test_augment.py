@@ -197,9 +197,9 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("padcrop", {}, "no augmentation 'padcrop'; did you mean 'pad_crop'"),
+        ("padcrop", {}, "no augmentation 'padcrop'; the nearest is 'pad_crop'"),
         ("zzz", {}, "known are center_crop, flip, pad_crop, random_resized_crop"),
-        ("pad_crop", {"pading": 3}, "no option 'pading'; did you mean 'padding'"),
+        ("pad_crop", {"pading": 3}, "no option 'pading'; the nearest is 'padding'"),
         ("center_crop", {}, "needs the option 'size'"),
         ("pad_crop", {"padding": -1}, "padding = -1 is negative"),
         ("pad_crop", {"padding": 1.5}, "padding = 1.5 must be a whole number"),
