@@ -128,7 +128,7 @@ class ScheduleConfig(Named):
 class AveragerConfig(Named):
     """How gradients are averaged over the ranks."""
 
-    name: Text = Field(default="blocking", description="Averaging strategy; further keys are the strategy's options.")
+    name: Text = Field(default="sharded", description="Averaging strategy; further keys are the strategy's options.")
 
 
 class AugmentConfig(Named):

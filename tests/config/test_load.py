@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("model=resnet20", lambda c: c.model.name, "resnet20"),
         ("model.hidden=64", lambda c: (c.model.name, c.model.options), ("small", {"hidden": 64})),
         ("averager=blocking", lambda c: c.averager.name, "blocking"),
-        ("averager.window=3", lambda c: (c.averager.name, c.averager.options), ("blocking", {"window": 3})),
+        ("averager.window=3", lambda c: (c.averager.name, c.averager.options), ("sharded", {"window": 3})),
         ("grid.cols=3", lambda c: (c.grid.rows, c.grid.cols), (1, 3)),
         (" batch = 3", lambda c: c.batch, 3),
         ("schedule={name: step, gamma: 0.1}", lambda c: (c.schedule.name, c.schedule.options), ("step", {"gamma": 0.1})),
