@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.schedule import Schedule
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
@@ -28,6 +29,7 @@ class GradientAverager(ABC):
     Args:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank owns.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
+        norms: of all groups, where the network has several; None where this one has all parameters.
 
     Attributes:
         schedule: what a step posts, once agreed on; None where a strategy has none.
@@ -36,14 +38,21 @@ class GradientAverager(ABC):
     schedule: Schedule | None = None
 
     def __init__(
-        self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        norms: JointNorms | None = None,
     ) -> None:
         self.group = group
         self.optimizer = optimizer
         self.comm = comm
         self.progress = progress
+        self._joint = norms if optimizer.needs_norms else None
+        self._member = self._joint.join(group) if self._joint is not None else -1
 
-    def agree(self, stored: Schedule | None = None) -> None:  # noqa: B027  a strategy without a schedule has nothing to fix
+    def agree(self, stored: Schedule | None = None) -> None:
         """Fix the schedule, the same on every rank. Collective over `comm`; once, after construction and before all else.
 
         The first step does it where nobody has.
@@ -55,6 +64,8 @@ class GradientAverager(ABC):
         Raises:
             CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
         """
+        if self._joint is not None:
+            self._joint.agree()
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter
@@ -14,28 +15,55 @@ from hpctrain.optim.base import Norms, Optimizer
 class Blocking(GradientAverager):
     """Every rank holds all parameters and all optimiser state; `end_backward` is collective over `comm` and waits."""
 
-    def __init__(self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine) -> None:
-        super().__init__(group, optimizer, comm, progress)
+    def __init__(
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        *,
+        norms: JointNorms | None = None,
+    ) -> None:
+        super().__init__(group, optimizer, comm, progress, norms)
         optimizer.bind(group, group.segments)
         self._queue = progress.queue(comm)
-        self._norms = Norms(group) if optimizer.needs_norms else None
+        self._norms = Norms(group) if optimizer.needs_norms and self._joint is None else None
+        self._names = tuple(group.parameters)
+        self._step: JointStep | None = None
+        self._unfinished: JointStep | None = None
         self._lr = 0.0
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        self._update_late()
         self._lr = lr
+        if self._joint is not None:
+            self._step = self._joint.begin_step(self._member)
 
     def grad_ready(self, parameter: Parameter) -> None:
         """Nothing leaves before all gradients are there."""
 
     def end_backward(self) -> None:
         self.progress.wait(self._queue.post(lambda: self.comm.iallreduce(self.group.grad), "all gradients"))
+        if self._step is not None:  # the update needs what other groups have not summed yet
+            fill_share(self._step.norms[self._member], self.group, self.comm, self._names)
+            self._step.contribute(self._member)
+            self._unfinished = self._step
+            self.progress.poll()
+            return
         if self._norms is not None:
             self._norms.squares[...] = 0.0
             self._norms.add_partial(self.group, self.group.segments)
         self.optimizer.update(self.group.segments, self._lr, self._norms)
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
-        """Parameters hold the step's values since `end_backward`."""
+        self._update_late()
 
     def drain(self) -> None:
-        """Nothing is ever on its way between steps."""
+        self._update_late()
+
+    def _update_late(self) -> None:
+        """With norms of several groups, the step's update; else the parameters hold its values since `end_backward`."""
+        step, self._unfinished = self._unfinished, None
+        if step is not None:
+            self.progress.wait(step.ticket)
+            self.optimizer.update(self.group.segments, self._lr, step.norms[self._member])

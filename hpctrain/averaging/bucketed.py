@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.reduction import AllreduceAverager
 from hpctrain.averaging.slices import Slice, fused
 from hpctrain.comm.base import Communicator
@@ -29,9 +30,10 @@ class Bucketed(AllreduceAverager):
         comm: Communicator,
         progress: ProgressEngine,
         *,
+        norms: JointNorms | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        super().__init__(group, optimizer, comm, progress)
+        super().__init__(group, optimizer, comm, progress, norms=norms)
         self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None
 

@@ -14,12 +14,14 @@ import numpy as np
 
 from hpctrain.averaging import planning
 from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.reduction import AllreduceAverager, ReductionStep
 from hpctrain.averaging.schedule import Operation
 from hpctrain.averaging.slices import Slice, fused
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.optim.base import Optimizer, square_sum
 
@@ -66,7 +68,7 @@ class Lazy(AllreduceAverager):
         check_every: averagings from one check of the interval to the next. bucket_bytes: as in `Bucketed`.
 
     Raises:
-        ConfigError: a value below 1.
+        ConfigError: a value below 1, or a network with several groups of parameters.
     """
 
     def __init__(
@@ -76,11 +78,17 @@ class Lazy(AllreduceAverager):
         comm: Communicator,
         progress: ProgressEngine,
         *,
+        norms: JointNorms | None = None,
         layers: int = 8,
         max_interval: int = 8,
         check_every: int = 4,
         bucket_bytes: int | None = None,
     ) -> None:
+        if norms is not None:
+            raise ConfigError(
+                "The averager lazy holds back the first layers of one group of parameters, but this network has several, as its "
+                "layers are split over the rows of the grid; choose sharded, or set grid.rows to 1."
+            )
         super().__init__(group, optimizer, comm, progress)
         self._layers = planning.check_positive("layers", layers)
         self._max_interval = planning.check_positive("max_interval", max_interval)

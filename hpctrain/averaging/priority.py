@@ -8,6 +8,7 @@ link once with measured times, so it is the same on every rank.
 from __future__ import annotations
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Urgency
 from hpctrain.averaging.sharding import FcExchange, ShardedAverager
 from hpctrain.averaging.slices import Slice, cut, fused
@@ -45,6 +46,7 @@ class Priority(ShardedAverager):
         comm: Communicator,
         progress: ProgressEngine,
         *,
+        norms: JointNorms | None = None,
         slice_parameters: int = 50_000,
         window: int | None = None,
         fc_exchange: FcExchange = "auto",
@@ -57,6 +59,7 @@ class Priority(ShardedAverager):
             optimizer,
             comm,
             progress,
+            norms=norms,
             fc_exchange=fc_exchange,
             nominal_batch=nominal_batch,
             micro_batches=micro_batches,

@@ -9,6 +9,7 @@ from functools import partial
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.comm.base import Communicator, Handle
@@ -26,6 +27,7 @@ class ReductionStep:
     ready: dict[str, Gate]
     operations: tuple[Operation, ...]
     pending: dict[int, Ticket] = field(default_factory=dict)
+    joint: JointStep | None = None
     norms_complete: bool = False
 
 
@@ -37,10 +39,18 @@ class AllreduceAverager(GradientAverager):
 
     _measures_link = False
 
-    def __init__(self, group: FlatGroup, optimizer: Optimizer, comm: Communicator, progress: ProgressEngine) -> None:
-        super().__init__(group, optimizer, comm, progress)
+    def __init__(
+        self,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        *,
+        norms: JointNorms | None = None,
+    ) -> None:
+        super().__init__(group, optimizer, comm, progress, norms)
         optimizer.bind(group, group.segments)
-        self._norms = Norms(group) if optimizer.needs_norms else None
+        self._norms = Norms(group) if optimizer.needs_norms and self._joint is None else None
         self._names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
         self._step: ReductionStep | None = None
         self._previous: ReductionStep | None = None
@@ -69,6 +79,7 @@ class AllreduceAverager(GradientAverager):
             order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
             self.schedule = Schedule(request, comm.size, slices, tuple(order))
         agree(comm, self.schedule)
+        super().agree(stored)
         self._touching = {
             name: [k for k, each in enumerate(self.schedule.slices) if name in each.parameters] for name in self.group.parameters
         }
@@ -85,6 +96,9 @@ class AllreduceAverager(GradientAverager):
             k, each = operation.slice, self.schedule.slices[operation.slice]
             after = [step.ready[name] for name in each.parameters]
             step.pending[k] = self._queue.post(partial(self._start, k), f"{operation.kind} of {each.name}", after)
+        if self._joint is not None:
+            step.joint = self._joint.begin_step(self._member)
+            step.joint.fill_on_demand(self._member, partial(self._fill_share, step))
 
     def _operations_of_step(self) -> tuple[Operation, ...]:
         """What the step that begins posts, in the schedule's order; slices that it leaves out are not updated."""
@@ -133,15 +147,18 @@ class AllreduceAverager(GradientAverager):
         """Wait for a slice's sum and update it, unless that has been done."""
         if step is None or k not in step.pending:
             return
-        self._complete_norms(step, k)
+        norms = self._complete_norms(step, k)
         self.progress.wait(step.pending.pop(k))
-        self.optimizer.update(self._segments[k], step.lr, self._norms)
+        self.optimizer.update(self._segments[k], step.lr, norms)
 
-    def _complete_norms(self, step: ReductionStep, k: int) -> None:
-        """What the update of a slice needs: its own norms (LARS), or everybody's (clipping), which waits for all."""
+    def _complete_norms(self, step: ReductionStep, k: int) -> Norms | None:
+        """What the update of a slice needs: its own norms (LARS), or all (clipping, several groups), which waits for all."""
+        if step.joint is not None:
+            step.joint.complete()
+            return step.joint.norms[self._member]
         norms = self._norms
         if norms is None:
-            return
+            return None
         if self.optimizer.clip_norm is None:
             self.progress.wait(step.pending[k])
             for segment in self._segments[k]:
@@ -153,3 +170,10 @@ class AllreduceAverager(GradientAverager):
             for operation in step.operations:
                 norms.add_partial(self.group, self._segments[operation.slice])
             step.norms_complete = True
+        return norms
+
+    def _fill_share(self, step: ReductionStep) -> None:
+        """This rank's part in the norms of all groups."""
+        assert step.joint is not None
+        self.progress.wait(step.pending.values())
+        fill_share(step.joint.norms[self._member], self.group, self.comm, self._names)

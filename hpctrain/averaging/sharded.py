@@ -7,6 +7,7 @@ network training", MLHPC 2018. Moves what an allreduce moves, half of it under t
 from __future__ import annotations
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Urgency
 from hpctrain.averaging.sharding import FcExchange, ShardedAverager
 from hpctrain.averaging.slices import Slice, cut, fused
@@ -45,6 +46,7 @@ class Sharded(ShardedAverager):
         comm: Communicator,
         progress: ProgressEngine,
         *,
+        norms: JointNorms | None = None,
         fc_exchange: FcExchange = "auto",
         bucket_bytes: int | None = None,
         nominal_batch: int | None = None,
@@ -57,6 +59,7 @@ class Sharded(ShardedAverager):
             optimizer,
             comm,
             progress,
+            norms=norms,
             fc_exchange=fc_exchange,
             nominal_batch=nominal_batch,
             micro_batches=micro_batches,

@@ -19,6 +19,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.exchange import FactorExchange, layers, moves_less
 from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.norms import JointNorms, JointStep
 from hpctrain.averaging.planning import Simulation, Times, Urgency
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, fingerprint, with_factors
@@ -47,7 +48,9 @@ class _Step:
     free: dict[str, Gate]
     reduced: dict[int, list[Ticket]] = field(default_factory=dict)
     gathered: dict[int, Ticket] = field(default_factory=dict)
-    norms: Ticket | None = None
+    norms: Norms | None = None
+    norms_complete: Ticket | None = None
+    joint: JointStep | None = None
 
 
 class ShardedAverager(GradientAverager):
@@ -67,12 +70,13 @@ class ShardedAverager(GradientAverager):
         comm: Communicator,
         progress: ProgressEngine,
         *,
+        norms: JointNorms | None,
         fc_exchange: FcExchange,
         nominal_batch: int | None,
         micro_batches: int,
         replan: bool,
     ) -> None:
-        super().__init__(group, optimizer, comm, progress)
+        super().__init__(group, optimizer, comm, progress, norms)
         if fc_exchange == "always" and micro_batches > 1:
             raise ConfigError(
                 f"fc_exchange is always, but micro_batches is {micro_batches}; the exchange needs micro_batches 1, "
@@ -82,7 +86,7 @@ class ShardedAverager(GradientAverager):
         self._exchanging_names = {name for weight, biases in self._exchanging.items() for name in (weight, *biases)}
         self._batch = nominal_batch or 0
         self._replan = replan
-        self._norms = Norms(group) if optimizer.needs_norms else None
+        self._norms = Norms(group) if optimizer.needs_norms and self._joint is None else None
         self._names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
         self._step: _Step | None = None
         self._previous: _Step | None = None
@@ -125,6 +129,7 @@ class ShardedAverager(GradientAverager):
         else:
             self.schedule = self.plan(self._link)
         agree(reduce, self.schedule)
+        super().agree(stored)
         self._prepare(self.schedule)
 
     def plan(self, link: LinkModel | None) -> Schedule:
@@ -178,7 +183,7 @@ class ShardedAverager(GradientAverager):
             else Operation(Kind.ERRORS if slices[k].factors else Kind.REDUCE_SCATTER, k, streams[0])
             for k, gather in sent
         ]
-        if self._norms is None:
+        if not self.optimizer.needs_norms:
             return (*inputs, *order)
         gathers = sorted((each for each in order if each.kind is Kind.ALLGATHER), key=lambda each: slices[each.slice].order)
         reductions = (each for each in order if each.kind is not Kind.ALLGATHER)
@@ -202,7 +207,11 @@ class ShardedAverager(GradientAverager):
             {name: Gate(f"gradient of {name}") for name in self._names},
             {name: Gate(f"inputs of {name}") for name in self._exchanging},
             {name: Gate(f"backward's last use of {name}") for name in self._names},
+            norms=self._norms,
         )
+        if self._joint is not None:
+            step.joint = self._joint.begin_step(self._member)
+            step.norms = step.joint.norms[self._member]
         for operation in self.schedule.operations:
             self._post(operation, step, previous)
 
@@ -212,15 +221,16 @@ class ShardedAverager(GradientAverager):
         queue: PostingQueue = self._queues[operation.stream]
         if operation.kind is Kind.NORMS:
             reduced = [ticket for tickets in step.reduced.values() for ticket in tickets]
-            step.norms = queue.post(partial(self._start_norms, step), str(operation.kind), reduced)
+            own = queue.post(partial(self._start_norms, step), str(operation.kind), reduced)
+            step.norms_complete = own if step.joint is None else step.joint.ticket
             return
         each = self.schedule.slices[k]
         what = f"{operation.kind} of {each.name}"
         if operation.kind is Kind.ALLGATHER:
             after: list[Ticket] = [step.free[name] for name in (*each.parameters, *each.replicated)]
             after += step.reduced[k]
-            if step.norms is not None:
-                after.append(step.norms)
+            if step.norms_complete is not None:
+                after.append(step.norms_complete)
             step.gathered[k] = queue.post(partial(self._start_gather, step, k), what, after)
             return
         gates: list[Ticket] = []
@@ -316,8 +326,8 @@ class ShardedAverager(GradientAverager):
         return comm.ireduce_scatter(self.group.grad[each.start : each.stop], self._sums[k], each.counts(comm.size))
 
     def _start_norms(self, step: _Step) -> Handle:
-        """Squares of what is owned here; what every rank owns counts once."""
-        norms = self._norms
+        """Squares of what is owned here; what every rank owns counts once. Their sum, unless all groups' travel together."""
+        norms = step.norms
         assert norms is not None
         norms.squares[...] = 0.0
         for k, own in enumerate(self._own):
@@ -325,14 +335,17 @@ class ShardedAverager(GradientAverager):
             norms.add_partial(self.group, own)
             if self.comm.rank == 0:
                 norms.add_partial(self.group, self._replicated[k])
+        if step.joint is not None:
+            step.joint.contribute(self._member)
+            return Complete()
         return self._comms[Stream.GRADIENTS].iallreduce(norms.squares)
 
     def _start_gather(self, step: _Step, k: int) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""
         assert self.schedule is not None
-        if self._norms is None:
+        if step.norms is None:
             self._finish_gradient(k)
-        self.optimizer.update((*self._own[k], *self._replicated[k]), step.lr, self._norms)
+        self.optimizer.update((*self._own[k], *self._replicated[k]), step.lr, step.norms)
         each, comm = self.schedule.slices[k], self._comms[Stream.PARAMETERS]
         return comm.iallgather(None, self.group.data[each.start : each.stop], each.counts(comm.size))
 

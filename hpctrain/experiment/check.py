@@ -23,7 +23,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimi
 AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
 
 # What the program gives these constructors itself.
-_AVERAGER_GIVEN = ("group", "optimizer", "comm", "progress", "nominal_batch", "micro_batches")
+_AVERAGER_GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nominal_batch", "micro_batches")
 _SCHEDULE_GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
 
 Options = Mapping[str, Any]
