@@ -31,7 +31,7 @@ from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.loader import Batch
+from hpctrain.data.loader import Batch, Share
 from hpctrain.experiment.build import AVERAGERS
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
@@ -112,7 +112,7 @@ class Rank:
         x = random.standard_normal((n, side, side, 3)).astype(np.float32)
         y = random.integers(0, self.shape.classes, n)
         ids = np.arange(n) + n * self.world.rank
-        return Batch(x, y, ids, (n,) * ranks, n * ranks, 0, 0)
+        return Batch(x, y, ids, (n,) * ranks, n * ranks, 0, 0, Share((n,)))
 
     def _split(self, name: str) -> Communicator:
         comm = self.world.split(0, self.world.rank, name)

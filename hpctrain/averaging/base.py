@@ -58,8 +58,9 @@ class GradientAverager(ABC):
         The first step does it where nobody has.
 
         Args:
-            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. Order and size
-                of slices may follow from measurements, so only this repeats a run bit by bit.
+            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. The size of
+                slices may follow from measurements and decides in which order numbers are added, so only this repeats a run bit by
+                bit. An order that had not been measured yet is measured again; it changes no bit.
 
         Raises:
             CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.

@@ -48,6 +48,7 @@ class Schedule:
     Attributes:
         request: what it was made for (strategy, options, parameters); a stored one is used again only for the same request.
         ranks: P. window: most operations in flight in a stream; None: no limit.
+        timed: the order follows from measured times, and is not measured again.
     """
 
     request: str
@@ -55,14 +56,23 @@ class Schedule:
     slices: tuple[Slice, ...]
     operations: tuple[Operation, ...]
     window: int | None = None
+    timed: bool = False
 
     def digest(self) -> str:
         """SHA-256 over everything, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As text that `from_json` reads."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """As text that `from_json` reads; a slice and an operation a line, for people."""
+        values = asdict(self)
+        items = []
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                lines = ",\n".join(f"  {json.dumps(each)}" for each in value)
+                items.append(f' "{name}": [\n{lines}\n ]')
+            else:
+                items.append(f' "{name}": {json.dumps(value)}')
+        return "{\n" + ",\n".join(items) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Schedule:

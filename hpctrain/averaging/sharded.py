@@ -70,7 +70,7 @@ class Sharded(ShardedAverager):
         self._window = None if window is None else planning.check_positive("window", window)
 
     def _request(self) -> str:
-        return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}"
+        return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}, window {self._window}"
 
     def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         group = self.group

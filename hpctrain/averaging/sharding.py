@@ -120,15 +120,15 @@ class ShardedAverager(GradientAverager):
         gather = comm.split(0, comm.rank, f"{comm.name} parameters") if self._streams == 2 else reduce
         assert gather is not None
         self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
-        self._queues = {stream: self.progress.queue(each, self._window) for stream, each in self._comms.items()}
         usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
-        measures = any(reduce.allgather_object((self._measures_link or self._replan) and not usable))  # the same on every rank
+        if stored is not None and usable and stored.timed:
+            self._replan = False
+        needs_link = self._replan or (self._measures_link and not usable)
+        measures = any(reduce.allgather_object(needs_link))  # the same on every rank
         self._link = calibrate(reduce, self.progress) if measures else None
-        if stored is not None and usable:
-            self.schedule, self._replan = stored, False
-        else:
-            self.schedule = self.plan(self._link)
+        self.schedule = stored if stored is not None and usable else self.plan(self._link)
         agree(reduce, self.schedule)
+        self._queues = {stream: self.progress.queue(each, self.schedule.window) for stream, each in self._comms.items()}
         super().agree(stored)
         self._prepare(self.schedule)
 
@@ -366,7 +366,8 @@ class ShardedAverager(GradientAverager):
         assert self.schedule is not None
         self._replan = False
         operations = self._operations(self.schedule.slices, self._clock.times(), self._link)
-        self.schedule = replace(self.schedule, operations=self._comms[Stream.GRADIENTS].broadcast_object(operations))
+        agreed = self._comms[Stream.GRADIENTS].broadcast_object(operations)
+        self.schedule = replace(self.schedule, operations=agreed, timed=True)
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 

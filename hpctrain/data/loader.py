@@ -21,13 +21,23 @@ CACHE_LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
+class Share:
+    """Samples of the parts that exchange activations (a column of the process grid), and which of them this part is."""
+
+    counts: tuple[int, ...]
+    row: int = 0
+
+
+@dataclass(frozen=True)
 class Batch:
     """One part's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
 
     Attributes:
-        x: (N, H, W, C) normalised images. y: (N,) int64 labels. sample_ids: (N,) int64; N may be 0.
+        x: (N, H, W, C) normalised images: of its own samples, or what it reads of all of its column's.
+        y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the column, in order.
         counts: samples of every part, this one's included. global_count: their sum, what the loss divides by.
         epoch, step: step counts from 0 within the epoch.
+        share: the column's samples; this part's alone where there is one row.
     """
 
     x: np.ndarray
@@ -37,6 +47,17 @@ class Batch:
     global_count: int
     epoch: int
     step: int
+    share: Share
+
+
+def cut(images: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """The elements of a box of images (N, H, W, C); zeros where it reaches beyond them. A copy."""
+    out = np.zeros([stop - start for start, stop in box], images.dtype)
+    inside = [(max(start, 0), min(stop, size)) for (start, stop), size in zip(box, images.shape, strict=True)]
+    if all(start < stop for start, stop in inside):
+        there = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inside, box, strict=True))
+        out[there] = images[tuple(slice(start, stop) for start, stop in inside)]
+    return out
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,7 @@ class Loader:
         np.take(self.file.labels, ids, out=slot.y[:n], mode="clip")
         x = self._pipeline(raw, ids, epoch, slot.x[:n])
         total = self.sampler.global_count(step)
-        return Batch(x, slot.y[:n], ids, counts(total, self.parts), total, epoch, step)
+        return Batch(x, slot.y[:n], ids, counts(total, self.parts), total, epoch, step, Share((n,)))
 
 
 class _Failure:

@@ -12,7 +12,7 @@ from hpctrain.comm.agreement import raise_alike
 from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import compute_only
-from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.build import Parts, agree, build, build_evaluator, build_trainer
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import Session
@@ -27,10 +27,14 @@ from hpctrain.train.snapshot import Position
 def run_training(session: Session, *, resume: str | None, steps: int = 0) -> None:
     """Train; print the last test accuracy and where the run's files lie. Collective."""
     parts = build(session)
-    directory, start = _directory(session, parts, resume)
+    found = _resumed(session, resume) if resume is not None else None
+    start = found[1] if found is not None else None
+    agree(session, parts, start)
+    directory = found[0] if found is not None else _new_directory(session, parts)
     reporter = _reporter(session, directory)
     try:
         _introduce(session, parts, directory, start, reporter)
+        _keep_schedules(session, parts, directory)
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
@@ -62,7 +66,8 @@ def run_compute_only(session: Session, steps: int) -> None:
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
     alone = compute_only.without_communication(session)
     parts = build(alone)
-    directory, _ = _directory(alone, parts, None)
+    agree(alone, parts)
+    directory = _new_directory(alone, parts)
     reporter = _reporter(alone, directory)
     trace = alone.progress.trace
     assert trace is not None
@@ -105,26 +110,26 @@ def run_evaluation(session: Session, source: str) -> None:
         print(f"{path}: {sums.count} samples, loss {means['loss']:.4f}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
 
 
-def _directory(session: Session, parts: Parts, resume: str | None) -> tuple[RunDirectory, checkpoint.CheckpointContent | None]:
-    """The run directory, and the checkpoint to go on from. Rank 0 makes or finds both paths; all ranks read the checkpoint."""
+def _new_directory(session: Session, parts: Parts) -> RunDirectory:
+    """A new run directory, made by rank 0. Collective."""
     config = session.config
 
-    def prepare() -> tuple[str, str | None] | None:
+    def make() -> str | None:
         if not session.is_root:
             return None
-        if resume is not None:
-            path = _find_checkpoint(config.output, config.name, resume)
-            return str(path.parent.parent), str(path)
         directory = RunDirectory.create(
             Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
         )
-        return str(directory.path), None
+        return str(directory.path)
 
-    found = session.world.broadcast_object(raise_alike(session.world, prepare))
-    directory = RunDirectory.open(Path(found[0]))
-    if found[1] is None:
-        return directory, None
-    return directory, raise_alike(session.world, lambda: checkpoint.read(Path(found[1])))
+    return RunDirectory.open(Path(session.world.broadcast_object(raise_alike(session.world, make))))
+
+
+def _resumed(session: Session, source: str) -> tuple[RunDirectory, checkpoint.CheckpointContent]:
+    """The directory of the run to go on with, and its checkpoint: found by rank 0, read by all. Collective."""
+    path = _checkpoint_path(session, source)
+    content = raise_alike(session.world, lambda: checkpoint.read(path))
+    return raise_alike(session.world, lambda: RunDirectory.open(path.parent.parent)), content
 
 
 def _find_checkpoint(output: str, name: str, source: str) -> Path:
@@ -163,6 +168,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "ranks": session.world.size,
     }
     content = snapshot.take(parts.network, parts.averagers, position, meta)
+    _keep_schedules(session, parts, directory)
 
     def write() -> None:
         if session.is_root:
@@ -170,6 +176,14 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
             checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
 
     raise_alike(session.world, write)
+
+
+def _keep_schedules(session: Session, parts: Parts, directory: RunDirectory) -> None:
+    """Write what averagers post in a step, as it is now, beside the run's other files."""
+    if session.is_root:
+        for name, averager in parts.averagers.items():
+            if averager.schedule is not None:
+                directory.write_schedule(name, averager.schedule.to_json())
 
 
 def _reporter(session: Session, directory: RunDirectory) -> Reporter:

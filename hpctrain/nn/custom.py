@@ -6,6 +6,7 @@ reorder in between; averaging, checkpoints and the gradient check work as for an
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.backend.kernels.base import Array, Operator, StepContext
-from hpctrain.backend.kernels.specs import Shape, Spec, TensorSpec
+from hpctrain.backend.kernels.specs import Shape, Spec, TensorSpec, Window
 from hpctrain.nn.layer import Leaf
 
 
@@ -34,6 +35,13 @@ class ArrayLayer(Leaf):
     ) -> tuple[Array, Mapping[str, Array]]:
         """(dx, gradients by role); never writes x or dy."""
 
+    def with_window(self, window: Window) -> ArrayLayer:
+        """This layer with another window: the same kernel and stride, other padding (a part of an image is padded at the image's
+        edges only). Forward and backward must take the padding from `self.window`."""
+        other = copy.copy(self)
+        other.window = window
+        return other
+
     def spec(self, name: str) -> Spec:
         return ArraySpec(self, name)
 
@@ -44,6 +52,15 @@ class ArraySpec:
 
     layer: ArrayLayer
     name: str
+
+    @property
+    def window(self) -> Window | None:
+        """The layer's spatial reach; None: not known, so its images are never split."""
+        return self.layer.window
+
+    def with_window(self, window: Window) -> ArraySpec:
+        """The same operation on a part of an image."""
+        return ArraySpec(self.layer.with_window(window), self.name)
 
     def output(self, x: TensorSpec) -> TensorSpec:
         return x.with_shape(self.layer.output_shape(x.shape))

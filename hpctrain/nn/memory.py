@@ -10,15 +10,21 @@ ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 @dataclass(frozen=True)
 class Block:
-    """`size_bytes` that are live in all time slots from `first` to `last`, both included."""
+    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and again in those of `again`."""
 
     size_bytes: int
     first: int
     last: int
+    again: tuple[int, int] | None = None
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of time slots in which it is live."""
+        return ((self.first, self.last),) if self.again is None else ((self.first, self.last), self.again)
 
     def meets(self, other: Block) -> bool:
         """True where some time slot belongs to both."""
-        return self.first <= other.last and other.first <= self.last
+        return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
 
 
 def _round_up(size_bytes: int) -> int:
@@ -60,5 +66,9 @@ def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int)
 
 def lower_bound(blocks: Sequence[Block]) -> int:
     """Bytes that no packing can go below: the most that is live in one time slot."""
-    times = {block.first for block in blocks}
-    return max((sum(_round_up(b.size_bytes) for b in blocks if b.first <= t <= b.last) for t in times), default=0)
+    times = {span[0] for block in blocks for span in block.spans}
+    return max((sum(_round_up(b.size_bytes) for b in blocks if _live(b, t)) for t in times), default=0)
+
+
+def _live(block: Block, time: int) -> bool:
+    return any(first <= time <= last for first, last in block.spans)

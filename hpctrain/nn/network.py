@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, Sta
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.errors import ShapeError
+from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layer import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
@@ -18,19 +21,26 @@ from hpctrain.nn.plan import plan
 from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
 
+ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
+_ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("world", "column", "row"), LocalStatistics()))
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
 class Network:
     """One rank's copy of a model.
 
-    Parameters lie in forward order in flat groups (one, unless `group_of` says otherwise); values are drawn from (seed, name),
-    so they are the same on every rank and for every split.
+    Parameters lie in forward order in flat groups, one for each group of ranks that averages them; values are drawn from (seed,
+    name), so they are the same on every rank and for every split.
 
     Args:
         model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: "float32" or "float64".
-        seed: of the initial values. smoothing: label smoothing of the loss. merger: for synchronised batch norm.
-        group_of: parameter name -> name of the group it is averaged in.
+        seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
+            "world", "column", "row" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
+
+    Attributes:
+        groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
+        parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
+        shards: which part of each this rank holds; None: all of it.
 
     Raises:
         ShapeError: layers that do not fit each other or the image; the message names the layer.
@@ -45,24 +55,31 @@ class Network:
         dtype: str = "float32",
         seed: int = 0,
         smoothing: float = 0.0,
-        merger: StatisticsMerger | None = None,
-        group_of: Callable[[str], str] = lambda name: "all",
+        mergers: Mapping[str, StatisticsMerger] | None = None,
+        distribution: Distribution | None = None,
     ) -> None:
         self.model, self.image_shape, self.kernels, self.dtype = model, image_shape, kernels, dtype
-        self._merger = merger if merger is not None else LocalStatistics()
+        self._mergers = {**_ALONE, **(mergers or {})}
+        self.distribution: Distribution = distribution if distribution is not None else Undistributed()
         self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
-        self._programs: OrderedDict[tuple[int, bool, bool], Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
-        parameter_specs, statistic_specs = declared(model, self.graph(1))
-        self.groups = self._make_groups(parameter_specs, group_of)
+        graph = self.graph(1)
+        self.distribution.prepare(graph)
+        self.parameter_specs, statistic_specs = declared(model, graph)
+        self.shards = {name: self.distribution.shard(name) for name in self.parameter_specs}
+        parameter_specs = {name: _part(spec, self.shards[name]) for name, spec in self.parameter_specs.items()}
+        self.groups = self._make_groups(parameter_specs)
         self.parameters: dict[str, Parameter] = {
             name: group.parameters[name]
             for name, group in ((n, g) for n in parameter_specs for g in self.groups.values())
             if name in group.parameters
         }
-        self.statistics = FlatStatistics(statistic_specs, dtype)
+        parts = {name: shard.interval for name in statistic_specs if (shard := self.distribution.shard(name)) is not None}
+        self.statistics = FlatStatistics(statistic_specs, dtype, parts, self.distribution.speaks)
         for name, parameter in self.parameters.items():
-            parameter.data[...] = first_value(parameter.spec, name, seed, dtype)
+            value, shard = first_value(self.parameter_specs[name], name, seed, dtype), self.shards[name]
+            parameter.data[...] = value if shard is None else value[shard.index]
 
     @property
     def classes(self) -> int:
@@ -81,22 +98,29 @@ class Network:
             )
         return graph
 
-    def program(self, batch: int, *, training: bool, input_gradient: bool = False) -> Program:
-        """The program for N = batch, from a small cache; made at first use."""
-        key = (batch, training, input_gradient)
+    def program(self, batch: int | Sequence[int], *, training: bool, input_gradient: bool = False) -> Program:
+        """The program for N = batch, from a small cache; made at first use.
+
+        batch: where the model is distributed, the samples of each rank of the column.
+        """
+        counts = (batch,) if isinstance(batch, int) else tuple(batch)
+        key = (counts, training, input_gradient)
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             self._programs[key] = Program(
-                plan(self.graph(batch), self.kernels, training=training, input_gradient=input_gradient),
+                plan(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
                 parameters=self.parameters,
                 statistics=self.statistics,
                 arena=self._reserve,
                 loss=self._loss,
-                merger=self._merger,
+                mergers=self._mergers,
             )
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def _local_graph(self, counts: Sequence[int]) -> Graph:
+        return self.distribution.local(self.graph(sum(counts)), counts)
 
     def parameters_changed(self) -> None:
         """Parameters were written from outside a training step; programs refresh what they cached."""
@@ -109,11 +133,11 @@ class Network:
             self._arena = self.kernels.allocate(size_bytes)
         return self._arena
 
-    def _make_groups(self, specs: Mapping[str, ParameterSpec], group_of: Callable[[str], str]) -> dict[str, FlatGroup]:
+    def _make_groups(self, specs: Mapping[str, ParameterSpec]) -> dict[str, FlatGroup]:
         orders = {name: order for order, name in enumerate(specs)}
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in specs.items():
-            members.setdefault(group_of(name), {})[name] = spec
+            members.setdefault(ALL if self.shards[name] is None else MODEL, {})[name] = spec
         return {group: FlatGroup(inside, self.dtype, zeros=self._zeros, orders=orders) for group, inside in members.items()}
 
     def _zeros(self, size: int, dtype: str) -> np.ndarray:
@@ -138,3 +162,12 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
             raise ShapeError(f"Parameter {name} is used by {used.count(name)} operations; each must be used by exactly one.")
     order = [name for node in graph.nodes for name in node.statistics.values()]
     return {name: parameters[name] for name in used}, {name: statistics[name] for name in order}
+
+
+def _part(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
+    """What a rank that holds `shard` declares."""
+    if shard is None:
+        return spec
+    start, stop = shard.interval
+    shape = tuple(stop - start if dim == shard.dim % len(spec.shape) else size for dim, size in enumerate(spec.shape))
+    return replace(spec, shape=shape)

@@ -48,7 +48,7 @@ class ExecutionPlan:
     """Steps in forward order, and which tensors share storage.
 
     storage[t]: the tensor whose memory tensor t lies in (itself where it has its own). needs_grad[t]: its gradient is computed.
-    grad_storage[t] likewise for gradients.
+    grad_storage[t] likewise for gradients. rebuilt: tensors that are not kept from forward to backward but made again.
     """
 
     steps: list[PlannedStep]
@@ -56,8 +56,17 @@ class ExecutionPlan:
     output: int
     training: bool
     needs_grad: list[bool] = field(default_factory=list)
+    rebuilt: frozenset[int] = frozenset()
     storage: list[int] = field(default_factory=list)
     grad_storage: list[int] = field(default_factory=list)
+
+    def recipe(self, tensor: int) -> tuple[int, tuple[int, ...]]:
+        """(root, steps): a tensor that is kept, and the positions of the steps that make `tensor` from it again, in order."""
+        if tensor not in self.rebuilt:
+            return tensor, ()
+        position = next(k for k, step in enumerate(self.steps) if step.output == tensor)
+        root, steps = self.recipe(self.steps[position].inputs[0])
+        return root, (*steps, position)
 
     def readers(self, tensor: int) -> list[int]:
         """Positions of the steps that read `tensor`."""
@@ -68,6 +77,7 @@ def plan(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bo
     """Fuse, make operators, insert reorders, decide who shares memory."""
     result = _make_steps(kernels.fuse(graph, training=training), kernels, training)
     _find_gradients(result, input_gradient)
+    _find_rebuilt(result)
     _share_activations(result)
     _share_gradients(result)
     return result
@@ -122,6 +132,23 @@ def _find_gradients(plan: ExecutionPlan, input_gradient: bool) -> None:
         plan.needs_grad[step.output] = step.has_parameters or any(plan.needs_grad[i] for i in step.inputs)
 
 
+def _find_rebuilt(plan: ExecutionPlan) -> None:
+    """Outputs that their operators make again, and the copies in other layouts on both sides of these."""
+    if not plan.training:
+        return
+    made: set[int] = set()
+    copies: set[int] = set()
+    for step in plan.steps:
+        if step.node is None:
+            copies.add(step.output)
+            if step.inputs[0] in made:
+                made.add(step.output)
+        if step.operator.rebuilds_output:
+            made.add(step.output)
+            made.update(copies.intersection(step.inputs))
+    plan.rebuilt = frozenset(made)
+
+
 def _share_activations(plan: ExecutionPlan) -> None:
     """Views share their input's memory; in-place operators too, where nobody needs what they overwrite."""
     plan.storage = list(range(len(plan.tensors)))
@@ -133,7 +160,8 @@ def _share_activations(plan: ExecutionPlan) -> None:
         free = all(last_read[t] <= k and t not in kept for t in members[source])
         once = step.inputs.count(step.inputs[0]) == 1
         keeps_input = step.operator.needs_inputs[0] and plan.training
-        if step.operator.view or (fits and source != 0 and free and once and not keeps_input):
+        fixed = step.inputs[0] in plan.rebuilt or step.output in plan.rebuilt
+        if step.operator.view or (fits and source != 0 and free and once and not keeps_input and not fixed):
             plan.storage[step.output] = source
             members[source].append(step.output)
 
@@ -149,6 +177,7 @@ def _uses(plan: ExecutionPlan) -> tuple[list[int], set[int]]:
                 kept.add(tensor)
         if plan.training and step.operator.needs_output:
             kept.add(step.output)
+    kept.update(plan.recipe(tensor)[0] for tensor in plan.rebuilt)
     last_read[plan.output] = len(plan.steps)
     return last_read, kept
 
@@ -174,6 +203,7 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
     "partial" holds the gradient of a step's input that must be added to what an earlier step of backward wrote.
     """
     n = len(plan.steps)
+    again: dict[int, list[int]] = {}
     spans: dict[tuple[str, int], list[int]] = {}
 
     def live(kind: str, number: int, size_bytes: int, *times: int) -> None:
@@ -193,7 +223,10 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
         for i, tensor in enumerate(step.inputs):
             live("activation", plan.storage[tensor], 0, k)
             if plan.training and operator.needs_inputs[i]:
-                live("activation", plan.storage[tensor], 0, backward)
+                root, recipe = plan.recipe(plan.storage[tensor])
+                for made in (plan.steps[position].output for position in recipe):
+                    again.setdefault(made, []).append(backward)
+                live("activation", plan.storage[root], 0, backward)
             if plan.needs_grad[tensor]:
                 live("gradient", plan.grad_storage[tensor], plan.tensors[tensor].bytes, backward)
         if plan.needs_grad[step.output]:
@@ -205,4 +238,8 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
         live("gradient", plan.grad_storage[plan.output], plan.tensors[plan.output].bytes, n)
     if plan.needs_grad[0]:
         live("gradient", plan.grad_storage[0], 0, 2 * n + 1)  # the caller reads it after backward
-    return {key: Block(size, first, last) for key, (size, first, last) in spans.items()}
+    blocks = {key: Block(size, first, last) for key, (size, first, last) in spans.items()}
+    for tensor, times in again.items():
+        block = blocks["activation", tensor]
+        blocks["activation", tensor] = Block(block.size_bytes, block.first, block.last, (min(times), max(times)))
+    return blocks

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array, Buffers, LossOperator, LossSums, Operator, StatisticsMerger, StepContext
+from hpctrain.backend.kernels.base import (
+    Array,
+    Buffers,
+    LocalStatistics,
+    LossOperator,
+    LossSums,
+    Operator,
+    StatisticsMerger,
+    StepContext,
+)
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.memory import pack
@@ -18,6 +28,7 @@ from hpctrain.nn.plan import ExecutionPlan, PlannedStep, lifetimes
 from hpctrain.nn.statistics import FlatStatistics
 
 _NO_HOOKS = StepHooks()
+_NO_CONTEXT = StepContext()  # a copy between layouts has no use for one
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,69 @@ class BoundStep:
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
     factors: tuple[Array, Array] | None
+
+
+class Action(Enum):
+    """What backward does with a step."""
+
+    REBUILD = auto()  # make the output again, which was not kept
+    COPY = auto()  # the same, of a copy in another layout
+    PARAMETERS = auto()
+    INPUT = auto()
+    BEGIN = auto()  # the output's gradient is complete: what travels may start
+    FREE = auto()  # parameters are no longer read
+
+
+def backward_actions(plan: ExecutionPlan, steps: Sequence[BoundStep]) -> tuple[tuple[Action, int], ...]:
+    """The order of backward as data: (action, position of the step).
+
+    Last step first, parameters before the input; where `input_first` is set the input comes first and its gradient starts to
+    travel, so that it does under the parameters' gradients.
+    """
+    actions: list[tuple[Action, int]] = []
+    done: set[int] = set()
+    present: set[int] = set()
+    for k in reversed(range(len(steps))):
+        for tensor in _needed(plan, k):
+            for position in plan.recipe(tensor)[1]:
+                made = plan.steps[position].output
+                if made not in present:
+                    present.add(made)
+                    actions.append((Action.COPY if plan.steps[position].node is None else Action.REBUILD, position))
+        if not steps[k].input_first:
+            actions.append((Action.PARAMETERS, k))
+        if k not in done:
+            actions.append((Action.INPUT, k))
+        if steps[k].input_first:
+            actions += _ahead(plan, steps, k, done)
+            actions.append((Action.PARAMETERS, k))
+        actions.append((Action.FREE, k))
+    return tuple(action for action in actions if _acts(*action, steps))
+
+
+def _needed(plan: ExecutionPlan, k: int) -> tuple[int, ...]:
+    step = plan.steps[k]
+    return tuple(plan.storage[i] for i, needs in zip(step.inputs, step.operator.needs_inputs, strict=False) if needs)
+
+
+def _ahead(plan: ExecutionPlan, steps: Sequence[BoundStep], k: int, done: set[int]) -> list[tuple[Action, int]]:
+    """Reorders just before step k that only it reads, and the start of what comes before them."""
+    actions: list[tuple[Action, int]] = []
+    reader, j = k, k - 1
+    while j >= 0 and plan.steps[j].node is None and plan.readers(plan.steps[j].output) == [reader]:
+        actions.append((Action.INPUT, j))
+        done.add(j)
+        reader, j = j, j - 1
+    if j >= 0 and plan.steps[j].output in plan.steps[reader].inputs and plan.readers(plan.steps[j].output)[0] == reader:
+        actions.append((Action.BEGIN, j))
+    return actions
+
+
+def _acts(action: Action, k: int, steps: Sequence[BoundStep]) -> bool:
+    step = steps[k]
+    if action in (Action.PARAMETERS, Action.FREE):
+        return bool(step.parameters)
+    return step.passes_back or action not in (Action.INPUT, Action.BEGIN)
 
 
 class Program:
@@ -60,13 +134,14 @@ class Program:
         statistics: FlatStatistics,
         arena: Callable[[int], Array],
         loss: LossOperator,
-        merger: StatisticsMerger,
+        mergers: Mapping[str, StatisticsMerger],
     ) -> None:
         self._plan = plan
         self._loss = loss
-        binder = _Binder(plan, parameters, statistics, arena, merger)
+        binder = _Binder(plan, parameters, statistics, arena, mergers)
         self.activation_bytes = binder.total_bytes
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
+        self._actions = backward_actions(plan, self.steps) if plan.training else ()
         self.x: Array = binder.activation(0)
         self.logits: Array = binder.activation(plan.output)
         self.d_logits: Array | None = binder.gradient(plan.output) if plan.training else None
@@ -98,19 +173,23 @@ class Program:
 
     def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
         """Gradients of all parameters, last layer first, each announced as soon as it is final."""
-        for step in reversed(self.steps):
-            if step.input_first:
-                self._input_gradient(step, hooks)
+        for action, k in self._actions:
+            step = self.steps[k]
+            if action is Action.PARAMETERS:
                 self._parameter_gradients(step, hooks)
+            elif action is Action.INPUT:
+                self._input_gradient(step, hooks)
+            elif action is Action.FREE:
+                for parameter in step.parameters:
+                    hooks.data_free(parameter)
+            elif action is Action.BEGIN:
+                step.operator.begin_backward()
+            elif action is Action.REBUILD:
+                step.operator.rebuild_output()
             else:
-                self._parameter_gradients(step, hooks)
-                self._input_gradient(step, hooks)
-            for parameter in step.parameters:
-                hooks.data_free(parameter)
+                step.operator.forward(_NO_CONTEXT)
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
-        if not step.parameters:
-            return
         if step.factors is not None and hooks.takes_factors(step.parameters):
             step.operator.finish_output_grad()
             hooks.error_ready(step.parameters, step.factors[1])
@@ -121,8 +200,6 @@ class Program:
             hooks.grad_ready(parameter)
 
     def _input_gradient(self, step: BoundStep, hooks: StepHooks) -> None:
-        if not step.passes_back:
-            return
         step.operator.backward_input()
         for target, partial in step.add_partials:
             np.add(target, partial, out=target)
@@ -159,9 +236,9 @@ class _Binder:
         parameters: Mapping[str, Parameter],
         statistics: FlatStatistics,
         arena: Callable[[int], Array],
-        merger: StatisticsMerger,
+        mergers: Mapping[str, StatisticsMerger],
     ) -> None:
-        self._plan, self._parameters, self._statistics, self._merger = plan, parameters, statistics, merger
+        self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         blocks = dict(lifetimes(plan))
         self._first_writer = _first_writers(plan)
         scratch_bytes = max((step.operator.scratch_bytes for step in plan.steps), default=0)
@@ -237,10 +314,14 @@ class _Binder:
                 statistics=statistics,
                 saved=self._bytes(self._offset["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
                 scratch=self._bytes(self._scratch_at, self._scratch_bytes) if operator.scratch_bytes else None,
-                merger=self._merger,
+                merger=self._merger(step),
             )
         )
         return tuple(own.values())
+
+    def _merger(self, step: PlannedStep) -> StatisticsMerger:
+        group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
+        return LocalStatistics() if group is None else self._mergers[group]
 
     def _factors(self, step: PlannedStep) -> tuple[Array, Array] | None:
         if not step.operator.gives_factors or not self._plan.training:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -12,24 +13,44 @@ from hpctrain.nn.parameter import StatisticSpec
 _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
 
 
+_WHOLE: Mapping[str, tuple[int, int]] = MappingProxyType({})
+
+
+def _for_its_samples(name: str) -> tuple[bool, bool]:
+    return True, False
+
+
 class FlatStatistics:
     """Views into two flat arrays of one layout: `running`, and `batch`, which training forwards write.
 
     A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
     and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only.
 
+    Args:
+        specs: by full name. parts: split statistics: the interval of channels that this rank computes. speaks: of a statistic,
+            whether this rank adds it to the step's sums weighted by its own samples, and by those of all ranks that share them.
+
     Attributes:
         running, batch: 1-D arrays of the network's dtype. momentum: float64, per element.
         views: every running statistic by full name ("bn1.running_mean"), in its shape.
     """
 
-    def __init__(self, specs: Mapping[str, StatisticSpec], dtype: str) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, StatisticSpec],
+        dtype: str,
+        parts: Mapping[str, tuple[int, int]] = _WHOLE,
+        speaks: Callable[[str], tuple[bool, bool]] = _for_its_samples,
+    ) -> None:
         self.names = tuple(specs)
+        self._parts = parts
         sizes = [math.prod(spec.shape) for spec in specs.values()]
         self.size = sum(sizes)
         self.running = np.zeros(self.size, dtype)
         self.batch = np.zeros(self.size, dtype)
         self.momentum = np.zeros(self.size, np.float64)
+        self._own_share = np.zeros(self.size, bool)
+        self._column_share = np.zeros(self.size, bool)
         self.views: dict[str, np.ndarray] = {}
         self._batch_views: dict[str, np.ndarray] = {}
         start = 0
@@ -39,12 +60,26 @@ class FlatStatistics:
             self.momentum[part] = spec.momentum
             self.views[name] = self.running[part].reshape(spec.shape)
             self._batch_views[name] = self.batch[part].reshape(spec.shape)
+            low, high = parts.get(name, (0, size))
+            own = slice(start + low, start + high)
+            self._own_share[own], self._column_share[own] = speaks(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
         """What one operator works on, for its role -> full name: the running statistics and the batch's beside them."""
-        views = {role: self.views[name] for role, name in names.items()}
-        return views | {_BATCH_ROLE[role]: self._batch_views[name] for role, name in names.items()}
+        parts = {name: slice(*self._parts.get(name, (None, None))) for name in names.values()}
+        views = {role: self.views[name][parts[name]] for role, name in names.items()}
+        return views | {_BATCH_ROLE[role]: self._batch_views[name][parts[name]] for role, name in names.items()}
+
+    def weighted(self, count: int, column_count: int) -> np.ndarray:
+        """What this rank adds to the step's sums (float64, flat): batch statistics times the samples that it speaks for.
+
+        count: samples of its own. column_count: of all ranks that it shares samples with.
+        """
+        weights = count * self._own_share + column_count * self._column_share
+        found = np.zeros(self.size)
+        np.multiply(self.batch, weights, out=found, where=weights > 0)
+        return found
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
         """Move the running statistics towards weighted_sums / count (float64, flat); nothing where count is 0."""

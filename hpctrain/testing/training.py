@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,21 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch
+from hpctrain.data.loader import Batch, Share, cut
 from hpctrain.data.sampler import Sampler, counts, part_of
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.boxes import Box
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.plan import GridPlan
 from hpctrain.train.message import SmallMessage, StepTotals
 from hpctrain.train.step import TrainingStep
 
+Boxes = Callable[[tuple[int, ...]], Sequence[Box]]
 AveragerFactory = Callable[..., GradientAverager]
 
 
@@ -42,6 +47,7 @@ class Task:
     micro_batches: int = 1
     smoothing: float = 0.1
     synchronised: bool = True
+    plan: GridPlan = field(default_factory=GridPlan)
 
 
 @dataclass
@@ -53,27 +59,40 @@ class Result:
     totals: list[StepTotals] = field(default_factory=list)
 
 
-def batches(task: Task, part: int, parts: int) -> Iterator[Batch]:
-    """The shares of one part: made-up images that depend on the sample alone."""
+def batches(task: Task, position: int, positions: int, boxes: Boxes | None = None) -> Iterator[Batch]:
+    """The shares of one position: made-up images that depend on the sample alone.
+
+    boxes: for the samples of the ranks of a column, what each of them reads of the column's images; None: its own samples.
+    """
     random = np.random.default_rng(task.seed)
     images = random.standard_normal((task.samples, *task.image_shape)).astype(task.dtype)
     labels = random.integers(0, task.classes, task.samples)
     sampler = Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
+    rows = task.plan.rows
     for step in range(task.steps):
         epoch, inside = divmod(step, sampler.steps_per_epoch)
-        ids = part_of(sampler.ids(epoch, inside), part, parts)
         total = sampler.global_count(inside)
-        yield Batch(images[ids], labels[ids], ids, counts(total, parts), total, epoch, inside)
+        ids = sampler.ids(epoch, inside)
+        every = counts(total, positions)
+        share = Share(tuple(every[position - position % rows :][:rows]), position % rows)
+        own = part_of(ids, position, positions)
+        column = np.concatenate([part_of(ids, position - position % rows + row, positions) for row in range(rows)])
+        x = images[own] if boxes is None else cut(images[column], boxes(share.counts)[share.row])
+        yield Batch(x, labels[own], column, every, total, epoch, inside, share)
 
 
 def train(
     task: Task, comm: Communicator, progress: ProgressEngine, averager: AveragerFactory, **options: Any
 ) -> Result:
-    """Train for `task.steps` on the ranks of `comm`. Collective.
+    """Train for `task.steps` on the ranks of `comm`, on the grid of the task's plan. Collective.
 
     Args:
         averager: the class; it gets `options` beside what every averager gets.
     """
+    rows = task.plan.rows
+    groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
+    axis = groups.row_axis(progress)
+    distribution = None if axis is None else GridDistribution(task.plan, axis)
     network = Network(
         task.model(),
         task.image_shape,
@@ -81,20 +100,20 @@ def train(
         dtype=task.dtype,
         seed=task.seed,
         smoothing=task.smoothing,
-        merger=RankStatistics(comm, progress) if task.synchronised else None,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
     )
     averagers = {
-        name: averager(group=group, optimizer=task.optimizer(), comm=comm, progress=progress, **options)
+        name: averager(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **options)
         for name, group in network.groups.items()
     }
     for each in averagers.values():
         each.agree()
-    messages = comm.split(0, comm.rank, "messages")
-    assert messages is not None
-    message = SmallMessage(messages, progress, network.statistics.size)
-    step = TrainingStep(network, averagers, progress, message, task.micro_batches)
+    message = SmallMessage(groups.messages, progress, network.statistics.size)
+    step = TrainingStep(network, averagers, progress, message, task.micro_batches, groups.counts_of)
     totals = []
-    for number, batch in enumerate(batches(task, comm.rank, comm.size)):
+    boxes = None if distribution is None else distribution.boxes_by_counts(network.graph)
+    for number, batch in enumerate(batches(task, groups.position, comm.size, boxes)):
         step.run(batch, number, task.lr)
         message.post(stop=False)
         found = message.read()
@@ -104,10 +123,20 @@ def train(
     for each in averagers.values():
         each.drain()
     return Result(
-        {name: parameter.data.copy() for name, parameter in network.parameters.items()},
+        {name: assemble(network, name, comm, groups) for name in network.parameters},
         {name: view.copy() for name, view in network.statistics.views.items()},
         totals,
     )
+
+
+def assemble(network: Network, name: str, comm: Communicator, groups: GridGroups) -> np.ndarray:
+    """A whole parameter, on every rank. Collective where it is split."""
+    shard, own = network.shards[name], network.parameters[name].data
+    if shard is None:
+        return own.copy()
+    parts = comm.allgather_object((groups.row, own.copy()))
+    by_row = dict(sorted(parts, key=lambda part: part[0]))
+    return np.concatenate([by_row[row] for row in range(groups.rows)], axis=shard.dim)
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

@@ -54,14 +54,13 @@ class SmallMessage:
     def _current(self) -> np.ndarray:
         return self._buffers[self._turn]
 
-    def add(self, sums: LossSums, batch_statistics: np.ndarray) -> None:
-        """Add what one micro-batch of this rank gave."""
+    def add(self, sums: LossSums, statistics: np.ndarray) -> None:
+        """Add what one micro-batch of this rank gave. statistics: float64, weighted by the samples that they stand for."""
         head = self._current[:_HEAD]
         finite = math.isfinite(sums.loss)
         head[:4] += (sums.loss if finite else 0.0, sums.top1, sums.top5, sums.count)
         head[4] += 0.0 if finite else 1.0
-        if sums.count:
-            self._current[_HEAD:] += sums.count * batch_statistics.astype(np.float64)
+        self._current[_HEAD:] += statistics
 
     def post(self, *, stop: bool) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""

@@ -5,6 +5,7 @@
         versions.json    versions of everything that computes
         git.json         revision of the directory that the run was started in; {} outside a repository
         metrics.jsonl    one JSON object a line
+        schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         checkpoints/
 
 One rank creates and writes it; the others are told its path. Nothing here communicates.
@@ -126,6 +127,17 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         """The metrics, one JSON object a line."""
         return self.path / "metrics.jsonl"
+
+    def write_schedule(self, group: str, schedule: str) -> None:
+        """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
+        path = self.schedule_path(group)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(schedule)
+        partial.replace(path)
+
+    def schedule_path(self, group: str) -> Path:
+        """The schedule of a parameter group's averager."""
+        return self.path / f"schedule-{group}.json"
 
     def config(self) -> str:
         """The resolved configuration's text."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import Array, StepContext
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch
+from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
@@ -78,6 +79,36 @@ class AveragingHooks(StepHooks):
         self._progress.operator_done()
 
 
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch: samples of each rank of the column, where they are among the column's, and this rank's among its own."""
+
+    counts: tuple[int, ...]
+    column: slice | np.ndarray
+    own: slice
+
+
+def parts_of(share: Share, micro_batches: int) -> Iterator[Part]:
+    """A rank's share of a step in micro-batches; every rank of the column makes the same ones."""
+    sizes = [_sizes(count, micro_batches) for count in share.counts]
+    starts = [0] * len(share.counts)
+    offsets = [sum(share.counts[:row]) for row in range(len(share.counts))]
+    for number in range(micro_batches):
+        counts = tuple(size[number] for size in sizes)
+        runs = [range(offset + start, offset + start + n) for offset, start, n in zip(offsets, starts, counts, strict=True)]
+        column: slice | np.ndarray = slice(runs[0].start, runs[-1].stop)
+        if micro_batches > 1 and len(runs) > 1:
+            column = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        own = starts[share.row]
+        yield Part(counts, column, slice(own, own + counts[share.row]))
+        starts = [start + n for start, n in zip(starts, counts, strict=True)]
+
+
+def _sizes(count: int, parts: int) -> list[int]:
+    small, longer = divmod(count, parts)
+    return [small + (part < longer) for part in range(parts)]
+
+
 class TrainingStep:
     """Runs steps on one rank. Collective: every rank runs it, with an empty batch where it has no samples.
 
@@ -86,6 +117,7 @@ class TrainingStep:
     Args:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         micro_batches: passes that one step's samples are split into. message: receives the sums.
+        counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
     """
 
     def __init__(
@@ -95,8 +127,10 @@ class TrainingStep:
         progress: ProgressEngine,
         message: SmallMessage,
         micro_batches: int = 1,
+        counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
     ) -> None:
         self._network = network
+        self._counts_of = counts_of
         self._averagers = averagers
         self._message = message
         self._micro_batches = micro_batches
@@ -108,39 +142,38 @@ class TrainingStep:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
         if self._tracing is not None:
             self._tracing.begin()
-        for averager in self._averagers.values():
-            averager.begin_step(lr, batch.counts)
+        for group, averager in self._averagers.items():
+            averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()
-        parts = np.array_split(np.arange(len(batch.y)), self._micro_batches)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(parts_of(batch.share, self._micro_batches)):
             self._hooks.start(number, self._micro_batches)
-            low = int(part[0]) if len(part) else 0
             # A loss that overflows is told by the step's message, alike on every rank; NumPy's warnings would come before it.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                self._pass(batch, slice(low, low + len(part)), global_step)
+                self._pass(batch, part, global_step)
             self._hooks.finish()
         for averager in self._averagers.values():
             averager.end_backward()
         self._lap(Category.AVERAGING, HOOKS)
 
-    def _pass(self, batch: Batch, part: slice, global_step: int) -> None:
+    def _pass(self, batch: Batch, part: Part, global_step: int) -> None:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
-        program = self._network.program(part.stop - part.start, training=True)
-        program.x[...] = batch.x[part]
+        program = self._network.program(part.counts, training=True)
+        # Whoever reads parts of images has those of the whole column.
+        program.x[...] = batch.x[part.own if len(batch.x) == len(batch.y) else part.column]
         self._lap(Category.WORK, "input copy")
         context = StepContext(
             training=True,
             epoch=batch.epoch,
             step=global_step,
-            sample_ids=batch.sample_ids[part],
+            sample_ids=batch.sample_ids[part.column],
             global_count=batch.global_count,
         )
         with self._progress.computing():
             program.forward(context, hooks)
             self._lap(Category.AVERAGING, HOOKS)
-            sums = program.loss(batch.y[part], batch.global_count)
-            self._message.add(sums, self._network.statistics.batch)
+            sums = program.loss(batch.y[part.own], batch.global_count)
+            self._message.add(sums, self._network.statistics.weighted(sums.count, sum(part.counts)))
             self._lap(Category.WORK, "loss")
             program.backward(hooks)
 

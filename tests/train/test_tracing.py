@@ -11,7 +11,7 @@ from hpctrain.averaging.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.threads import ThreadCommunicator
-from hpctrain.data.loader import Batch
+from hpctrain.data.loader import Batch, Share
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
 from hpctrain.testing import nets
@@ -89,7 +89,7 @@ def test_an_optimiser_is_wrapped_only_where_it_is_traced() -> None:
 def _batches(count: int, closed: list[bool]) -> Generator[Batch, None, None]:
     try:
         for step in range(count):
-            yield Batch(np.zeros((1, 1, 1, 1)), np.zeros(1), np.zeros(1), (1,), 1, 0, step)
+            yield Batch(np.zeros((1, 1, 1, 1)), np.zeros(1), np.zeros(1), (1,), 1, 0, step, Share((1,)))
     finally:
         closed.append(True)
 

@@ -92,6 +92,8 @@ class Operator(ABC):
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
     gives_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N,
         once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
+    rebuilds_output: `rebuild_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
+        forward to backward, where it would be needed.
     """
 
     spec: Spec
@@ -103,6 +105,7 @@ class Operator(ABC):
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
     gives_factors: ClassVar[bool] = False
+    rebuilds_output: bool = False
     saved_bytes: int = 0
     scratch_bytes: int = 0
 
@@ -123,6 +126,13 @@ class Operator(ABC):
     @abstractmethod
     def backward_input(self) -> None:
         """Write (or add to, as `accumulate` says) each input_grads[i] that is not None."""
+
+    def begin_backward(self) -> None:  # noqa: B027  only what travels has something to begin
+        """The output's gradient is complete, `backward_input` follows later: what takes time may start. Must not wait."""
+
+    def rebuild_output(self) -> None:
+        """Write the output again, for readers that need it in backward. Only where `rebuilds_output` is set."""
+        raise NotImplementedError
 
     def parameters_changed(self) -> None:  # noqa: B027  only sets that cache reordered weights care
         """Parameter values differ from the last forward's; a cached copy of them is stale."""

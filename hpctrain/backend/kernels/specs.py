@@ -142,6 +142,10 @@ class Conv2dSpec:
     def weight_shape(self) -> Shape:
         return (self.channels_out, *self.window.kernel, self.channels_in // self.groups)
 
+    def with_window(self, window: Window) -> Conv2dSpec:
+        """The same convolution with another window."""
+        return replace(self, window=window)
+
     def output(self, x: TensorSpec) -> TensorSpec:
         n, h, w, _ = _nhwc(x, self.channels_in, "conv2d")
         ho, wo = self.window.output_size((h, w))
@@ -179,12 +183,14 @@ class BatchNormSpec:
 
     Training uses the batch's mean and biased variance and leaves the mean and the *unbiased* variance in the operator's
     `batch_mean` and `batch_var` statistics; evaluation uses `running_mean` and `running_var`. With `synchronised` the
-    statistics are those of all ranks that share the step, merged through the `StatisticsMerger`.
+    statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "world", all ranks that share
+    the step; "column", those that hold the same channels; "row", those that hold parts of the same images.
     """
 
     channels: int
     epsilon: float = 1e-5
     synchronised: bool = False
+    merge: str = "world"
     relu: bool = False  # set by fusion only: a ReLU follows (after the addition, where `add` is set)
     add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
 
@@ -213,6 +219,10 @@ class PoolSpec:
                 raise ShapeError(
                     f"Pool padding {worst} is more than half of the kernel {kernel}; at most {kernel // 2} is allowed."
                 )
+
+    def with_window(self, window: Window) -> PoolSpec:
+        """The same pooling with another window."""
+        return replace(self, window=window)
 
     def output(self, x: TensorSpec) -> TensorSpec:
         n, h, w, c = _nhwc(x, x.shape[-1], f"{self.kind} pooling")
@@ -269,7 +279,8 @@ class DropoutSpec:
 
     keep = f(seed, step, layer name, sample id, index in the unsplit activation of one sample), so that any split of batch,
     channels or rows draws its part of one mask. `unsplit_shape` and `origin` are of one sample (without N); None and
-    empty mean that the activation is not split.
+    empty mean that the activation is not split. `first_sample` is the position of the first sample here among those of the step's
+    context.
     """
 
     rate: float
@@ -277,6 +288,7 @@ class DropoutSpec:
     seed: int = 0
     unsplit_shape: Shape | None = None
     origin: Shape = ()
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate < 1.0:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hpctrain.backend.kernels.base import Operator, StepContext
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.kernels.specs import TensorSpec, Window
 from hpctrain.errors import ShapeError
 from hpctrain.nn.layer import Leaf
 
@@ -36,6 +37,11 @@ class PadChannelsSpec:
 
     before: int
     after: int
+    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # every pixel by itself
+
+    def with_window(self, window: Window) -> PadChannelsSpec:
+        """A window of one pixel has no padding to change."""
+        return self
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs

@@ -78,10 +78,11 @@ class Dropout(NumpyOperator):
 
     def _draw(self, context: StepContext) -> None:
         spec = self.dropout
-        assert len(context.sample_ids) == self.keep.shape[0], "dropout needs the id of every sample"
+        ids = context.sample_ids[spec.first_sample : spec.first_sample + self.keep.shape[0]]
+        assert len(ids) == self.keep.shape[0], "dropout needs the id of every sample"
         stream = key("dropout", spec.seed, context.step, spec.layer)
         for low, high in split(self.keep.shape[0], self.samples):
-            keep_mask(stream, context.sample_ids[low:high], self.indices, spec.rate, out=self.keep[low:high])
+            keep_mask(stream, ids[low:high], self.indices, spec.rate, out=self.keep[low:high])
 
     def _apply(self, values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
         np.multiply(values, mask, out=out)

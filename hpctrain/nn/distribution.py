@@ -1,0 +1,59 @@
+"""The seam between a network and its distribution over ranks: what one rank does of a model. The engine knows no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpctrain.backend.kernels.graph import Graph
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter or statistic that a rank holds: elements [start, stop) of one dim."""
+
+    dim: int
+    interval: tuple[int, int]
+
+    @property
+    def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
+        """Of an array that holds the whole."""
+        part = slice(*self.interval)
+        return (part,) if self.dim == 0 else (Ellipsis, part)
+
+
+class Distribution(Protocol):
+    """What one rank does of a model."""
+
+    def prepare(self, graph: Graph) -> None:
+        """Take the model, lowered for one sample; called once, before all else."""
+        ...
+
+    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+        """This rank's graph, where the ranks of its column hold `counts` samples of `graph`."""
+        ...
+
+    def shard(self, name: str) -> Shard | None:
+        """This rank's part of a parameter or statistic, by full name; None: it holds all of it."""
+        ...
+
+    def speaks(self, name: str) -> tuple[bool, bool]:
+        """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its whole column."""
+        ...
+
+
+class Undistributed:
+    """A rank that computes whole layers on its own samples."""
+
+    def prepare(self, graph: Graph) -> None:
+        return None
+
+    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+        return graph
+
+    def shard(self, name: str) -> Shard | None:
+        return None
+
+    def speaks(self, name: str) -> tuple[bool, bool]:
+        return True, False

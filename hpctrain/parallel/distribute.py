@@ -1,0 +1,164 @@
+"""A model's graph on the ROW axis: one graph per rank, made from the outside; layers know nothing of it.
+
+Every operation is placed by its layer's use; where its inputs lie elsewhere, a move is inserted just before it, shared by later
+readers of the same elements. The output always ends as samples, so every sample's loss is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.parallel import layout
+from hpctrain.parallel.boxes import Box, shape_of
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import MoveSpec, SumSpec
+from hpctrain.parallel.placement import Placement, Setting, place
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.parallel.row_axis import RowAxis
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the distributed graph, for all ranks.
+
+    node, use, placement: the layer's; none for a move or a sum. inputs, output: tensor numbers of the distributed graph.
+    move: (source, target) of a move; of a sum, which is the adjoint of one. input_first: see `Node`.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    output: int
+    node: Node | None = None
+    use: RowUse | None = None
+    placement: Placement | None = None
+    move: tuple[Layout, Layout] | None = None
+    summed: bool = False
+    input_first: bool = False
+
+
+@dataclass(frozen=True)
+class DistributedGraph:
+    """Steps in forward order; `layouts[t]` is tensor t's. Tensor 0 is the input: what each rank must be given of it."""
+
+    steps: tuple[Step, ...]
+    layouts: tuple[Layout, ...]
+    output: int
+    dtype: str
+
+    def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Split parameters and statistics by full name: for each rank, its interval of output channels."""
+        found = {}
+        for step in self.steps:
+            if step.node is not None and step.placement is not None and step.placement.shard is not None:
+                for name in (*step.node.parameters.values(), *step.node.statistics.values()):
+                    found[name] = step.placement.shard
+        return found
+
+    def local(self, rank: int, axis: RowAxis) -> Graph:
+        """The graph that one rank runs."""
+        builder = GraphBuilder(TensorSpec(shape_of(self.layouts[0].boxes[rank]), self.dtype))
+        for step in self.steps:
+            node = step.node
+            output = builder.emit(
+                step.name,
+                self._spec(step, rank, axis),
+                step.inputs,
+                parameters={} if node is None else node.parameters,
+                statistics={} if node is None else node.statistics,
+                input_first=step.input_first,
+            )
+            assert output == step.output
+        return builder.build(self.output)
+
+    def _spec(self, step: Step, rank: int, axis: RowAxis) -> Spec:
+        if step.placement is not None:
+            return step.placement.specs[rank]
+        assert step.move is not None
+        source, target = step.move
+        if step.summed:
+            return SumSpec(source, target, rank, step.name, axis)
+        return MoveSpec(source, target, rank, step.name, axis)
+
+
+def distribute(graph: Graph, plan: GridPlan, counts: Sequence[int]) -> DistributedGraph:
+    """`graph`, lowered at the samples of the whole column, over ranks that hold `counts` samples each. Pure.
+
+    Raises:
+        ConfigError: a pattern of the plan that matches no layer.
+    """
+    assert graph.tensors[0].shape[0] == sum(counts)
+    return _Distributor(graph, plan, Setting(tuple(counts), plan.image_tiles)).run()
+
+
+class _Distributor:
+    """Numbers: `_where[t]` is the distributed graph's tensor for tensor t of the whole graph."""
+
+    def __init__(self, graph: Graph, plan: GridPlan, setting: Setting) -> None:
+        self._graph, self._plan, self._setting = graph, plan, setting
+        self._steps: list[Step] = []
+        self._layouts: list[Layout] = []
+        self._where: dict[int, int] = {}
+        self._moved: dict[tuple[int, tuple[Box, ...]], int] = {}
+
+    def run(self) -> DistributedGraph:
+        self._layouts.append(self._input_layout())
+        self._where[0] = 0
+        for node in self._graph.nodes:
+            self._add(node)
+        output = self._where[self._graph.output]
+        shape = self._layouts[output].shape
+        output = self._in(output, layout.samples(shape, self._setting.counts), "output")
+        return DistributedGraph(tuple(self._steps), tuple(self._layouts), output, self._graph.tensors[0].dtype)
+
+    def _input_layout(self) -> Layout:
+        """What the first operation reads, halo included: images are read from files, so nothing needs to travel."""
+        shape = self._graph.tensors[0].shape
+        readers = self._graph.consumers(0)
+        own = layout.samples(shape, self._setting.counts)
+        if len(readers) != 1:
+            return own
+        (reader,) = readers
+        return self._place(reader, [own]).reads[0]
+
+    def _place(self, node: Node, inputs: Sequence[Layout]) -> Placement:
+        use = self._plan.use_of(node.name)
+        return place(node, inputs, self._graph.tensors[node.output].shape, use, self._setting)
+
+    def _add(self, node: Node) -> None:
+        placement = self._place(node, [self._layouts[self._where[i]] for i in node.inputs])
+        inputs = tuple(
+            self._in(self._where[i], wanted, node.name) for i, wanted in zip(node.inputs, placement.reads, strict=True)
+        )
+        fresh = bool(self._steps) and self._steps[-1].move is not None and self._steps[-1].output in inputs
+        use = self._plan.use_of(node.name)
+        if not placement.summed:
+            output = self._new(placement.writes)
+            self._steps.append(Step(node.name, inputs, output, node, use, placement, input_first=fresh))
+        else:
+            everything = layout.everything(placement.writes.shape, self._setting.ranks)
+            partial = self._new(everything)
+            self._steps.append(Step(node.name, inputs, partial, node, use, placement, input_first=fresh))
+            output = self._new(placement.writes)
+            self._steps.append(
+                Step(f"{node.name}.sum", (partial,), output, use=use, move=(placement.writes, everything), summed=True)
+            )
+        self._where[node.output] = output
+
+    def _in(self, tensor: int, wanted: Layout, reader: str) -> int:
+        """The tensor's elements as `wanted`: itself, or moved."""
+        source = self._layouts[tensor]
+        if source.same_boxes(wanted):
+            return tensor
+        key = (tensor, wanted.boxes)
+        if key not in self._moved:
+            self._moved[key] = self._new(wanted)
+            name = f"{reader}.halo" if source.kind is layout.Kind.ROWS and not wanted.is_partition else f"{reader}.move"
+            self._steps.append(Step(name, (tensor,), self._moved[key], move=(source, wanted)))
+        return self._moved[key]
+
+    def _new(self, made: Layout) -> int:
+        self._layouts.append(made)
+        return len(self._layouts) - 1

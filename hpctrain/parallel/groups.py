@@ -1,0 +1,67 @@
+"""All communicators of a process grid, each with one use, so that no order of messages is tied to another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.backend.kernels.base import StatisticsMerger
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.network import ALL, MODEL
+from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.row_axis import RowAxis
+
+
+class GridGroups:
+    """This rank's groups on a grid. Making it is collective over the grid's world.
+
+    Ranks are counted by position, c * Pr + r: the ranks of a column, who share samples, are neighbours.
+
+    Attributes:
+        samples: all ranks, by position. messages: the same, for the small message. rows, row: Pr and r. position: this rank's.
+        gradients: the ranks that average a parameter group ("all", and "model" where there are rows), by the group's name.
+        row_norms: the ROW axis for sums of norms.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.rows, self.row = grid.rows, grid.row
+        self.position = grid.col * grid.rows + grid.row
+        self.samples = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.COL.value)
+        self.messages = _copy(self.samples, self.position, "messages")
+        self.gradients: dict[str, Communicator] = {ALL: self.samples}
+        self._statistics = {"world": _copy(self.samples, self.position, "statistics")}
+        self._row: Communicator | None = None
+        self.row_norms: Communicator | None = None
+        if grid.rows > 1:
+            row, column = grid.along(GridAxis.ROW), grid.along(GridAxis.COL)
+            self.gradients[MODEL] = column
+            self._statistics["row"] = _copy(row, row.rank, "row statistics")
+            self._statistics["column"] = _copy(column, column.rank, "column statistics")
+            self.row_norms = _copy(row, row.rank, "row norms")
+            self._row = row
+
+    def row_axis(self, progress: ProgressEngine) -> RowAxis | None:
+        """The group that exchanges activations; None where every rank has samples of its own."""
+        return None if self._row is None else RowAxis(self._row, progress)
+
+    def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
+        """Of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
+        return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
+
+    def column_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Samples of the ranks of this rank's column, from those of all positions."""
+        first = self.position - self.row
+        return tuple(counts[first : first + self.rows])
+
+    def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
+        """Samples that each rank of a group's communicator computes on: its column's where layers are split."""
+        if group == ALL or self.rows == 1:
+            return counts
+        return tuple(sum(counts[first : first + self.rows]) for first in range(0, len(counts), self.rows))
+
+
+def _copy(comm: Communicator, key: int, name: str) -> Communicator:
+    made = comm.split(0, key, name)
+    assert made is not None
+    return made

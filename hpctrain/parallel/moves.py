@@ -1,0 +1,214 @@
+"""The operations that distribution inserts into a graph: moves of a tensor between layouts, and sums of partial tensors.
+
+They bring their own operators and work on plain memory. Their gradients are exact adjoints: a move's sends each gradient back
+to its owner and adds, a sum's hands out copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
+from hpctrain.backend.kernels.specs import Shape, TensorSpec
+from hpctrain.comm.progress import Ticket
+from hpctrain.parallel.boxes import shape_of
+from hpctrain.parallel.exchange import Exchange, transfer
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.row_axis import RowAxis
+
+# What a window reads beyond its own tile is kept for backward and put around the tile again, unless that saves little memory.
+_REBUILD_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class MoveSpec:
+    """This rank's tensor of `source` becomes that of `target`. Collective over the ROW axis."""
+
+    source: Layout
+    target: Layout
+    rank: int
+    what: str
+    axis: RowAxis = field(compare=False, repr=False)
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == shape_of(self.source.boxes[self.rank]), (x.shape, self.source.boxes[self.rank])
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return MoveOperator(self, inputs[0], training=training)
+
+
+class MoveOperator(Operator):
+    """Forward packs, sends, copies what stays while that travels, and unpacks; backward is the adjoint.
+
+    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
+    target is little more than what this rank holds itself (a halo), it is built anew for backward instead of being kept.
+    """
+
+    can_accumulate: ClassVar[bool] = True
+
+    def __init__(self, spec: MoveSpec, x: TensorSpec, *, training: bool) -> None:
+        self.spec: MoveSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self._transfer = transfer(spec.source, spec.target, spec.rank)
+        received = self._transfer.receive_size
+        self.rebuilds_output = training and received <= _REBUILD_SHARE * x.size
+        self.needs_inputs = (self.rebuilds_output,)
+        self.saved_bytes = received * x.item_bytes if self.rebuilds_output else 0
+        self._ticket: Ticket | None = None
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        dtype = self.inputs[0].dtype
+        self._exchange = Exchange(self._transfer, self.spec.axis, dtype, self.spec.what)
+        self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
+
+    def forward(self, context: StepContext) -> None:
+        x = self.buffers.inputs[0]
+        self._exchange.finish(self._exchange.start(x), x, self.buffers.output, self._kept)
+
+    def rebuild_output(self) -> None:
+        kept = np.zeros(0, self.inputs[0].dtype) if self._kept is None else self._kept
+        self._exchange.rebuild(self.buffers.inputs[0], self.buffers.output, kept)
+
+    def begin_backward(self) -> None:
+        dy = self.buffers.output_grad
+        assert dy is not None
+        self._ticket = self._exchange.start_adjoint(dy)
+
+    def backward_input(self) -> None:
+        if self._ticket is None:
+            self.begin_backward()
+        ticket, self._ticket = self._ticket, None
+        assert ticket is not None
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._exchange.finish_adjoint(ticket, dy, dx, accumulate=self.buffers.accumulate[0])
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    """Every rank holds a part of a sum for all elements; rank r gets the whole sum of its box of `target`, a partition.
+
+    The adjoint of a move from `target` to everybody. Collective over the ROW axis.
+    """
+
+    target: Layout
+    everything: Layout
+    rank: int
+    what: str
+    axis: RowAxis = field(compare=False, repr=False)
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == self.target.shape, (x.shape, self.target.shape)
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return SumOperator(self, inputs[0])
+
+
+class SumOperator(Operator):
+    """Forward sends each part to its owner, who adds in rank order; backward gathers the gradient everywhere."""
+
+    def __init__(self, spec: SumSpec, x: TensorSpec) -> None:
+        self.spec: SumSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self._transfer = transfer(spec.target, spec.everything, spec.rank)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._exchange = Exchange(self._transfer, self.spec.axis, self.inputs[0].dtype, self.spec.what)
+
+    def forward(self, context: StepContext) -> None:
+        x = self.buffers.inputs[0]
+        self._exchange.finish_adjoint(self._exchange.start_adjoint(x), x, self.buffers.output, accumulate=False)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._exchange.finish(self._exchange.start(dy), dy, dx)
+
+
+@dataclass(frozen=True)
+class PartialMeanSpec:
+    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile over the elements of the whole image."""
+
+    elements: int
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        return TensorSpec((x.shape[0], 1, 1, x.shape[3]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        shape: Shape = inputs[0].shape
+        return shape[0] * shape[1] * shape[2] * shape[3]
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return PartialMeanOperator(self, inputs[0])
+
+
+class PartialMeanOperator(Operator):
+    """Zero for an empty tile."""
+
+    def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
+        self.inputs, self.output = (x,), spec.output(x)
+        self.spec = spec
+        self._scale = 1.0 / max(1, spec.elements)
+
+    def forward(self, context: StepContext) -> None:
+        y = self.buffers.output
+        np.sum(self.buffers.inputs[0], axis=(1, 2), keepdims=True, out=y)
+        np.multiply(y, self._scale, out=y)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        np.multiply(dy, self._scale, out=dx)
+
+
+@dataclass(frozen=True)
+class NothingSpec:
+    """An operation with an empty output on this rank (it holds no channel of it): the gradient of its input is zero."""
+
+    spec: Any
+    shape: Shape
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        return TensorSpec(self.shape, inputs[0].dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return NothingOperator(self, inputs)
+
+
+class NothingOperator(Operator):
+    """Computes nothing; its parameters on this rank are empty too."""
+
+    def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs, self.output = inputs, spec.output(*inputs)
+        self.spec = spec
+        self.needs_inputs = (False,) * len(inputs)
+
+    def forward(self, context: StepContext) -> None:
+        return None
+
+    def backward_input(self) -> None:
+        for dx in self.buffers.input_grads:
+            if dx is not None:
+                dx[...] = 0

@@ -1,0 +1,67 @@
+"""What the ROW axis does, layer by layer: the plan as data, from patterns of layer names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hpctrain.backend.kernels.specs import Pair
+from hpctrain.errors import ConfigError
+
+
+class RowUse(StrEnum):
+    """How the Pr ranks of a column share one layer: its samples, its weights (output channels), or its images."""
+
+    BATCH = "batch"
+    MODEL = "model"
+    DOMAIN = "domain"
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """What each layer does on a grid of `rows` x `cols` ranks.
+
+    use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
+    `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`.
+
+    Raises:
+        ConfigError: tiles that do not multiply to the rows.
+    """
+
+    rows: int = 1
+    cols: int = 1
+    default: RowUse = RowUse.BATCH
+    use: Mapping[str, RowUse] = field(default_factory=dict)
+    tiles: Pair | None = None
+
+    def __post_init__(self) -> None:
+        if self.tiles is not None and math.prod(self.tiles) != self.rows:
+            raise ConfigError(
+                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "
+                f"the grid has {self.rows} rows; the nearest legal tiles are {self.rows} x 1."
+            )
+
+    @property
+    def image_tiles(self) -> Pair:
+        """(vertical, horizontal) parts; by default all ranks split the height."""
+        return self.tiles if self.tiles is not None else (self.rows, 1)
+
+    def use_of(self, name: str) -> RowUse:
+        """The use of the layer with this dotted name."""
+        matching = [use for pattern, use in self.use.items() if fnmatch.fnmatchcase(name, pattern)]
+        return matching[-1] if matching else self.default
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse patterns that no layer has.
+
+        Raises:
+            ConfigError: naming the pattern and the nearest layer.
+        """
+        for pattern in self.use:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                nearest = difflib.get_close_matches(pattern.rstrip("*."), names, n=1, cutoff=0.0)
+                raise ConfigError(f"No layer matches the plan's pattern {pattern!r}; the nearest layer is {nearest[0]!r}.")
