@@ -58,9 +58,9 @@ class GradientAverager(ABC):
         The first step does it where nobody has.
 
         Args:
-            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. The size of
-                slices may follow from measurements and decides in which order numbers are added, so only this repeats a run bit by
-                bit. An order that had not been measured yet is measured again; it changes no bit.
+            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. Sizes of
+                slices may follow from measurements and decide which numbers are added first, so only this repeats a run bit by
+                bit. The order of operations, which changes no bit, is measured where it had not been.
 
         Raises:
             CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.

@@ -27,12 +27,10 @@ from hpctrain.nn.network import Network
 from hpctrain.optim import schedules
 from hpctrain.optim.schedules import Schedule
 from hpctrain.parallel.batch_norm import RankStatistics
-from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
-from hpctrain.train.snapshot import schedules as schedules_of
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.tracing import traced_optimizer
 from hpctrain.train.trainer import Cadence, Trainer
@@ -51,23 +49,12 @@ class Parts:
 
 
 def build(session: Session) -> Parts:
-    """All objects of this rank; `agree` comes before the first step. Collective; every error is raised alike on every rank.
+    """All objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
 
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
     return raise_alike(session.world, lambda: _build(session))
-
-
-def agree(session: Session, parts: Parts, start: CheckpointContent | None = None) -> None:
-    """Fix what each averager posts in a step, as the checkpoint has it where that fits. Collective.
-
-    Raises:
-        CheckpointError: a schedule in the checkpoint that cannot be read. CollectiveMismatchError: ranks with different schedules.
-    """
-    stored = raise_alike(session.world, lambda: schedules_of(start))
-    for name, averager in parts.averagers.items():
-        averager.agree(stored.get(name))
 
 
 def _build(session: Session) -> Parts:

@@ -11,8 +11,8 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.experiment import compute_only
-from hpctrain.experiment.build import Parts, agree, build, build_evaluator, build_trainer
+from hpctrain.experiment import compute_only, posting
+from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import Session
@@ -29,12 +29,12 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
     parts = build(session)
     found = _resumed(session, resume) if resume is not None else None
     start = found[1] if found is not None else None
-    agree(session, parts, start)
+    posting.agree(session, parts, start)
     directory = found[0] if found is not None else _new_directory(session, parts)
     reporter = _reporter(session, directory)
     try:
         _introduce(session, parts, directory, start, reporter)
-        _keep_schedules(session, parts, directory)
+        posting.keep(session, parts, directory)
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
@@ -66,7 +66,7 @@ def run_compute_only(session: Session, steps: int) -> None:
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
     alone = compute_only.without_communication(session)
     parts = build(alone)
-    agree(alone, parts)
+    posting.agree(alone, parts)
     directory = _new_directory(alone, parts)
     reporter = _reporter(alone, directory)
     trace = alone.progress.trace
@@ -166,9 +166,9 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "seed": session.config.seed,
         "config": dump(session.config),
         "ranks": session.world.size,
+        **posting.keep(session, parts, directory),
     }
     content = snapshot.take(parts.network, parts.averagers, position, meta)
-    _keep_schedules(session, parts, directory)
 
     def write() -> None:
         if session.is_root:
@@ -176,14 +176,6 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
             checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
 
     raise_alike(session.world, write)
-
-
-def _keep_schedules(session: Session, parts: Parts, directory: RunDirectory) -> None:
-    """Write what averagers post in a step, as it is now, beside the run's other files."""
-    if session.is_root:
-        for name, averager in parts.averagers.items():
-            if averager.schedule is not None:
-                directory.write_schedule(name, averager.schedule.to_json())
 
 
 def _reporter(session: Session, directory: RunDirectory) -> Reporter:

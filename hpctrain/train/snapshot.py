@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.schedule import Schedule
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.train.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
@@ -42,18 +41,7 @@ def take(
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
                 tensors[optimizer_key(state, name)] = values.reshape(parameter.spec.shape)
-    schedules = {name: averager.schedule.to_json() for name, averager in averagers.items() if averager.schedule is not None}
-    return CheckpointContent(tensors, {**meta, "position": asdict(position), "schedules": schedules})
-
-
-def schedules(content: CheckpointContent | None) -> dict[str, Schedule]:
-    """The averagers' schedules by parameter group, to agree on them again; none where there is no checkpoint.
-
-    Raises:
-        CheckpointError: one of them cannot be read.
-    """
-    stored: Mapping[str, str] = content.meta.get("schedules", {}) if content is not None else {}  # type: ignore[assignment]
-    return {name: Schedule.from_json(text) for name, text in stored.items()}
+    return CheckpointContent(tensors, {**meta, "position": asdict(position)})
 
 
 def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager]) -> Position:

@@ -96,6 +96,37 @@ def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
     _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
 
 
+# The program, on a link that measures as slow or as fast as said: slices are of other sizes then.
+ON_A_LINK = """
+import runpy, sys
+from hpctrain.averaging import sharding
+from hpctrain.comm.link import LinkModel
+alpha = float(sys.argv.pop(1))
+sharding.calibrate = lambda comm, progress: LinkModel(alpha, 1e-8)
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Path, ranks: int) -> None:
+    (folder / "on_a_link.py").write_text(ON_A_LINK)
+
+    def train(alpha: str, *more: str) -> None:
+        options = ["model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never", *more]
+        outcome = job(ranks, ["on_a_link.py", alpha, "train", "tiny.yaml", *options], cwd=folder)
+        assert outcome.code == 0, outcome.output
+
+    train("1e-6", f"output={folder}/whole")
+    train("1e-6", "--steps", "7")
+    before = _run(folder).schedule_path("all").read_text()
+    train("1e-2", "--resume", "auto")
+    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
+    assert _run(folder).schedule_path("all").read_text() == before
+    train("1e-2", "--steps", "7", f"output={folder}/other")
+    schedules = [json.loads(text) for text in (before, _run(folder, "other").schedule_path("all").read_text())]
+    assert len(schedules[0]["slices"]) > len(schedules[1]["slices"])
+
+
 def _last(run: Any) -> checkpoint.CheckpointContent:
     newest = checkpoint.newest_valid(run.checkpoints)
     assert newest is not None
