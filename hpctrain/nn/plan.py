@@ -68,6 +68,14 @@ class ExecutionPlan:
         root, steps = self.recipe(self.steps[position].inputs[0])
         return root, (*steps, position)
 
+    def producer(self, tensor: int) -> int | None:
+        """Position of the step that writes `tensor`; None for the input."""
+        return next((k for k, step in enumerate(self.steps) if step.output == tensor), None)
+
+    def ends(self, k: int) -> int:
+        """The position at which step k has read its inputs: its own, or that of the first reader of what it began early."""
+        return self.readers(self.steps[k].output)[0] if self.steps[k].operator.begins_early else k
+
     def readers(self, tensor: int) -> list[int]:
         """Positions of the steps that read `tensor`."""
         return [k for k, step in enumerate(self.steps) if tensor in step.inputs]
@@ -172,7 +180,7 @@ def _uses(plan: ExecutionPlan) -> tuple[list[int], set[int]]:
     kept: set[int] = set()
     for k, step in enumerate(plan.steps):
         for i, tensor in enumerate(step.inputs):
-            last_read[tensor] = k
+            last_read[tensor] = plan.ends(k)
             if plan.training and step.operator.needs_inputs[i]:
                 kept.add(tensor)
         if plan.training and step.operator.needs_output:
@@ -221,7 +229,7 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
         if plan.training and operator.needs_output:
             live("activation", out, 0, backward)
         for i, tensor in enumerate(step.inputs):
-            live("activation", plan.storage[tensor], 0, k)
+            live("activation", plan.storage[tensor], 0, plan.ends(k))
             if plan.training and operator.needs_inputs[i]:
                 root, recipe = plan.recipe(plan.storage[tensor])
                 for made in (plan.steps[position].output for position in recipe):

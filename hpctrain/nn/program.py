@@ -36,6 +36,8 @@ class BoundStep:
     """A planned step with its parameters and what is left to do by the program itself.
 
     add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
+    gradient_sums: (target, partial) pairs to add after `backward_parameters`, where the parameters are also those of other steps.
+    shared: an earlier step has the same parameters: it announces their gradients.
     factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
     """
 
@@ -46,16 +48,19 @@ class BoundStep:
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
     factors: tuple[Array, Array] | None
+    gradient_sums: tuple[tuple[Array, Array], ...] = ()
+    shared: bool = False
 
 
 class Action(Enum):
-    """What backward does with a step."""
+    """What a pass does with a step."""
 
+    FORWARD = auto()
     REBUILD = auto()  # make the output again, which was not kept
     COPY = auto()  # the same, of a copy in another layout
     PARAMETERS = auto()
     INPUT = auto()
-    BEGIN = auto()  # the output's gradient is complete: what travels may start
+    BEGIN = auto()  # what goes in is complete (in backward, the output's gradient): what travels may start
     FREE = auto()  # parameters are no longer read
 
 
@@ -82,7 +87,8 @@ def backward_actions(plan: ExecutionPlan, steps: Sequence[BoundStep]) -> tuple[t
         if steps[k].input_first:
             actions += _ahead(plan, steps, k, done)
             actions.append((Action.PARAMETERS, k))
-        actions.append((Action.FREE, k))
+        if not steps[k].shared:
+            actions.append((Action.FREE, k))
     return tuple(action for action in actions if _acts(*action, steps))
 
 
@@ -94,14 +100,31 @@ def _needed(plan: ExecutionPlan, k: int) -> tuple[int, ...]:
 def _ahead(plan: ExecutionPlan, steps: Sequence[BoundStep], k: int, done: set[int]) -> list[tuple[Action, int]]:
     """Reorders just before step k that only it reads, and the start of what comes before them."""
     actions: list[tuple[Action, int]] = []
-    reader, j = k, k - 1
-    while j >= 0 and plan.steps[j].node is None and plan.readers(plan.steps[j].output) == [reader]:
+    reader = k
+    while (j := plan.producer(plan.steps[reader].inputs[0])) is not None and plan.readers(plan.steps[j].output)[0] == reader:
+        if plan.steps[j].node is not None:
+            actions.append((Action.BEGIN, j))
+            break
         actions.append((Action.INPUT, j))
         done.add(j)
-        reader, j = j, j - 1
-    if j >= 0 and plan.steps[j].output in plan.steps[reader].inputs and plan.readers(plan.steps[j].output)[0] == reader:
-        actions.append((Action.BEGIN, j))
+        reader = j
     return actions
+
+
+def forward_actions(plan: ExecutionPlan) -> tuple[tuple[Action, int], ...]:
+    """The order of forward as data: steps in order, but those that begin early end just before their first reader."""
+    actions: list[tuple[Action, int]] = []
+    begun: set[int] = set()
+    for k, step in enumerate(plan.steps):
+        for j in sorted(position for position in map(plan.producer, step.inputs) if position in begun):
+            begun.discard(j)
+            actions.append((Action.FORWARD, j))
+        if step.operator.begins_early:
+            begun.add(k)
+            actions.append((Action.BEGIN, k))
+        else:
+            actions.append((Action.FORWARD, k))
+    return tuple(actions)
 
 
 def _acts(action: Action, k: int, steps: Sequence[BoundStep]) -> bool:
@@ -141,6 +164,7 @@ class Program:
         binder = _Binder(plan, parameters, statistics, arena, mergers)
         self.activation_bytes = binder.total_bytes
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
+        self._forward_actions = forward_actions(plan)
         self._actions = backward_actions(plan, self.steps) if plan.training else ()
         self.x: Array = binder.activation(0)
         self.logits: Array = binder.activation(plan.output)
@@ -154,7 +178,11 @@ class Program:
 
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
-        for step in self.steps:
+        for action, k in self._forward_actions:
+            step = self.steps[k]
+            if action is Action.BEGIN:
+                step.operator.begin_forward()
+                continue
             if step.parameters:
                 hooks.before_forward(step.parameters)
             if step.factors is not None and hooks.takes_factors(step.parameters):
@@ -195,7 +223,11 @@ class Program:
             hooks.error_ready(step.parameters, step.factors[1])
             return
         step.operator.backward_parameters()
+        for target, partial in step.gradient_sums:
+            np.add(target, partial, out=target)
         hooks.operator_done(step.name, "parameters")
+        if step.shared:
+            return
         for parameter in reversed(step.parameters):
             hooks.grad_ready(parameter)
 
@@ -239,6 +271,8 @@ class _Binder:
         mergers: Mapping[str, StatisticsMerger],
     ) -> None:
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
+        self._shared = self._shares()
+        self._partial_gradients: dict[str, Array] = {}
         blocks = dict(lifetimes(plan))
         self._first_writer = _first_writers(plan)
         scratch_bytes = max((step.operator.scratch_bytes for step in plan.steps), default=0)
@@ -292,6 +326,8 @@ class _Binder:
             any(grad is not None for grad in grads) and not operator.view,
             tuple(partials),
             self._factors(step),
+            self._gradient_sums(k),
+            step.node is not None and step.node.shared,
         )
 
     def _bind_buffers(
@@ -310,7 +346,7 @@ class _Binder:
                 output_grad=self.gradient(step.output) if plan.needs_grad[step.output] else None,
                 accumulate=accumulate,
                 parameters={role: parameter.data for role, parameter in own.items()},
-                gradients={role: parameter.grad for role, parameter in own.items()} if plan.training else {},
+                gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if plan.training else {},
                 statistics=statistics,
                 saved=self._bytes(self._offset["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
                 scratch=self._bytes(self._scratch_at, self._scratch_bytes) if operator.scratch_bytes else None,
@@ -318,6 +354,26 @@ class _Binder:
             )
         )
         return tuple(own.values())
+
+    def _shares(self) -> dict[str, list[int]]:
+        """Steps by parameter, of those that several steps have."""
+        users: dict[str, list[int]] = {}
+        for k, step in enumerate(self._plan.steps):
+            for name in step.node.parameters.values() if step.node is not None else ():
+                users.setdefault(name, []).append(k)
+        return {name: steps for name, steps in users.items() if len(steps) > 1}
+
+    def _gradient(self, k: int, parameter: Parameter) -> Array:
+        """Where step k writes a parameter's gradient: the last of several in forward's order is the first in backward's."""
+        if k == self._shared.get(parameter.name, [k])[-1]:
+            return parameter.grad
+        if parameter.name not in self._partial_gradients:
+            self._partial_gradients[parameter.name] = np.empty_like(parameter.grad)
+        return self._partial_gradients[parameter.name]
+
+    def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
+        names = [name for name, steps in self._shared.items() if k in steps[:-1]] if self._plan.training else []
+        return tuple((self._parameters[name].grad, self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
 from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import Box, shape_of
+from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, split_interior
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import MoveSpec, SumSpec
 from hpctrain.parallel.placement import Placement, Setting, place
 from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.parallel.row_axis import RowAxis
+
+_EITHER_ORDER = (Conv2dSpec, LinearSpec)  # gradients of input and parameters do not build on each other
 
 
 @dataclass(frozen=True)
@@ -25,18 +28,22 @@ class Step:
     """One operation of the distributed graph, for all ranks.
 
     node, use, placement: the layer's; none for a move or a sum. inputs, output: tensor numbers of the distributed graph.
-    move: (source, target) of a move; of a sum, which is the adjoint of one. input_first: see `Node`.
+    specs: what each rank runs, where it is not the placement's. move: (source, target) of a move; of a sum, which is the adjoint
+    of one. early: a move that is sent at its place and received at its reader's. input_first, shared: see `Node`.
     """
 
     name: str
     inputs: tuple[int, ...]
     output: int
     node: Node | None = None
+    specs: tuple[Spec, ...] | None = None
     use: RowUse | None = None
     placement: Placement | None = None
     move: tuple[Layout, Layout] | None = None
     summed: bool = False
     input_first: bool = False
+    early: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,18 +76,20 @@ class DistributedGraph:
                 parameters={} if node is None else node.parameters,
                 statistics={} if node is None else node.statistics,
                 input_first=step.input_first,
+                shared=step.shared,
             )
             assert output == step.output
         return builder.build(self.output)
 
     def _spec(self, step: Step, rank: int, axis: RowAxis) -> Spec:
-        if step.placement is not None:
-            return step.placement.specs[rank]
+        specs = step.specs if step.specs is not None or step.placement is None else step.placement.specs
+        if specs is not None:
+            return specs[rank]
         assert step.move is not None
         source, target = step.move
         if step.summed:
             return SumSpec(source, target, rank, step.name, axis)
-        return MoveSpec(source, target, rank, step.name, axis)
+        return MoveSpec(source, target, rank, step.name, axis, step.early)
 
 
 def distribute(graph: Graph, plan: GridPlan, counts: Sequence[int]) -> DistributedGraph:
@@ -129,23 +138,54 @@ class _Distributor:
 
     def _add(self, node: Node) -> None:
         placement = self._place(node, [self._layouts[self._where[i]] for i in node.inputs])
+        split = self._split(node, placement)
+        if split is not None:
+            self._where[node.output] = self._add_in_parts(node, placement, split)
+            return
         inputs = tuple(
             self._in(self._where[i], wanted, node.name) for i, wanted in zip(node.inputs, placement.reads, strict=True)
         )
-        fresh = bool(self._steps) and self._steps[-1].move is not None and self._steps[-1].output in inputs
+        fresh = isinstance(node.spec, _EITHER_ORDER) and any(_is_move_of(step, inputs) for step in self._steps[-1:])
         use = self._plan.use_of(node.name)
         if not placement.summed:
             output = self._new(placement.writes)
-            self._steps.append(Step(node.name, inputs, output, node, use, placement, input_first=fresh))
+            self._steps.append(Step(node.name, inputs, output, node, None, use, placement, input_first=fresh))
         else:
             everything = layout.everything(placement.writes.shape, self._setting.ranks)
             partial = self._new(everything)
-            self._steps.append(Step(node.name, inputs, partial, node, use, placement, input_first=fresh))
+            self._steps.append(Step(node.name, inputs, partial, node, None, use, placement, input_first=fresh))
             output = self._new(placement.writes)
             self._steps.append(
                 Step(f"{node.name}.sum", (partial,), output, use=use, move=(placement.writes, everything), summed=True)
             )
         self._where[node.output] = output
+
+    def _split(self, node: Node, placement: Placement) -> InteriorSplit | None:
+        if node.name not in self._plan.overlapped or len(node.inputs) != 1:
+            return None
+        own = self._layouts[self._where[node.inputs[0]]]
+        return split_interior(node.spec, placement, own) if own.kind is layout.Kind.ROWS else None
+
+    def _add_in_parts(self, node: Node, placement: Placement, split: InteriorSplit) -> int:
+        """Send both edges' halos, compute the interior, then each edge as its rows arrive, and put all together."""
+        x = self._where[node.inputs[0]]
+        use = self._plan.use_of(node.name)
+        edges = []
+        for name, part in (("top", split.top), ("bottom", split.bottom)):
+            edges.append(self._new(part.reads))
+            move = (self._layouts[x], part.reads)
+            self._steps.append(Step(f"{node.name}.halo.{name}", (x,), edges[-1], move=move, early=True))
+        interior = self._new(split.interior.writes)
+        self._steps.append(Step(node.name, (x,), interior, node, split.interior.specs, use, placement))
+        outputs = []
+        for name, part, edge in zip(("top", "bottom"), (split.top, split.bottom), edges, strict=True):
+            outputs.append(self._new(part.writes))
+            step = Step(f"{node.name}.{name}", (edge,), outputs[-1], node, part.specs, use, input_first=True, shared=True)
+            self._steps.append(step)
+        output = self._new(placement.writes)
+        joined = (JoinRowsSpec(),) * self._setting.ranks
+        self._steps.append(Step(f"{node.name}.join", (outputs[0], interior, outputs[1]), output, specs=joined, use=use))
+        return output
 
     def _in(self, tensor: int, wanted: Layout, reader: str) -> int:
         """The tensor's elements as `wanted`: itself, or moved."""
@@ -162,3 +202,7 @@ class _Distributor:
     def _new(self, made: Layout) -> int:
         self._layouts.append(made)
         return len(self._layouts) - 1
+
+
+def _is_move_of(step: Step, inputs: tuple[int, ...]) -> bool:
+    return step.move is not None and step.output in inputs

@@ -97,16 +97,18 @@ def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
 
 
 class Exchange:
-    """Runs one rank's transfer, forward or as its adjoint. Collective over the ROW axis; one call at a time per axis.
+    """Runs one rank's transfer, forward or as its adjoint. Collective over the ROW axis; one at a time per axis.
 
     Args:
         transfer: this rank's part. axis: the group. dtype: of both tensors. what: for messages and traces.
+        own_memory: its messages do not lie in the axis's shared buffer, so others may start before this one ends.
     """
 
-    def __init__(self, transfer: Transfer, axis: RowAxis, dtype: str, what: str) -> None:
+    def __init__(self, transfer: Transfer, axis: RowAxis, dtype: str, what: str, *, own_memory: bool = False) -> None:
         self.transfer, self._axis, self._what = transfer, axis, what
         sizes = (transfer.send_size, transfer.receive_size)
-        memory = axis.reserve(sum(sizes) * np.dtype(dtype).itemsize).view(dtype)
+        size_bytes = sum(sizes) * np.dtype(dtype).itemsize
+        memory = (np.zeros(size_bytes, np.uint8) if own_memory else axis.reserve(size_bytes)).view(dtype)
         self.source_side = memory[: sizes[0]]
         self.target_side = memory[sizes[0] : sum(sizes)]
         self._source_counts = _counts(transfer.sends, axis.size)

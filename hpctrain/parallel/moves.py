@@ -25,13 +25,17 @@ _REBUILD_SHARE = 0.5
 
 @dataclass(frozen=True)
 class MoveSpec:
-    """This rank's tensor of `source` becomes that of `target`. Collective over the ROW axis."""
+    """This rank's tensor of `source` becomes that of `target`. Collective over the ROW axis.
+
+    early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
+    """
 
     source: Layout
     target: Layout
     rank: int
     what: str
     axis: RowAxis = field(compare=False, repr=False)
+    early: bool = False
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         (x,) = inputs
@@ -59,20 +63,28 @@ class MoveOperator(Operator):
         self.inputs, self.output = (x,), spec.output(x)
         self._transfer = transfer(spec.source, spec.target, spec.rank)
         received = self._transfer.receive_size
-        self.rebuilds_output = training and received <= _REBUILD_SHARE * x.size
-        self.needs_inputs = (self.rebuilds_output,)
+        self.begins_early = spec.early
+        # An edge is small enough to be kept.
+        self.rebuilds_output = training and not spec.early and received <= _REBUILD_SHARE * x.size
         self.saved_bytes = received * x.item_bytes if self.rebuilds_output else 0
-        self._ticket: Ticket | None = None
+        self._sent: Ticket | None = None
+        self._returned: Ticket | None = None
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         dtype = self.inputs[0].dtype
-        self._exchange = Exchange(self._transfer, self.spec.axis, dtype, self.spec.what)
+        self._exchange = Exchange(self._transfer, self.spec.axis, dtype, self.spec.what, own_memory=self.spec.early)
         self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
 
+    def begin_forward(self) -> None:
+        self._sent = self._exchange.start(self.buffers.inputs[0])
+
     def forward(self, context: StepContext) -> None:
-        x = self.buffers.inputs[0]
-        self._exchange.finish(self._exchange.start(x), x, self.buffers.output, self._kept)
+        if self._sent is None:
+            self.begin_forward()
+        ticket, self._sent = self._sent, None
+        assert ticket is not None
+        self._exchange.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
 
     def rebuild_output(self) -> None:
         kept = np.zeros(0, self.inputs[0].dtype) if self._kept is None else self._kept
@@ -81,12 +93,12 @@ class MoveOperator(Operator):
     def begin_backward(self) -> None:
         dy = self.buffers.output_grad
         assert dy is not None
-        self._ticket = self._exchange.start_adjoint(dy)
+        self._returned = self._exchange.start_adjoint(dy)
 
     def backward_input(self) -> None:
-        if self._ticket is None:
+        if self._returned is None:
             self.begin_backward()
-        ticket, self._ticket = self._ticket, None
+        ticket, self._returned = self._returned, None
         assert ticket is not None
         dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
         assert dy is not None

@@ -26,7 +26,8 @@ class GridPlan:
     """What each layer does on a grid of `rows` x `cols` ranks.
 
     use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
-    `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`.
+    `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`. overlapped:
+    layers, by name, whose interior is computed while their halos travel.
 
     Raises:
         ConfigError: tiles that do not multiply to the rows.
@@ -37,6 +38,7 @@ class GridPlan:
     default: RowUse = RowUse.BATCH
     use: Mapping[str, RowUse] = field(default_factory=dict)
     tiles: Pair | None = None
+    overlapped: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.tiles is not None and math.prod(self.tiles) != self.rows:

@@ -92,6 +92,7 @@ class Operator(ABC):
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
     gives_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N,
         once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
+    begins_early: `begin_forward` is called at the operator's place, and `forward` just before its first reader.
     rebuilds_output: `rebuild_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
         forward to backward, where it would be needed.
     """
@@ -105,6 +106,7 @@ class Operator(ABC):
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
     gives_factors: ClassVar[bool] = False
+    begins_early: bool = False
     rebuilds_output: bool = False
     saved_bytes: int = 0
     scratch_bytes: int = 0
@@ -126,6 +128,9 @@ class Operator(ABC):
     @abstractmethod
     def backward_input(self) -> None:
         """Write (or add to, as `accumulate` says) each input_grads[i] that is not None."""
+
+    def begin_forward(self) -> None:  # noqa: B027
+        """The input is complete, `forward` follows later: what takes time may start. Must not wait."""
 
     def begin_backward(self) -> None:  # noqa: B027  only what travels has something to begin
         """The output's gradient is complete, `backward_input` follows later: what takes time may start. Must not wait."""

@@ -21,6 +21,7 @@ class Node:
 
     name: the layer's dotted name. inputs, output: tensor numbers. parameters, statistics: role -> full name.
     input_first: the input's gradient is computed before the parameters' (where it must travel to other ranks).
+    shared: its parameters are also an earlier node's; their gradients add up.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Node:
     parameters: Mapping[str, str] = field(default_factory=lambda: _NONE)
     statistics: Mapping[str, str] = field(default_factory=lambda: _NONE)
     input_first: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class GraphBuilder:
         parameters: Mapping[str, str] = _NONE,
         statistics: Mapping[str, str] = _NONE,
         input_first: bool = False,
+        shared: bool = False,
     ) -> int:
         """Append a node; give the number of its output.
 
@@ -82,7 +85,7 @@ class GraphBuilder:
             raise
         self._tensors.append(output)
         number = len(self._tensors) - 1
-        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first))
+        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first, shared))
         return number
 
     def build(self, output: int) -> Graph:

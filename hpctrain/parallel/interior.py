@@ -1,0 +1,127 @@
+"""Halos that travel while the interior is computed: a convolution in three parts, as data.
+
+The interior reads this rank's own rows only; the edges above and below read the halo. Interior first, edges when their rows have
+arrived; backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Operator, StepContext
+from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec, Window
+from hpctrain.errors import ShapeError
+from hpctrain.parallel import layout
+from hpctrain.parallel.boxes import Interval, replace_dim
+from hpctrain.parallel.layout import Kind, Layout
+from hpctrain.parallel.placement import Placement
+from hpctrain.parallel.reach import local_window, window_reach
+
+_HEIGHT = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some output rows of a convolution on all ranks: what each reads, what it writes, its own spec."""
+
+    reads: Layout
+    writes: Layout
+    specs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True)
+class InteriorSplit:
+    """A convolution under DOMAIN in three parts."""
+
+    top: Part
+    interior: Part
+    bottom: Part
+
+
+def split_interior(spec: Spec, placement: Placement, own: Layout) -> InteriorSplit | None:
+    """The three parts; None where the images are not split by height alone, or some rank has no interior that can be computed
+    from its own rows as they lie."""
+    (reads,) = placement.reads
+    if not isinstance(spec, Conv2dSpec) or own.kind is not Kind.ROWS or reads.boxes == own.boxes:
+        return None
+    if any(box[2] != (0, own.shape[2]) for box in own.boxes):
+        return None
+    interiors = []
+    for mine, made in zip(own.boxes, placement.writes.boxes, strict=True):
+        found = _interior(spec.window, own.shape[_HEIGHT], mine[_HEIGHT], made[_HEIGHT])
+        if found is None:
+            return None
+        interiors.append(found)
+    outputs = [box[_HEIGHT] for box in placement.writes.boxes]
+    above = [(begin, low) for (begin, _), (low, _) in zip(outputs, interiors, strict=True)]
+    below = [(high, end) for (_, end), (_, high) in zip(outputs, interiors, strict=True)]
+    top, interior, bottom = (_part(spec, placement, own, parts) for parts in (above, interiors, below))
+    if not all(_fits(box, mine) for box, mine in zip(interior.reads.boxes, own.boxes, strict=True)):
+        return None
+    return InteriorSplit(top, Part(own, interior.writes, interior.specs), bottom)
+
+
+def _interior(window: Window, height: int, own: Interval, output: Interval) -> Interval | None:
+    """Output rows that read own rows (and the image's padding) only; None where there are none."""
+    extent, stride, padding = window.extent[0], window.stride[0], window.padding[0]
+    low = output[0] if own[0] == 0 else max(output[0], -(-(own[0] + padding) // stride))
+    high = output[1] if own[1] == height else min(output[1], (own[1] + padding - extent) // stride + 1)
+    return (low, high) if low < high else None
+
+
+def _part(spec: Conv2dSpec, placement: Placement, own: Layout, parts: Sequence[Interval]) -> Part:
+    reads, writes, specs = [], [], []
+    for whole, rows in zip(placement.writes.boxes, parts, strict=True):
+        vertical, horizontal = window_reach(spec.window, (own.shape[1], own.shape[2]), (rows, whole[2]))
+        box = replace_dim(placement.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
+        reads.append(replace_dim(box, _HEIGHT, (vertical.start, vertical.stop)))
+        writes.append(replace_dim(whole, _HEIGHT, rows))
+        specs.append(spec.with_window(local_window(spec.window, vertical, horizontal)))
+    return Part(layout.needed(own.shape, reads), layout.needed(placement.writes.shape, writes), tuple(specs))
+
+
+def _fits(read: tuple[Interval, ...], own: tuple[Interval, ...]) -> bool:
+    """True where the interior reads this rank's rows from the first one on, so that no copy is needed, and all of them."""
+    return read[_HEIGHT] == own[_HEIGHT]
+
+
+@dataclass(frozen=True)
+class JoinRowsSpec:
+    """y (N, h, W, C) from images whose rows follow each other."""
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        n, _, width, channels = inputs[0].shape
+        if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
+            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} differ in more than their height.")
+        return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return JoinRowsOperator(self, inputs)
+
+
+class JoinRowsOperator(Operator):
+    """Copies forward, and back."""
+
+    def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
+        self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)
+        self.needs_inputs = (False,) * len(inputs)
+        ends = np.cumsum([x.shape[1] for x in inputs]).tolist()
+        self._rows = [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+    def forward(self, context: StepContext) -> None:
+        for x, rows in zip(self.buffers.inputs, self._rows, strict=True):
+            self.buffers.output[:, rows] = x
+
+    def backward_input(self) -> None:
+        dy = self.buffers.output_grad
+        assert dy is not None
+        for dx, rows in zip(self.buffers.input_grads, self._rows, strict=True):
+            if dx is not None:
+                dx[...] = dy[:, rows]
