@@ -2,6 +2,7 @@
 # make test     the whole suite: one process, then 2, 3 and 4 ranks
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
+# make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TEST_RANKS ?= 2 3 4
 # Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: train test check lint unit parity parity-install clean
+.PHONY: train test check lint unit grid-matrix parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +47,9 @@ test-%: $(VENV)/installed-dev
 test: $(addprefix test-,$(TEST_RANKS)) unit
 
 check: lint unit
+
+grid-matrix: $(VENV)/installed-dev
+	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -57,6 +57,7 @@ class Result:
     parameters: dict[str, np.ndarray]
     statistics: dict[str, np.ndarray]
     totals: list[StepTotals] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def batches(task: Task, position: int, positions: int, boxes: Boxes | None = None) -> Iterator[Batch]:
@@ -82,12 +83,19 @@ def batches(task: Task, position: int, positions: int, boxes: Boxes | None = Non
 
 
 def train(
-    task: Task, comm: Communicator, progress: ProgressEngine, averager: AveragerFactory, **options: Any
+    task: Task,
+    comm: Communicator,
+    progress: ProgressEngine,
+    averager: AveragerFactory,
+    *,
+    keep_gradients: bool = False,
+    **options: Any,
 ) -> Result:
     """Train for `task.steps` on the ranks of `comm`, on the grid of the task's plan. Collective.
 
     Args:
-        averager: the class; it gets `options` beside what every averager gets.
+        averager: the class; it gets `options` beside what every averager gets. keep_gradients: of the first step, summed over
+            all ranks; only where the averager leaves the sums in the gradients' buffers, as `Blocking` does.
     """
     rows = task.plan.rows
     groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
@@ -111,10 +119,13 @@ def train(
         each.agree()
     message = SmallMessage(groups.messages, progress, network.statistics.size)
     step = TrainingStep(network, averagers, progress, message, task.micro_batches, groups.counts_of)
-    totals = []
+    totals: list[StepTotals] = []
+    gradients: dict[str, np.ndarray] = {}
     boxes = None if distribution is None else distribution.boxes_by_counts(network.graph)
     for number, batch in enumerate(batches(task, groups.position, comm.size, boxes)):
         step.run(batch, number, task.lr)
+        if keep_gradients and number == 0:
+            gradients = {name: assemble(network, name, own.grad, comm, groups) for name, own in network.parameters.items()}
         message.post(stop=False)
         found = message.read()
         assert found is not None
@@ -123,15 +134,16 @@ def train(
     for each in averagers.values():
         each.drain()
     return Result(
-        {name: assemble(network, name, comm, groups) for name in network.parameters},
+        {name: assemble(network, name, own.data, comm, groups) for name, own in network.parameters.items()},
         {name: view.copy() for name, view in network.statistics.views.items()},
         totals,
+        gradients,
     )
 
 
-def assemble(network: Network, name: str, comm: Communicator, groups: GridGroups) -> np.ndarray:
-    """A whole parameter, on every rank. Collective where it is split."""
-    shard, own = network.shards[name], network.parameters[name].data
+def assemble(network: Network, name: str, own: np.ndarray, comm: Communicator, groups: GridGroups) -> np.ndarray:
+    """A whole parameter, or gradient, of which each rank has its own part; on every rank. Collective where it is split."""
+    shard = network.shards[name]
     if shard is None:
         return own.copy()
     parts = comm.allgather_object((groups.row, own.copy()))

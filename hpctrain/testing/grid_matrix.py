@@ -1,0 +1,192 @@
+"""Whole networks on process grids against one rank: `python -m hpctrain.testing.grid_matrix` prints a table of all of them.
+
+Networks at full depth and an eighth of their width, on virtual ranks, in float64: five steps with dropout and synchronised batch
+norm. Compared are the losses, every gradient of the first step, and all parameters and running statistics at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.models import catalogue
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.testing.training import Result, Task, train
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+TOLERANCE = 1e-9
+STEPS = 5
+#: the gradient of a bias before a batch norm vanishes: a bias is compared to at least this share of its layer's weights
+BIAS_SHARE = 1e-3
+
+GRIDS = ((1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (4, 1), (1, 4), (2, 4), (8, 1))
+PLANS = ("batch", "domain", "tiles", "model", "mixed")
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network of the matrix: its catalogue name and options, the image's height and width, and a plan of all three uses."""
+
+    name: str
+    options: Mapping[str, object]
+    pixels: int
+    mixed: Mapping[str, RowUse]
+
+    def task(self, plan: GridPlan | None = None, kernels: KernelSet | None = None, dtype: str = "float64") -> Task:
+        """Seven samples a step, five in the third: uneven shares, and none for the last of eight ranks."""
+        return Task(
+            model=partial(catalogue.build, self.name, {"classes": 5, **self.options}),
+            kernels=kernels or NumpyKernelSet(),
+            optimizer=partial(Sgd, momentum=0.9, weight_decay=1e-3),
+            image_shape=(self.pixels, self.pixels - 1, 3),
+            classes=5,
+            samples=19,
+            batch=7,
+            steps=STEPS,
+            lr=0.02,
+            dtype=dtype,
+            plan=plan or GridPlan(),
+        )
+
+
+_VGG = {"features.*": RowUse.DOMAIN, "classifier.*": RowUse.MODEL}
+_RESNET = {"layer2.*": RowUse.BATCH, "layer3.*": RowUse.MODEL, "layer4.*": RowUse.BATCH, "fc": RowUse.MODEL}
+_NARROW = {"width": 0.125, "synchronised": True}
+
+NETS = {
+    "vgg16": Net("vgg16", {"width": 0.125}, 37, _VGG),
+    "vgg16_bn": Net("vgg16_bn", _NARROW, 64, _VGG | {"features.3*": RowUse.MODEL}),
+    "resnet18": Net("resnet18", _NARROW, 65, _RESNET),
+    "resnet50": Net("resnet50", _NARROW, 49, _RESNET),
+    "resnet20": Net("resnet20", {"synchronised": True}, 33, {"layer2.*": RowUse.MODEL, "layer3.*": RowUse.BATCH}),
+}
+
+
+def plan_of(net: Net, kind: str, rows: int, cols: int) -> GridPlan | None:
+    """One of PLANS on a grid; None where the grid has no such plan of its own (without rows all plans are one)."""
+    if rows == 1 and kind != "batch":
+        return None
+    if kind == "mixed":
+        return GridPlan(rows, cols, RowUse.DOMAIN, net.mixed)
+    if kind == "tiles":
+        vertical = 2 if rows % 4 == 0 else 1
+        return GridPlan(rows, cols, RowUse.DOMAIN, tiles=(vertical, rows // vertical))
+    return GridPlan(rows, cols, RowUse(kind))
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Largest relative differences from one rank: losses; over tensors, gradients of step 1, and parameters and statistics."""
+
+    loss: float
+    gradients: float
+    values: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.values)
+
+
+def compare(found: Result, expected: Result) -> Distances:
+    """How far a result is from one rank's."""
+    losses = max(
+        abs(a.loss - b.loss) / abs(b.loss) if a.count == b.count else np.inf
+        for a, b in zip(found.totals, expected.totals, strict=True)
+    )
+    values = max(spread(found.parameters, expected.parameters), spread(found.statistics, expected.statistics))
+    return Distances(losses, spread(found.gradients, expected.gradients), values)
+
+
+def spread(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """The largest of `relative_distances`."""
+    return max(relative_distances(found, expected), default=0.0)
+
+
+def relative_distances(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> list[float]:
+    """Relative L2 distance of each tensor to the expected one, in float64; a bias's to no less than BIAS_SHARE of its weight."""
+    assert found.keys() == expected.keys()
+    norms = {name: float(np.linalg.norm(tensor.astype(np.float64))) for name, tensor in expected.items()}
+    distances = []
+    for name, tensor in expected.items():
+        weight = norms[name.removesuffix("bias") + "weight"] if name.endswith("bias") else 0.0
+        scale = max(norms[name], BIAS_SHARE * weight) or 1.0
+        distances.append(float(np.linalg.norm(found[name].astype(np.float64) - tensor)) / scale)
+    return distances
+
+
+def alone(task: Task) -> Result:
+    """The task on one rank."""
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
+    return train(replace(task, plan=GridPlan()), comm, engine, Blocking, keep_gradients=True)
+
+
+@lru_cache(maxsize=2)
+def expected_of(name: str) -> Result:
+    """One rank's result of a network, the last two kept."""
+    return alone(NETS[name].task())
+
+
+def on_ranks(task: Task, comm: Communicator, progress: ProgressEngine) -> Result:
+    """The task on the ranks of `comm`. Collective."""
+    return train(task, comm, progress, Blocking, keep_gradients=True)
+
+
+def on_virtual_ranks(task: Task, *, seed: int | None = None, deadline_seconds: float = 600) -> list[Result]:
+    """The task on virtual ranks: every rank's result."""
+    ranks = task.plan.rows * task.plan.cols
+    return run_virtual(
+        ranks, lambda comm: on_ranks(task, comm, virtual_engine(comm)), seed=seed, deadline_seconds=deadline_seconds
+    )
+
+
+def cell(name: str, plan: GridPlan) -> Distances:
+    """One cell of the matrix: the largest distances over all ranks."""
+    found = [compare(result, expected_of(name)) for result in on_virtual_ranks(NETS[name].task(plan))]
+    return Distances(*(max(getattr(each, field) for each in found) for field in ("loss", "gradients", "values")))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; 1 where a cell is above the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nets", nargs="*", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--grids", nargs="*", default=["x".join(map(str, grid)) for grid in GRIDS])
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=PLANS)
+    chosen = parser.parse_args(arguments)
+    grids = [tuple(int(part) for part in grid.split("x")) for grid in chosen.grids]
+    worst, cells = 0.0, 0
+    print(f"{'network':10} {'grid':5} {'plan':7} {'loss':>9} {'gradients':>9} {'values':>9}  seconds")
+    for name in chosen.nets:
+        for rows, cols in grids:
+            for kind in chosen.plans:
+                plan = plan_of(NETS[name], kind, rows, cols)
+                if plan is None:
+                    continue
+                start = time.perf_counter()
+                found = cell(name, plan)
+                seconds = time.perf_counter() - start
+                print(
+                    f"{name:10} {rows}x{cols:<3} {kind:7} {found.loss:9.1e} {found.gradients:9.1e} {found.values:9.1e} "
+                    f"{seconds:8.1f}",
+                    flush=True,
+                )
+                worst, cells = max(worst, found.largest), cells + 1
+    print(f"{cells} cells, largest relative difference {worst:.1e}, tolerance {TOLERANCE:.0e}")
+    return int(not worst <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
