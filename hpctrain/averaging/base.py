@@ -15,6 +15,7 @@ import numpy as np
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.schedule import Schedule
 from hpctrain.comm.base import Array, Communicator
+from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Optimizer
@@ -67,6 +68,14 @@ class GradientAverager(ABC):
         """
         if self._joint is not None:
             self._joint.agree()
+
+    def plan(self, link: LinkModel | None) -> Schedule | None:
+        """What the first steps post over a link, from sizes alone; None where a strategy has no schedule. Not collective.
+
+        Args:
+            link: None where no size or order follows from it.
+        """
+        return None
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:

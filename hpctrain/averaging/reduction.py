@@ -68,22 +68,24 @@ class AllreduceAverager(GradientAverager):
         assert comm is not None
         self._comm = comm
         self._queue = self.progress.queue(comm)
-        request = f"{self._request()}; {fingerprint(self.group)}"
-        usable = stored is not None and (stored.request, stored.ranks) == (request, comm.size)
+        usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
         measures = any(comm.allgather_object(self._measures_link and not usable))  # the same on every rank
         link = calibrate(comm, self.progress) if measures else None
-        if stored is not None and usable:
-            self.schedule = stored
-        else:
-            slices = self._slices(link)
-            order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
-            self.schedule = Schedule(request, comm.size, slices, tuple(order))
+        self.schedule = stored if stored is not None and usable else self.plan(link)
         agree(comm, self.schedule)
         super().agree(stored)
         self._touching = {
             name: [k for k, each in enumerate(self.schedule.slices) if name in each.parameters] for name in self.group.parameters
         }
         self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in self.schedule.slices]
+
+    def plan(self, link: LinkModel | None) -> Schedule:
+        slices = self._slices(link)
+        order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
+        return Schedule(self._full_request(), self.comm.size, slices, tuple(order))
+
+    def _full_request(self) -> str:
+        return f"{self._request()}; {fingerprint(self.group)}"
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         if self.schedule is None:

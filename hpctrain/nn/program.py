@@ -21,10 +21,10 @@ from hpctrain.backend.kernels.base import (
     StepContext,
 )
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.nn.arena import arrange
 from hpctrain.nn.hooks import StepHooks
-from hpctrain.nn.memory import pack
 from hpctrain.nn.parameter import Parameter
-from hpctrain.nn.plan import ExecutionPlan, PlannedStep, lifetimes
+from hpctrain.nn.plan import ExecutionPlan, PlannedStep
 from hpctrain.nn.statistics import FlatStatistics
 
 _NO_HOOKS = StepHooks()
@@ -273,25 +273,18 @@ class _Binder:
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._shared = self._shares()
         self._partial_gradients: dict[str, Array] = {}
-        blocks = dict(lifetimes(plan))
-        self._first_writer = _first_writers(plan)
-        scratch_bytes = max((step.operator.scratch_bytes for step in plan.steps), default=0)
-        offsets, packed_bytes = pack(list(blocks.values()))
-        self._offset = dict(zip(blocks, offsets, strict=True))
-        partial_bytes = self._largest_partial()
-        self._scratch_at = packed_bytes
-        self._partial_at = packed_bytes + -(-scratch_bytes // 64) * 64
-        self.total_bytes = self._partial_at + partial_bytes
-        self._scratch_bytes = scratch_bytes
+        self._arena = arrange(plan)
+        self._first_writer = self._arena.first_writer
+        self.total_bytes = self._arena.total_bytes
         self._memory = arena(self.total_bytes)
 
     def activation(self, tensor: int) -> Array:
         """The buffer of a tensor, in its shape (flat in a layout that is not plain)."""
-        return self._view(self._offset["activation", self._plan.storage[tensor]], self._plan.tensors[tensor])
+        return self._view(self._arena.offsets["activation", self._plan.storage[tensor]], self._plan.tensors[tensor])
 
     def gradient(self, tensor: int) -> Array:
         """The buffer of a tensor's gradient."""
-        return self._view(self._offset["gradient", self._plan.grad_storage[tensor]], self._plan.tensors[tensor])
+        return self._view(self._arena.offsets["gradient", self._plan.grad_storage[tensor]], self._plan.tensors[tensor])
 
     def bind(self, k: int, step: PlannedStep) -> BoundStep:
         operator = step.operator
@@ -302,7 +295,7 @@ class _Binder:
         grads: list[Array | None] = []
         accumulate: list[bool] = []
         partials: list[tuple[Array, Array]] = []
-        partial_at = self._partial_at
+        partial_at = self._arena.partial_at
         for i, tensor in enumerate(step.inputs):
             if not plan.needs_grad[tensor]:
                 grads.append(None)
@@ -348,8 +341,8 @@ class _Binder:
                 parameters={role: parameter.data for role, parameter in own.items()},
                 gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if plan.training else {},
                 statistics=statistics,
-                saved=self._bytes(self._offset["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
-                scratch=self._bytes(self._scratch_at, self._scratch_bytes) if operator.scratch_bytes else None,
+                saved=self._bytes(self._arena.offsets["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
+                scratch=self._bytes(self._arena.scratch_at, self._arena.scratch_bytes) if operator.scratch_bytes else None,
                 merger=self._merger(step),
             )
         )
@@ -384,35 +377,12 @@ class _Binder:
             return None
         return self.activation(step.inputs[0]), self.gradient(step.output)
 
-    def _largest_partial(self) -> int:
-        plan = self._plan
-        largest = 0
-        for k, step in enumerate(plan.steps):
-            if step.operator.can_accumulate:
-                continue
-            sizes = (
-                plan.tensors[tensor].bytes
-                for i, tensor in enumerate(step.inputs)
-                if plan.needs_grad[tensor] and self._first_writer[tensor] != (k, i)
-            )
-            largest = max(largest, sum(sizes))
-        return largest
-
     def _bytes(self, offset: int, size: int) -> Array:
         return self._memory[offset : offset + size]
 
     def _view(self, offset: int, spec: TensorSpec) -> Any:
         flat = self._bytes(offset, spec.bytes).view(spec.dtype)
         return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
-
-
-def _first_writers(plan: ExecutionPlan) -> dict[int, tuple[int, int]]:
-    """Who writes a tensor's gradient first in backward: (step, input position); (-1, -1) is the loss."""
-    writers = {plan.output: (-1, -1)}
-    for k in reversed(range(len(plan.steps))):
-        for i, tensor in enumerate(plan.steps[k].inputs):
-            writers.setdefault(tensor, (k, i))
-    return writers
 
 
 def macs(plan: ExecutionPlan) -> int:
