@@ -73,7 +73,7 @@ class Window:
         """(Ho, Wo) for an input of (H, W); 0 where H or W is 0.
 
         Raises:
-            ShapeError: an input that is not empty but smaller than the kernel.
+            ShapeError: an input that is not empty but smaller than the kernel (in ceil mode, by a stride or more).
         """
         out = []
         for dim in (0, 1):
@@ -82,7 +82,7 @@ class Window:
                 out.append(0)
                 continue
             room = size[dim] + before + after - self.extent[dim]
-            if room < 0:
+            if room < 0 and not (ceil_mode and room > -self.stride[dim]):
                 name = ("height", "width")[dim]
                 raise ShapeError(
                     f"An image of {name} {size[dim]} with padding {before}+{after} is smaller than the window of "
