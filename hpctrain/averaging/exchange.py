@@ -1,8 +1,9 @@
 """Inputs and errors of a linear layer, exchanged instead of its gradients.
 
 Rank r gets its K / P columns of everyone's inputs (an all-to-all in forward) and everyone's errors (an allgather in backward) and
-computes its rows of the global gradient with one product of depth B, the step's global batch. The bias's gradient is the sum of
-the gathered errors, complete on every rank. Lee et al., MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
+computes its rows of the global gradient with products of depth B, the step's global batch: one a slice, so that a slice is
+gathered under the next one's product. The bias's gradient is the sum of the gathered errors, complete on every rank. Lee et al.,
+MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ class FactorExchange:
     """One linear layer's buffers. All arrays are made at the first step, for the nominal batch, and grow only for larger ones.
 
     Args:
-        each: the slice of the weight (K, M). batch: nominal samples of a step over all ranks.
+        slices: those of the weight (K, M), in order. batch: nominal samples of a step over all ranks.
     """
 
-    def __init__(self, group: FlatGroup, each: Slice, comm: Communicator, batch: int) -> None:
+    def __init__(self, group: FlatGroup, slices: Sequence[Slice], comm: Communicator, batch: int) -> None:
         self._group = group
         self._comm = comm
-        self._inputs, self._outputs = each.units, each.unit
-        self._bias = [group.parameters[name] for name in each.replicated]
-        self._columns = even(self._inputs, comm.size)
-        begin, end = each.part(comm.rank, comm.size)
-        self._own_gradient = group.grad[begin:end].reshape(-1, self._outputs)
+        self._outputs = slices[0].unit
+        self._inputs = sum(each.units for each in slices)
+        self._bias = [group.parameters[name] for name in slices[0].replicated]
+        first = slices[0].start
+        # Columns of the inputs (rows of the weight) that each rank owns, slice by slice; empty ones too.
+        spans = [[each.part(rank, comm.size) for each in slices] for rank in range(comm.size)]
+        self._spans = [
+            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in every] for every in spans
+        ]
+        self._columns = [sum(high - low for low, high in every) for every in self._spans]
+        own = [high - low for low, high in self._spans[comm.rank]]
+        self._packed_columns = [(sum(own[:piece]), sum(own[: piece + 1])) for piece in range(len(slices))]
+        self._own_gradients = [group.grad[begin:end].reshape(-1, self._outputs) for begin, end in spans[comm.rank]]
         self._reserve(batch, max(even(batch, comm.size)))
 
     def _reserve(self, batch: int, mine: int) -> None:
@@ -56,14 +65,14 @@ class FactorExchange:
     def pack_inputs(self, x: Array | None) -> None:
         """Copy x (n, K), columns of one rank after the other; None: zeros."""
         assert x is None or x.shape[0] == self._mine, "the step's counts say another number of samples"
-        first = 0
-        for columns in self._columns:
-            block = self._packed[self._mine * first : self._mine * (first + columns)]
-            if x is None:
-                block[...] = 0
-            else:
-                block.reshape(self._mine, columns)[...] = x[:, first : first + columns]
-            first += columns
+        begin = 0
+        for columns, spans in zip(self._columns, self._spans, strict=True):
+            block = self._packed[self._mine * begin : self._mine * (begin + columns)].reshape(self._mine, columns)
+            place = 0
+            for low, high in spans:
+                block[:, place : place + high - low] = 0 if x is None else x[:, low:high]
+                place += high - low
+            begin += columns
 
     def pack_errors(self, dy: Array | None) -> None:
         """Copy dy (n, M) to its place among all ranks' errors; None: zeros."""
@@ -86,13 +95,14 @@ class FactorExchange:
         counts = [count * self._outputs for count in self._counts]
         return self._comm.iallgather(None, self._errors_of_all[: self._samples * self._outputs], counts)
 
-    def multiply(self) -> None:
-        """Write this rank's rows of the weight's global gradient, and the bias's whole one."""
+    def multiply(self, piece: int) -> None:
+        """Write this rank's rows of one slice of the weight's global gradient; with the first also the bias's whole one."""
         errors = self._errors_of_all[: self._samples * self._outputs].reshape(self._samples, self._outputs)
         own = self._columns[self._comm.rank]
-        inputs = self._columns_of_all[: self._samples * own].reshape(self._samples, own)
-        np.matmul(inputs.T, errors, out=self._own_gradient)
-        for bias in self._bias:
+        low, high = self._packed_columns[piece]
+        inputs = self._columns_of_all[: self._samples * own].reshape(self._samples, own)[:, low:high]
+        np.matmul(inputs.T, errors, out=self._own_gradients[piece])
+        for bias in self._bias if piece == 0 else ():
             np.sum(errors, axis=0, out=bias.grad)
 
 

@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import ConfigError
 
 _LEAST_BUCKET_BYTES = 1 << 14
+# Above some 32 MB an MPI may allocate, and touch anew, what it needs for a collective each time.
+_LARGEST_BYTES = 1 << 24
+# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
+_LARGEST_IN_BUCKETS = 4
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
@@ -24,6 +28,11 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
         return max(_LEAST_BUCKET_BYTES, total_bytes)
     best = math.sqrt(total_bytes * ranks * link.alpha_seconds / link.beta_seconds_per_byte)
     return int(2 ** round(math.log2(max(_LEAST_BUCKET_BYTES, min(best, total_bytes)))))
+
+
+def largest_bytes(bucket: int) -> int:
+    """Where to cut what is larger than a fused slice of `bucket` bytes."""
+    return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,9 @@ class Simulation:
         self, slices: Sequence[Slice], times: Times, link: LinkModel, ranks: int, item_bytes: int, batch: int, urgency: Urgency
     ) -> None:
         self._slices, self._times, self._urgency = slices, times, urgency
+        # Slices of one linear layer's factors are reduced together, with the first.
+        together = [layer_slices(slices, k) for k in range(len(slices))]
+        self._together = [each if each[0] == k else () for k, each in enumerate(together)]
         self._gather_seconds = [link.allgather_seconds(each.size * item_bytes, ranks) for each in slices]
         self._reduce_seconds = [
             link.allgather_seconds((batch * each.unit if each.factors else each.size) * item_bytes, ranks) for each in slices
@@ -83,7 +95,7 @@ class Simulation:
 
     def order(self) -> list[tuple[int, bool]]:
         """(slice, whether it is its gather) in the order in which they are sent."""
-        ready = ((self._latest(self._times.ready, each), k) for k, each in enumerate(self._slices))
+        ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, each in enumerate(self._together) if each)
         self._reductions = sorted(ready, reverse=True)
         sent: list[tuple[int, bool]] = []
         now = 0.0
@@ -96,7 +108,8 @@ class Simulation:
             sent.append((k, gather))
             now += self._gather_seconds[k] if gather else self._reduce_seconds[k]
             if not gather:
-                heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[k])), k))
+                for each in self._together[k]:
+                    heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[each])), each))
         return sent
 
     def _should_idle(self, now: float) -> bool:

@@ -11,7 +11,6 @@ from hpctrain.averaging import planning
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Urgency
 from hpctrain.averaging.sharding import FcExchange, ShardedAverager
-from hpctrain.averaging.slices import Slice, cut, fused
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -72,9 +71,8 @@ class Priority(ShardedAverager):
     def _request(self) -> str:
         return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}"
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        most = self._slice_parameters
-        return cut(self.group, fused(self.group, max(1, most // 2), self._exchanging_names), most)
+    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
+        return max(1, self._slice_parameters // 2), self._slice_parameters
 
     def _urgency(self) -> Urgency:
         return planning.front_first

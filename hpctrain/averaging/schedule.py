@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.base import Communicator
 from hpctrain.errors import CheckpointError, CollectiveMismatchError
 
@@ -34,7 +34,11 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective of a step. slice: position in the schedule's slices; -1 for norms, which are of all slices."""
+    """One collective of a step.
+
+    slice: position in the schedule's slices; -1 for norms, which are of all slices. Inputs and errors belong to all slices of a
+    linear layer; theirs is the first.
+    """
 
     kind: Kind
     slice: int
@@ -106,15 +110,6 @@ class Schedule:
             lines.append(f"{operation.kind}{where} on {operation.stream}")
         return lines
 
-    def elements(self, operation: Operation, batch: int) -> int:
-        """n of an operation: elements of the whole buffer. batch: samples of the step over all ranks (norms: of float64)."""
-        if operation.kind is Kind.NORMS:
-            return 2 * len({name for each in self.slices for name in (*each.parameters, *each.replicated)})
-        each = self.slices[operation.slice]
-        if operation.kind is Kind.ERRORS:
-            return batch * each.unit
-        return each.size
-
     def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[Kind, int]:
         """Elements that a rank exchanges with others in a step, by kind, in integers; norms left out.
 
@@ -130,7 +125,9 @@ class Schedule:
             if operation.kind is Kind.ALLREDUCE:
                 found[operation.kind] += 2 * (each.size - own)
             elif operation.kind is Kind.INPUTS:  # this rank's samples, the others' rows
-                found[operation.kind] += samples[rank] * (each.size - own) // each.unit
+                for piece in (self.slices[k] for k in layer_slices(self.slices, operation.slice)):
+                    begin, end = piece.part(rank, self.ranks)
+                    found[operation.kind] += samples[rank] * (piece.size - (end - begin)) // piece.unit
             elif operation.kind is Kind.ERRORS:
                 found[operation.kind] += (sum(samples) - samples[rank]) * each.unit
             else:

@@ -10,15 +10,11 @@ from hpctrain.averaging import planning
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Urgency
 from hpctrain.averaging.sharding import FcExchange, ShardedAverager
-from hpctrain.averaging.slices import Slice, cut, fused
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
-
-# A slice that is on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
-_LARGEST_IN_BUCKETS = 4
 
 
 class Sharded(ShardedAverager):
@@ -72,14 +68,13 @@ class Sharded(ShardedAverager):
     def _request(self) -> str:
         return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}, window {self._window}"
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        group = self.group
+    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
         size_bytes = self._bucket_bytes
         if size_bytes is None:
             assert link is not None
-            size_bytes = planning.bucket_bytes(group.grad.nbytes, self.comm.size, link)
-        least = max(1, size_bytes // group.grad.itemsize)
-        return cut(group, fused(group, least, self._exchanging_names), _LARGEST_IN_BUCKETS * least)
+            size_bytes = planning.bucket_bytes(self.group.grad.nbytes, self.comm.size, link)
+        item_bytes = self.group.grad.itemsize
+        return max(1, size_bytes // item_bytes), max(1, planning.largest_bytes(size_bytes) // item_bytes)
 
     def _urgency(self) -> Urgency:
         return planning.reductions_first

@@ -22,7 +22,7 @@ from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep
 from hpctrain.averaging.planning import Simulation, Times, Urgency
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
-from hpctrain.averaging.slices import Slice, fingerprint, with_factors
+from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, with_factors
 from hpctrain.averaging.timing import StepClock
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
@@ -100,8 +100,8 @@ class ShardedAverager(GradientAverager):
         """The strategy and its options, in words: what a stored schedule must have been made for."""
 
     @abstractmethod
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Slices of all parameters whose gradients are exchanged, in forward order."""
+    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
+        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut."""
 
     @abstractmethod
     def _urgency(self) -> Urgency:
@@ -134,7 +134,7 @@ class ShardedAverager(GradientAverager):
 
     def plan(self, link: LinkModel | None) -> Schedule:
         """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the measured link."""
-        slices = self._with_factor_slices(self._slices(link))
+        slices = self._slices(*self._sizes(link))
         operations = self._operations(slices, Times.unknown(tuple(self.group.parameters)), link)
         return Schedule(self._full_request(), self.comm.size, slices, operations, self._window)
 
@@ -147,9 +147,10 @@ class ShardedAverager(GradientAverager):
         self._touching: dict[str, list[int]] = {name: [] for name in self.group.parameters}
         self._own: list[tuple[Segment, ...]] = []
         self._replicated: list[tuple[Segment, ...]] = []
-        self._exchanges: dict[int, FactorExchange] = {}
+        self._pieces: dict[int, tuple[FactorExchange, int]] = {}  # by slice: its layer's exchange, its place among the layer's
         self._exchange_of: dict[str, FactorExchange] = {}
         self._sums: dict[int, Array] = {}
+        self._together = [layer_slices(schedule.slices, k) for k in range(len(schedule.slices))]
         for k, each in enumerate(schedule.slices):
             begin, end = each.part(rank, ranks)
             parts = (self.group.segment(name).part(begin, end) for name in each.parameters)
@@ -158,17 +159,27 @@ class ShardedAverager(GradientAverager):
             for name in (*each.parameters, *each.replicated):
                 self._touching[name].append(k)
             if each.factors:
-                exchange = FactorExchange(self.group, each, self._comms[Stream.GRADIENTS], self._batch)
-                self._exchanges[k] = self._exchange_of[each.name] = exchange
+                self._add_piece(k)
             elif ranks > 1:
                 self._sums[k] = np.empty_like(self.group.grad, shape=(end - begin,))
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self._owned = tuple(sorted(owned, key=lambda segment: segment.start))
         self.optimizer.bind(self.group, self._owned)
 
-    def _with_factor_slices(self, slices: Sequence[Slice]) -> tuple[Slice, ...]:
-        exchanging = (with_factors(self.group, weight, biases) for weight, biases in self._exchanging.items())
-        return tuple(sorted((*slices, *exchanging), key=lambda each: each.start))
+    def _add_piece(self, k: int) -> None:
+        assert self.schedule is not None
+        together, weight = self._together[k], self.schedule.slices[k].parameters[0]
+        if weight not in self._exchange_of:
+            slices = [self.schedule.slices[each] for each in together]
+            self._exchange_of[weight] = FactorExchange(self.group, slices, self._comms[Stream.GRADIENTS], self._batch)
+        self._pieces[k] = self._exchange_of[weight], together.index(k)
+
+    def _slices(self, least: int, most: int) -> tuple[Slice, ...]:
+        """Slices of all parameters, in forward order."""
+        slices = list(cut(self.group, fused(self.group, least, self._exchanging_names), most))
+        for weight, biases in self._exchanging.items():
+            slices += with_factors(self.group, weight, biases, self.comm.size, most)
+        return tuple(sorted(slices, key=lambda each: each.start))
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         """Inputs in forward's order, then what the simulated link sends; norms between the last reduction and first gather."""
@@ -176,7 +187,8 @@ class ShardedAverager(GradientAverager):
         link = link or LinkModel(0.0, 0.0)
         item_bytes = self.group.grad.itemsize
         sent = Simulation(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency()).order()
-        inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors]
+        first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
+        inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors and first[k]]
         order = [
             Operation(Kind.ALLGATHER, k, streams[1])
             if gather
@@ -199,7 +211,7 @@ class ShardedAverager(GradientAverager):
             self._order_anew()
         self._steps += 1
         self._clock.begin(self._steps > _WARM_UP_STEPS and self._replan)
-        assert counts is not None or not self._exchanges, "the exchange of inputs and errors needs the step's counts"
+        assert counts is not None or not self._pieces, "the exchange of inputs and errors needs the step's counts"
         self._counts = counts or ()
         previous = self._previous = self._step
         step = self._step = _Step(
@@ -225,7 +237,8 @@ class ShardedAverager(GradientAverager):
             step.norms_complete = own if step.joint is None else step.joint.ticket
             return
         each = self.schedule.slices[k]
-        what = f"{operation.kind} of {each.name}"
+        whole = operation.kind in (Kind.INPUTS, Kind.ERRORS)
+        what = f"{operation.kind} of {each.parameters[0] if whole else each.name}"
         if operation.kind is Kind.ALLGATHER:
             after: list[Ticket] = [step.free[name] for name in (*each.parameters, *each.replicated)]
             after += step.reduced[k]
@@ -235,14 +248,17 @@ class ShardedAverager(GradientAverager):
             return
         gates: list[Ticket] = []
         if operation.kind is Kind.INPUTS:
-            gates.append(step.inputs[each.name])
-            start = self._exchanges[k].post_inputs
+            gates.append(step.inputs[each.parameters[0]])
+            start = self._pieces[k][0].post_inputs
         else:
             gates += [step.ready[name] for name in each.parameters]
-            start = self._exchanges[k].post_errors if each.factors else partial(self._start_reduce, k)
+            start = self._pieces[k][0].post_errors if each.factors else partial(self._start_reduce, k)
+        together = self._together[k]
         if previous is not None:  # the previous step's sums are used until then
-            gates.append(previous.gathered[k])
-        step.reduced.setdefault(k, []).append(queue.post(start, what, gates))
+            gates += [previous.gathered[piece] for piece in together]
+        ticket = queue.post(start, what, gates)
+        for piece in together:
+            step.reduced.setdefault(piece, []).append(ticket)
 
     def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
         return any(parameter.name in self._exchanging_names for parameter in parameters)
@@ -351,8 +367,9 @@ class ShardedAverager(GradientAverager):
 
     def _finish_gradient(self, k: int) -> None:
         """Put the sum over all ranks into the owned part of the gradient."""
-        if k in self._exchanges:
-            self._exchanges[k].multiply()
+        if k in self._pieces:
+            exchange, piece = self._pieces[k]
+            exchange.multiply(piece)
         elif k in self._sums:
             assert self.schedule is not None
             begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)

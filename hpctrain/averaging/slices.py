@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from hpctrain.nn.parameter import FlatGroup, Segment
 
+#: of a linear layer's weight in a slice, on each rank: a product of fewer rows is slow
+_LEAST_ROWS = 32
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -17,7 +20,7 @@ class Slice:
         name: for messages and tables. order: forward position of its front-most parameter, the priority key.
         parameters: those it touches, in forward order.
         unit: elements that stay on one rank (a row of a linear layer's weight where factors are exchanged), else 1.
-        factors: the gradient is made from the exchanged inputs and errors of a linear layer; the slice is its whole weight.
+        factors: the gradient is made from the exchanged inputs and errors of a linear layer; the slice is rows of its weight.
         replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
     """
 
@@ -95,11 +98,32 @@ def cut(group: FlatGroup, slices: Sequence[Slice], most: int) -> tuple[Slice, ..
     return tuple(pieces)
 
 
-def with_factors(group: FlatGroup, weight: str, replicated: Sequence[str]) -> Slice:
-    """The slice of a linear layer (K, M) that exchanges inputs and errors: rank r owns whole rows of the weight."""
+def with_factors(group: FlatGroup, weight: str, replicated: Sequence[str], ranks: int, most: int) -> tuple[Slice, ...]:
+    """The slices of a linear layer (K, M) that exchanges inputs and errors: of each, rank r owns whole rows of the weight.
+
+    Slices have at most `most` elements, but enough rows for a product. All but the last have a multiple of `ranks` rows, so
+    each rank owns as many rows in all as if there were one slice.
+    """
     segment = group.segment(weight)
-    outputs = group.parameters[weight].spec.shape[1]
-    return Slice(weight, segment.start, segment.stop, segment.order, (weight,), outputs, True, tuple(replicated))
+    inputs, outputs = group.parameters[weight].spec.shape
+    rows = max(most // max(1, outputs), _LEAST_ROWS * ranks)
+    rows = max(1, -(-inputs // -(-inputs // rows)))  # even slices
+    rows = -(-rows // ranks) * ranks
+    slices = []
+    for low in range(0, max(1, inputs), rows):
+        high = min(low + rows, inputs)
+        begin, end = low * outputs, high * outputs
+        name = weight if high - low == inputs else f"{weight}[{begin}:{end}]"
+        bias = tuple(replicated) if low == 0 else ()
+        slices.append(Slice(name, segment.start + begin, segment.start + end, segment.order, (weight,), outputs, True, bias))
+    return tuple(slices)
+
+
+def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
+    """Positions of all slices that exchange the same inputs and errors as slice k does, in order; itself, where it is no such."""
+    if not slices[k].factors:
+        return (k,)
+    return tuple(i for i, each in enumerate(slices) if each.factors and each.parameters == slices[k].parameters)
 
 
 def _runs(group: FlatGroup, leave_out: Collection[str]) -> Iterator[list[Segment]]:

@@ -7,6 +7,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
+from hpctrain.averaging import slices
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.priority import Priority
@@ -19,7 +20,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.lars import Lars
 from hpctrain.testing import nets
-from hpctrain.testing.averaging import OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
+from hpctrain.testing.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
 from hpctrain.testing.training import Result, Task, distance, train
 from hpctrain.testing.virtual import run_virtual, virtual_engine
 
@@ -61,6 +62,34 @@ def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
         for seed in seeds:
             for data in _run(strategy, optimizer, ranks, seed, steps=6):
                 assert data.tobytes() == expected.tobytes(), f"{ranks} ranks, seed {seed}"
+
+
+SLICED: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
+    "sharded": (Sharded, {"bucket_bytes": 16, "fc_exchange": "always"}),
+    "priority": (Priority, {"slice_parameters": 3, "window": 2, "fc_exchange": "always"}),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
+@pytest.mark.parametrize("strategy", SLICED)
+def test_linear_layers_may_exchange_factors_and_gather_in_slices(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str
+) -> None:
+    monkeypatch.setattr(slices, "_LEAST_ROWS", 1)
+    alone = _alone(optimizer)
+    kind, options = SLICED[strategy]
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        averager = kind(make_group(), OPTIMIZERS[optimizer](), comm, virtual_engine(comm), **options)  # type: ignore[arg-type]
+        averager.agree()
+        assert averager.schedule is not None
+        weight = [each for each in averager.schedule.slices if each.parameters == ("a.weight",)]
+        assert len(weight) > 1 or comm.size >= INPUTS
+        return run_steps(Watched(averager), STEPS)
+
+    for ranks, seed in ((1, None), (2, None), (2, 1), (3, 2), (7, None)):
+        for data in run_virtual(ranks, program, seed=seed):
+            assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.averaging import slices
 from hpctrain.averaging.schedule import Kind
+from hpctrain.averaging.sharded import Sharded
 from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.sgd import Sgd
@@ -58,7 +60,7 @@ def test_gradients_and_parameters_together_are_one_allreduce(strategy: str, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_the_exchange_moves_inputs_errors_and_rows(ranks: int) -> None:
+def test_the_exchange_moves_inputs_errors_and_rows(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Per linear layer K b + M B + K M, (P - 1) / P of it on average; biases are complete without a message."""
     linear = ((INPUTS, HIDDEN), (2, 3), (HIDDEN, OUTPUTS))
     rest = make_group().size - sum(k * m + m for k, m in linear)
@@ -68,8 +70,11 @@ def test_the_exchange_moves_inputs_errors_and_rows(ranks: int) -> None:
         for rank, count in enumerate(shares(7, ranks)):
             inputs += count * (k - k // ranks - (rank < k % ranks))
     expected = (ranks - 1) * (2 * rest + sum(m * batch + k * m for k, m in linear)) + inputs
-    total = sum(counters.total().exchanged_bytes for counters, _ in _count("sharded, exchange", ranks))
-    assert total == expected * ITEM_BYTES
+    for least_rows in (slices._LEAST_ROWS, 1):  # whole weights, and weights in slices of few rows
+        monkeypatch.setattr(slices, "_LEAST_ROWS", least_rows)
+        monkeypatch.setitem(STRATEGIES, "exchange", (Sharded, {"bucket_bytes": 16, "fc_exchange": "always"}))  # type: ignore[arg-type]
+        total = sum(counters.total().exchanged_bytes for counters, _ in _count("exchange", ranks))
+        assert total == expected * ITEM_BYTES
 
 
 def test_clipping_costs_two_numbers_a_parameter() -> None:

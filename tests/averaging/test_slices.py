@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.slices import Slice, cut, even, fused, per_parameter, with_factors
+from hpctrain.averaging.slices import Slice, cut, even, fused, layer_slices, per_parameter, with_factors
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -88,10 +88,29 @@ def test_parts_lie_in_rank_order_and_hold_whole_units(units: int, unit: int, ran
 
 def test_a_linear_layer_is_split_by_rows() -> None:
     specs = {name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in (("w", (5, 3)), ("b", (3,)))}
-    each = with_factors(FlatGroup(specs, "float32"), "w", ("b",))
+    (each,) = with_factors(FlatGroup(specs, "float32"), "w", ("b",), 2, 1)
     assert each.counts(2) == (9, 6)
     assert each.counts(7) == (3, 3, 3, 3, 3, 0, 0)
     assert each.replicated == ("b",)
+
+
+@given(st.integers(1, 900), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3000))
+def test_a_linear_layer_in_slices_leaves_each_rank_as_many_rows(inputs: int, outputs: int, ranks: int, most: int) -> None:
+    shapes = {"before": (3,), "w": (inputs, outputs), "b": (outputs,)}
+    group = FlatGroup({name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in shapes.items()})
+    slices = with_factors(group, "w", ("b",), ranks, most)
+    assert slices[0].start == 3
+    assert slices[-1].stop == 3 + inputs * outputs
+    assert all(a.stop == b.start for a, b in pairwise(slices))
+    assert [sum(counts) for counts in zip(*(each.counts(ranks) for each in slices), strict=True)] == [
+        outputs * rows for rows in even(inputs, ranks)
+    ]
+    for each in slices:
+        assert each.size % outputs == 0
+        assert each.size <= max(most, 33 * ranks * outputs) + ranks * outputs
+    assert [each.replicated for each in slices] == [("b",)] + [()] * (len(slices) - 1)
+    assert len({each.name for each in slices}) == len(slices)
+    assert all(layer_slices(slices, k) == tuple(range(len(slices))) for k in range(len(slices)))
 
 
 @pytest.mark.parametrize("most", [1, 7])
