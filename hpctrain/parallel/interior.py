@@ -46,7 +46,7 @@ def split_interior(spec: Spec, placement: Placement, own: Layout) -> InteriorSpl
     """The three parts; None where the images are not split by height alone, or some rank has no interior that can be computed
     from its own rows as they lie."""
     (reads,) = placement.reads
-    if not isinstance(spec, Conv2dSpec) or own.kind is not Kind.ROWS or reads.boxes == own.boxes:
+    if not isinstance(spec, Conv2dSpec) or {own.kind, placement.writes.kind} != {Kind.ROWS} or reads.boxes == own.boxes:
         return None
     if any(box[2] != (0, own.shape[2]) for box in own.boxes):
         return None
