@@ -68,7 +68,7 @@ class Network:
         self.distribution.prepare(graph)
         self.parameter_specs, statistic_specs = declared(model, graph)
         self.shards = {name: self.distribution.shard(name) for name in self.parameter_specs}
-        parameter_specs = {name: _part(spec, self.shards[name]) for name, spec in self.parameter_specs.items()}
+        parameter_specs = {name: local_spec(spec, self.shards[name]) for name, spec in self.parameter_specs.items()}
         self.groups = self._make_groups(parameter_specs)
         self.parameters: dict[str, Parameter] = {
             name: group.parameters[name]
@@ -164,7 +164,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
     return {name: parameters[name] for name in used}, {name: statistics[name] for name in order}
 
 
-def _part(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
+def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
     """What a rank that holds `shard` declares."""
     if shard is None:
         return spec

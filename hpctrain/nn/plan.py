@@ -76,6 +76,18 @@ class ExecutionPlan:
         """The position at which step k has read its inputs: its own, or that of the first reader of what it began early."""
         return self.readers(self.steps[k].output)[0] if self.steps[k].operator.begins_early else k
 
+    def ahead(self, k: int) -> tuple[tuple[int, ...], int | None]:
+        """What runs in backward right after the input's gradient of step k, where that comes first: the copies between layouts
+        just before it, and what then has its output's gradient complete."""
+        copies: list[int] = []
+        reader = k
+        while (j := self.producer(self.steps[reader].inputs[0])) is not None and self.readers(self.steps[j].output)[0] == reader:
+            if self.steps[j].node is not None:
+                return tuple(copies), j
+            copies.append(j)
+            reader = j
+        return tuple(copies), None
+
     def readers(self, tensor: int) -> list[int]:
         """Positions of the steps that read `tensor`."""
         return [k for k, step in enumerate(self.steps) if tensor in step.inputs]
@@ -237,6 +249,10 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
                 live("activation", plan.storage[root], 0, backward)
             if plan.needs_grad[tensor]:
                 live("gradient", plan.grad_storage[tensor], plan.tensors[tensor].bytes, backward)
+        for early in plan.ahead(k)[0] if step.input_first else ():
+            source = plan.steps[early].inputs[0]
+            if plan.needs_grad[source]:
+                live("gradient", plan.grad_storage[source], plan.tensors[source].bytes, backward)
         if plan.needs_grad[step.output]:
             live("gradient", plan.grad_storage[step.output], plan.tensors[step.output].bytes, backward)
         if operator.saved_bytes:

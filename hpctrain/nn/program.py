@@ -85,7 +85,7 @@ def backward_actions(plan: ExecutionPlan, steps: Sequence[BoundStep]) -> tuple[t
         if k not in done:
             actions.append((Action.INPUT, k))
         if steps[k].input_first:
-            actions += _ahead(plan, steps, k, done)
+            actions += _ahead(plan, k, done)
             actions.append((Action.PARAMETERS, k))
         if not steps[k].shared:
             actions.append((Action.FREE, k))
@@ -97,18 +97,11 @@ def _needed(plan: ExecutionPlan, k: int) -> tuple[int, ...]:
     return tuple(plan.storage[i] for i, needs in zip(step.inputs, step.operator.needs_inputs, strict=False) if needs)
 
 
-def _ahead(plan: ExecutionPlan, steps: Sequence[BoundStep], k: int, done: set[int]) -> list[tuple[Action, int]]:
-    """Reorders just before step k that only it reads, and the start of what comes before them."""
-    actions: list[tuple[Action, int]] = []
-    reader = k
-    while (j := plan.producer(plan.steps[reader].inputs[0])) is not None and plan.readers(plan.steps[j].output)[0] == reader:
-        if plan.steps[j].node is not None:
-            actions.append((Action.BEGIN, j))
-            break
-        actions.append((Action.INPUT, j))
-        done.add(j)
-        reader = j
-    return actions
+def _ahead(plan: ExecutionPlan, k: int, done: set[int]) -> list[tuple[Action, int]]:
+    copies, begins = plan.ahead(k)
+    done.update(copies)
+    actions = [(Action.INPUT, j) for j in copies]
+    return actions if begins is None else [*actions, (Action.BEGIN, begins)]
 
 
 def forward_actions(plan: ExecutionPlan) -> tuple[tuple[Action, int], ...]:

@@ -145,7 +145,8 @@ class _Distributor:
         inputs = tuple(
             self._in(self._where[i], wanted, node.name) for i, wanted in zip(node.inputs, placement.reads, strict=True)
         )
-        fresh = isinstance(node.spec, _EITHER_ORDER) and any(_is_move_of(step, inputs) for step in self._steps[-1:])
+        moved = any(_is_move_of(step, inputs) for step in self._steps[-1:])
+        fresh = moved and self._plan.hides and isinstance(node.spec, _EITHER_ORDER)
         use = self._plan.use_of(node.name)
         if not placement.summed:
             output = self._new(placement.writes)

@@ -27,7 +27,8 @@ class GridPlan:
 
     use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
     `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`. overlapped:
-    layers, by name, whose interior is computed while their halos travel.
+    layers, by name, whose interior is computed while their halos travel. hides: gradients of what was moved travel back under
+    the weights' gradients; False only to measure what that gains.
 
     Raises:
         ConfigError: tiles that do not multiply to the rows.
@@ -39,6 +40,7 @@ class GridPlan:
     use: Mapping[str, RowUse] = field(default_factory=dict)
     tiles: Pair | None = None
     overlapped: frozenset[str] = frozenset()
+    hides: bool = True
 
     def __post_init__(self) -> None:
         if self.tiles is not None and math.prod(self.tiles) != self.rows:

@@ -16,7 +16,7 @@ class RowAxis:
     Exchanges follow each other, so all of them share one buffer: what one leaves in it is valid until the next one starts.
 
     Attributes:
-        rank, size: r and Pr.
+        rank, size: r and Pr. waited_seconds: all waits for exchanges so far: what nothing hid.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:
@@ -24,6 +24,7 @@ class RowAxis:
         self._comm, self._progress = comm, progress
         self._queue = progress.queue(comm)
         self._buffer = np.zeros(0, np.uint8)
+        self.waited_seconds = 0.0
 
     def reserve(self, size_bytes: int) -> np.ndarray:
         """The shared buffer, uint8, at least so large; a larger one is made where needed, who has the smaller one keeps it."""
@@ -44,4 +45,6 @@ class RowAxis:
 
     def wait(self, ticket: Ticket) -> None:
         """Until the exchange is complete."""
+        begin = self._progress.waited_seconds
         self._progress.wait(ticket)
+        self.waited_seconds += self._progress.waited_seconds - begin

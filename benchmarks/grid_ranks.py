@@ -1,0 +1,209 @@
+"""The ranks of `grid.py`: one job that steps several grids and plans in turn and measures each.
+
+Started by `grid.py` as `python -m mpi4py -m benchmarks.grid_ranks SETTINGS`. Each variant has a network, communicators and an
+averager of its own; the images are made up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.overlap_ranks import cpu_seconds, sent_bytes
+from benchmarks.shapes import Shape
+from hpctrain.averaging.sharded import Sharded
+from hpctrain.backend.backend import make_backend
+from hpctrain.comm import mpi
+from hpctrain.comm.counters import Counters, CountingCommunicator
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.data.loader import Batch, Share, cut
+from hpctrain.data.sampler import counts as shares
+from hpctrain.models import catalogue
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.parallel.row_axis import RowAxis
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.step import TrainingStep
+
+_LR = 1e-4
+_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A grid and its plan. use: pattern -> use, in order. overlapped: interiors are computed while halos travel."""
+
+    rows: int
+    default: str = "batch"
+    use: Mapping[str, str] | None = None
+    overlapped: bool = False
+    hides: bool = True
+
+
+@dataclass
+class Variant:
+    """One grid, ready to step."""
+
+    network: Network
+    averagers: Mapping[str, Sharded]
+    step: TrainingStep
+    message: SmallMessage
+    batch: Batch
+    progress: ProgressEngine
+    counters: Counters
+    axis: RowAxis | None
+
+    @property
+    def row_waited_seconds(self) -> float:
+        """All waits for exchanges of activations so far."""
+        return 0.0 if self.axis is None else self.axis.waited_seconds
+
+
+class Rank:
+    """All that one rank measures. Every method is collective."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._shape = Shape(**settings["shape"])
+        self.world = mpi.world(settings["deadline_seconds"])
+        self._kernels = make_backend(settings["kernels"]).kernels
+        self._number = 0
+        self._bare = ProgressEngine(rank=self.world.rank, deadline_seconds=settings["deadline_seconds"], abort=self.world.abort)
+        barriers = self.world.split(0, self.world.rank, "barriers")
+        assert barriers is not None
+        self._barriers = barriers
+        self.variants = {name: self._variant(Choice(**choice)) for name, choice in settings["variants"].items()}
+
+    def _variant(self, choice: Choice) -> Variant:
+        counters = Counters()
+        progress = ProgressEngine(
+            rank=self.world.rank, deadline_seconds=self._settings["deadline_seconds"], abort=self.world.abort
+        )
+        cols = self.world.size // choice.rows
+        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), choice.rows, cols))
+        axis = groups.row_axis(progress)
+        side = self._shape.pixels
+        model = catalogue.build(self._shape.family, self._shape.options)
+        names = frozenset(node.name for node in Network(model, (side, side, 3), self._kernels).graph(1).nodes)
+        plan = GridPlan(
+            choice.rows,
+            cols,
+            RowUse(choice.default),
+            {pattern: RowUse(use) for pattern, use in (choice.use or {}).items()},
+            overlapped=names if choice.overlapped else frozenset(),
+            hides=choice.hides,
+        )
+        distribution = GridDistribution(plan, axis) if axis is not None else None
+        network = Network(
+            model, (side, side, 3), self._kernels, mergers=groups.mergers(progress), distribution=distribution
+        )
+        total = self._shape.batch * self.world.size
+        averagers = {
+            name: Sharded(group, Sgd(momentum=0.9), groups.gradients[name], progress, nominal_batch=total)
+            for name, group in network.groups.items()
+        }
+        for averager in averagers.values():
+            averager.agree()
+        message = SmallMessage(groups.messages, progress, network.statistics.size)
+        step = TrainingStep(network, averagers, progress, message, counts_of=groups.counts_of)
+        batch = self._batch(groups, network, distribution)
+        return Variant(network, averagers, step, message, batch, progress, counters, axis)
+
+    def _batch(self, groups: GridGroups, network: Network, distribution: GridDistribution | None) -> Batch:
+        size, side = self.world.size, self._shape.pixels
+        total = self._shape.batch * size
+        every = shares(total, size)
+        share = Share(groups.column_counts(every), groups.row)
+        first = sum(every[: groups.position - groups.row])
+        random = np.random.default_rng(first)
+        images = random.standard_normal((sum(share.counts), side, side, 3)).astype(np.float32)
+        box = ((sum(share.counts[: groups.row]), sum(share.counts[: groups.row + 1])), (0, side), (0, side), (0, 3))
+        if distribution is not None:
+            box = distribution.boxes_by_counts(network.graph)(share.counts)[groups.row]
+        labels = random.integers(0, self._shape.classes, share.counts[groups.row])
+        ids = np.arange(first, first + sum(share.counts))
+        return Batch(cut(images, box), labels, ids, every, total, 0, 0, share)
+
+    def barrier(self) -> None:
+        queue = self._bare.queue(self._barriers)
+        self._bare.wait(queue.post(self._barriers.ibarrier, "barrier"))
+
+    def _step(self, variant: Variant) -> None:
+        variant.step.run(variant.batch, self._number, _LR)
+        self._number += 1
+        variant.message.read()
+        variant.message.post(stop=False)
+
+    def _settle(self, variant: Variant) -> None:
+        for averager in variant.averagers.values():
+            averager.drain()
+        variant.message.read()
+        self.barrier()
+
+    def turn(self, variant: Variant, steps: int) -> dict[str, Any]:
+        """Seconds, exposed waits and CPU seconds of a step after one that is not timed; bytes by communicator of both."""
+        self.barrier()
+        sent, counted = sent_bytes(), variant.counters.snapshot()
+        self._step(variant)
+        begin, cpu, waited = time.perf_counter(), cpu_seconds(), variant.progress.waited_seconds
+        row_waited = variant.row_waited_seconds
+        for _ in range(steps):
+            self._step(variant)
+        found: dict[str, Any] = {
+            "step_seconds": (time.perf_counter() - begin) / steps,
+            "waited_seconds": (variant.progress.waited_seconds - waited) / steps,
+            "row_waited_seconds": (variant.row_waited_seconds - row_waited) / steps,
+            "cpu_seconds": (cpu_seconds() - cpu) / steps,
+        }
+        self._settle(variant)
+        since = variant.counters.since(counted)
+        found["link_bytes"] = (sent_bytes() - sent) / (steps + 1)
+        found["row_bytes"] = since.total("row").exchanged_bytes / (steps + 1)
+        found["all_bytes"] = since.total().exchanged_bytes / (steps + 1)
+        return found
+
+    def warm_up(self) -> None:
+        for variant in self.variants.values():
+            for _ in range(_WARMUP):
+                self._step(variant)
+            self._settle(variant)
+
+
+def main() -> int:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    rank = Rank(settings)
+    rank.warm_up()
+    names = list(rank.variants)
+    turns: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    for number in range(settings["rounds"]):
+        for i in range(len(names)):
+            name = names[(number + i) % len(names)]
+            mine = rank.turn(rank.variants[name], settings["steps"])
+            turns[name].append(rank.world.allgather_object(mine))
+        if rank.world.rank == 0:
+            print(f"round {number + 1} of {settings['rounds']}", file=sys.stderr, flush=True)
+    facts = {
+        name: rank.world.allgather_object(
+            {"activation_bytes": variant.network.program(variant.batch.share.counts, training=True).activation_bytes}
+        )
+        for name, variant in rank.variants.items()
+    }
+    if rank.world.rank == 0:
+        content = {"mpi": mpi.describe(), "ranks": rank.world.size, "turns": turns, "facts": facts, "shape": asdict(rank._shape)}
+        Path(settings["out"]).write_text(json.dumps(content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""An image too large for one rank: VGG-16's features at batch 1, on one rank and split over several, under one memory limit.
+
+    python -m benchmarks.large_image --pixels 1024 --ranks 4
+
+First one rank without a limit gives the peak of its resident memory less that after set-up of the weights. Then one rank and all
+ranks run under the same limit on their data (RLIMIT_DATA): one rank must fail, the others must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.backend.backend import make_backend
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.loader import Batch, Share, cut
+from hpctrain.models import vgg
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.testing.jobs import clean_environment, find_mpiexec
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.step import TrainingStep
+
+_CLASSES, _STEPS, _LR = 10, 3, 1e-3
+
+
+def model() -> Layer:
+    """VGG-16's thirteen convolutions, the mean over the image, and one linear layer."""
+    features = vgg.build(classes=_CLASSES).children()["features"]
+    return Sequential(
+        {"features": features, "avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(512, _CLASSES)}
+    )
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> dict[str, Any]:
+    """A few steps on the ranks of `comm`; what this rank's activations took. Collective."""
+    progress = ProgressEngine(rank=comm.rank, deadline_seconds=300, abort=comm.abort)
+    groups = GridGroups(ProcessGrid(comm, comm.size, 1))
+    axis = groups.row_axis(progress)
+    distribution = None if axis is None else GridDistribution(GridPlan(comm.size, 1, RowUse.DOMAIN), axis)
+    network = Network(
+        model(),
+        (pixels, pixels, 3),
+        make_backend(kernels).kernels,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
+    )
+    averagers = {
+        name: Blocking(group, Sgd(momentum=0.9), groups.gradients[name], progress) for name, group in network.groups.items()
+    }
+    step = TrainingStep(
+        network, averagers, progress, message := SmallMessage(groups.messages, progress, 0), counts_of=groups.counts_of
+    )
+    for group in network.groups.values():
+        group.data += 0.0  # touch the weights, so that they are resident before activations are
+        group.grad += 0.0
+    before = resident_bytes()
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes,) * 2)
+    batch = made_up(groups, network, distribution, pixels)
+    losses = []
+    for number in range(_STEPS):
+        step.run(batch, number, _LR)
+        message.post(stop=False)
+        totals = message.read()
+        assert totals is not None
+        losses.append(totals.loss)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    planned = network.program(batch.share.counts, training=True).activation_bytes
+    return {"peak_bytes": peak - before, "planned_bytes": planned, "losses": losses}
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process now."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmData"].split()[0]) * 1024
+
+
+def made_up(groups: GridGroups, network: Network, distribution: GridDistribution | None, pixels: int) -> Batch:
+    """One image, of which this rank has its part; the label belongs to the first rank."""
+    image = np.random.default_rng(0).standard_normal((1, pixels, pixels, 3)).astype(np.float32)
+    counts = (1, *(0,) * (groups.rows - 1))
+    share = Share(counts, groups.row)
+    if distribution is not None:
+        image = cut(image, distribution.boxes_by_counts(network.graph)(counts)[groups.row])
+    return Batch(image, np.zeros(counts[groups.row], np.int64), np.zeros(1, np.int64), counts, 1, 0, 0, share)
+
+
+def child(chosen: argparse.Namespace) -> int:
+    comm: Communicator = SingleCommunicator()
+    if chosen.ranks > 1:
+        from hpctrain.comm import mpi
+
+        comm = mpi.world(300)
+    found = comm.allgather_object(train(comm, chosen.pixels, chosen.kernels, chosen.limit))
+    if comm.rank == 0:
+        chosen.out.write_text(json.dumps(found))
+    return 0
+
+
+def job(chosen: argparse.Namespace, ranks: int, limit_bytes: int) -> tuple[int, list[dict[str, Any]]]:
+    """(exit status, what each rank found; nothing where the job failed)."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "out.json"
+        command = [sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
+        command += ["-m", "benchmarks.large_image", "--child", "--ranks", str(ranks), "--pixels", str(chosen.pixels)]
+        command += ["--kernels", chosen.kernels, "--limit", str(limit_bytes), "--out", str(out)]
+        launcher = find_mpiexec()
+        if ranks > 1:
+            assert launcher is not None, "install the package mpich into this environment"
+            command = [launcher, "-n", str(ranks), *command]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=chosen.timeout)
+        if done.returncode:
+            print(f"{ranks} ranks, limit {limit_bytes / 1e6:.0f} MB: {(done.stderr.strip().splitlines() or ['?'])[-1][:120]}")
+        return done.returncode, json.loads(out.read_text()) if out.exists() else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pixels", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kernels", default="onednn", choices=["onednn", "numpy"])
+    parser.add_argument("--share", type=float, default=0.5, help="limit for every rank, of what one rank needs")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args(arguments)
+    if chosen.child:
+        return child(chosen)
+    _, (serial,) = job(chosen, 1, 0)
+    _, split = job(chosen, chosen.ranks, 0)
+    limit = int(serial["peak_bytes"] * chosen.share)
+    failed, _ = job(chosen, 1, limit)
+    passed, limited = job(chosen, chosen.ranks, limit)
+    peak = max(rank["peak_bytes"] for rank in split)
+    result = {
+        "pixels": chosen.pixels,
+        "ranks": chosen.ranks,
+        "kernels": chosen.kernels,
+        "serial": serial,
+        "split": split,
+        "limit_bytes": limit,
+        "one_rank_failed": failed != 0,
+        "all_ranks_passed": passed == 0 and len(limited) == chosen.ranks,
+        "peak_over_share": peak * chosen.ranks / serial["peak_bytes"],
+        "planned_over_share": max(rank["planned_bytes"] for rank in split) * chosen.ranks / serial["planned_bytes"],
+    }
+    text = json.dumps(result, indent=1)
+    if chosen.out is not None:
+        chosen.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
