@@ -85,8 +85,8 @@ def _part(spec: Conv2dSpec, placement: Placement, own: Layout, parts: Sequence[I
 
 
 def _fits(read: tuple[Interval, ...], own: tuple[Interval, ...]) -> bool:
-    """True where the interior reads this rank's rows from the first one on, so that no copy is needed, and all of them."""
-    return read[_HEIGHT] == own[_HEIGHT]
+    """True where the interior reads all of this rank's rows, and columns from the first one on, so that no copy is needed."""
+    return read[_HEIGHT] == own[_HEIGHT] and read[2][0] == own[2][0]
 
 
 @dataclass(frozen=True)
