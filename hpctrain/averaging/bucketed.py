@@ -34,7 +34,7 @@ class Bucketed(AllreduceAverager):
         bucket_bytes: int | None = None,
     ) -> None:
         super().__init__(group, optimizer, comm, progress, norms=norms)
-        self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
+        self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None
 
     def _request(self) -> str:

@@ -93,7 +93,7 @@ class Lazy(AllreduceAverager):
         self._layers = planning.check_positive("layers", layers)
         self._max_interval = planning.check_positive("max_interval", max_interval)
         self._check_every = planning.check_positive("check_every", check_every)
-        self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
+        self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None
         self._lazy = _front(group, layers)
         stop = max((group.segment(name).stop for name in self._lazy), default=0)

@@ -10,6 +10,8 @@ from hpctrain.comm.link import LinkModel
 class Overlap(AllreduceAverager):
     """One allreduce a parameter, as its gradient becomes ready; waited for in the next forward of its layer."""
 
+    _cuts_large = False
+
     def _request(self) -> str:
         return "overlap"
 

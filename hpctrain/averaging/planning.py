@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
@@ -14,8 +15,14 @@ from hpctrain.errors import ConfigError
 _LEAST_BUCKET_BYTES = 1 << 14
 # Above some 32 MB an MPI may allocate, and touch anew, what it needs for a collective each time.
 _LARGEST_BYTES = 1 << 24
+_LEAST_PART_BYTES = 1 << 20
 # A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
 _LARGEST_IN_BUCKETS = 4
+# How much longer than its latency a slice should at least take, so that cutting costs little.
+_TRANSFER_OVER_LATENCY = 8
+# Between two looks at the messages, where it has not been measured: a large operator of a network for images.
+_OPERATOR_SECONDS = 0.02
+_LEAST_WINDOW = 4
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
@@ -35,6 +42,46 @@ def largest_bytes(bucket: int) -> int:
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
+def slice_bytes(least: int, ranks: int, link: LinkModel | None) -> int:
+    """The size of slices that may overtake each other, at least `least`: no smaller than latency allows.
+
+    (P - 1) alpha is an eighth of the transfer, (P - 1) / P n beta, at n = 8 P alpha / beta. Rounded up to a power of two times
+    `least`, so that a repeated measurement gives it again; never so large that it had to be cut for another reason.
+    """
+    if link is None or link.beta_seconds_per_byte == 0.0:
+        return least
+    wanted = _TRANSFER_OVER_LATENCY * ranks * link.alpha_seconds / link.beta_seconds_per_byte
+    doublings = max(0, math.ceil(math.log2(max(wanted, 1.0) / least)))
+    return max(least, min(least << doublings, _LARGEST_BYTES))
+
+
+def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
+    """[start, stop) of the collectives that an array of `size` elements is sent in, which cost no more than one of it all.
+
+    Of 16 MiB at most, but no less than 1 MiB a rank, as latency grows with the ranks. Each but the last has a multiple of
+    `ranks` elements, so that the ranks' parts add up to those of the whole.
+    """
+    most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
+    even = -(-size // max(1, -(-size // most)))
+    step = max(1, -(-even // ranks)) * ranks
+    return [(begin, min(begin + step, size)) for begin in range(0, size, step)]
+
+
+def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
+    """How many slices of `size_bytes` in flight keep the link busy from one look at the messages to the next; None: no limit.
+
+    Args:
+        times: measured ones; looks are at most as far apart as gradients are that become ready one after the other.
+    """
+    if link is None or ranks == 1:
+        return None
+    seconds = link.allgather_seconds(size_bytes, ranks)
+    if seconds == 0.0:
+        return None
+    apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
+    return max(_LEAST_WINDOW, 1 + math.ceil(apart / seconds))
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
@@ -44,6 +91,10 @@ class Times:
 
     ready: Mapping[str, float]
     free: Mapping[str, float]
+
+    def longest_gap(self) -> float:
+        """Seconds between two gradients that become ready one after the other."""
+        return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:
@@ -139,7 +190,7 @@ def check_positive(name: str, value: int) -> int:
     return value
 
 
-def check_bytes(name: str, value: int | None) -> int | None:
+def check_optional(name: str, value: int | None) -> int | None:
     """`value` itself; None: to be measured.
 
     Raises:

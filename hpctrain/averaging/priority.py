@@ -7,27 +7,31 @@ link once with measured times, so it is the same on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpctrain.averaging import planning
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.planning import Urgency
+from hpctrain.averaging.planning import Times, Urgency
 from hpctrain.averaging.sharding import FcExchange, ShardedAverager
+from hpctrain.averaging.slices import Slice
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
 
-_CREDIT_PARAMETERS = 4_000_000
+_LEAST_PARAMETERS = 50_000
 
 
 class Priority(ShardedAverager):
     """Sharded averaging in slices on one communicator: an early layer's allgather overtakes late layers' reduce-scatters.
 
     Args:
-        slice_parameters: most parameters of a slice; smaller neighbours are fused up to half of it.
-        window: most slices in flight. None: those of 4 M parameters (ByteScheduler's credit) or an eighth of the network, if
-            that is more. The next slice starts between two operators, so the window must hold what the link sends under one; a
-            smaller one lets it idle, a larger one lets urgent slices wait longer.
+        slice_parameters: most parameters of a slice; smaller neighbours are fused up to half of it. None: 50,000 as in the
+            paper, or more where the measured link has a latency that so small messages would pay too often.
+        window: most slices in flight. None: what the measured link sends between two looks at it, at first under an operator of
+            20 ms, then under the longest that the first steps show. The next slice starts between two operators, so a smaller
+            window lets the link idle, and a larger one lets urgent slices wait longer.
         fc_exchange, nominal_batch, micro_batches: as in `Sharded`.
         replan: order slices anew by times measured in the first steps.
 
@@ -36,7 +40,6 @@ class Priority(ShardedAverager):
     """
 
     _streams = 1
-    _measures_link = False
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Priority(ShardedAverager):
         progress: ProgressEngine,
         *,
         norms: JointNorms | None = None,
-        slice_parameters: int = 50_000,
+        slice_parameters: int | None = None,
         window: int | None = None,
         fc_exchange: FcExchange = "auto",
         nominal_batch: int | None = None,
@@ -64,15 +67,25 @@ class Priority(ShardedAverager):
             micro_batches=micro_batches,
             replan=replan,
         )
-        self._slice_parameters = planning.check_positive("slice_parameters", slice_parameters)
-        credit = max(_CREDIT_PARAMETERS, group.size // 8)
-        self._window = max(4, -(-credit // slice_parameters)) if window is None else planning.check_positive("window", window)
+        self._slice_parameters = planning.check_optional("slice_parameters", slice_parameters)
+        self._window = planning.check_optional("window", window)
+        self._measures_link = slice_parameters is None or window is None
 
     def _request(self) -> str:
-        return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}"
+        return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}, window {self._window}"
 
     def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
-        return max(1, self._slice_parameters // 2), self._slice_parameters
+        most = self._slice_parameters
+        if most is None:
+            item_bytes = self.group.grad.itemsize
+            most = planning.slice_bytes(_LEAST_PARAMETERS * item_bytes, self.comm.size, link) // item_bytes
+        return max(1, most // 2), most
+
+    def _window_for(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        if self._window is not None or not slices:
+            return self._window
+        mean_bytes = self.group.grad.nbytes // len(slices)
+        return planning.credit_window(mean_bytes, self.comm.size, link, times)
 
     def _urgency(self) -> Urgency:
         return planning.front_first

@@ -10,6 +10,7 @@ from functools import partial
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
+from hpctrain.averaging.planning import parts_of
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.comm.base import Communicator, Handle
@@ -31,6 +32,20 @@ class ReductionStep:
     norms_complete: bool = False
 
 
+class _Several:
+    """Operations that are complete together."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def test(self) -> bool:
+        self._handles = [handle for handle in self._handles if not handle.test()]
+        return not self._handles
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._handles))
+
+
 class AllreduceAverager(GradientAverager):
     """Each slice is summed by one allreduce, in place, from when its last gradient is ready.
 
@@ -38,6 +53,8 @@ class AllreduceAverager(GradientAverager):
     """
 
     _measures_link = False
+    #: a very large slice travels in several operations, posted together
+    _cuts_large = True
 
     def __init__(
         self,
@@ -134,7 +151,11 @@ class AllreduceAverager(GradientAverager):
     def _start(self, k: int) -> Handle:
         assert self.schedule is not None
         each = self.schedule.slices[k]
-        return self._comm.iallreduce(self.group.grad[each.start : each.stop])
+        whole = self.group.grad[each.start : each.stop]
+        parts = parts_of(whole.size, whole.itemsize, self._comm.size) if self._cuts_large else [(0, whole.size)]
+        if len(parts) == 1:
+            return self._comm.iallreduce(whole)
+        return _Several([self._comm.iallreduce(whole[begin:end]) for begin, end in parts])
 
     def _is_settled(self, parameter: Parameter) -> bool:
         previous = self._previous

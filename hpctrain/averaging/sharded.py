@@ -61,7 +61,7 @@ class Sharded(ShardedAverager):
             micro_batches=micro_batches,
             replan=replan,
         )
-        self._bucket_bytes = planning.check_bytes("bucket_bytes", bucket_bytes)
+        self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None
         self._window = None if window is None else planning.check_positive("window", window)
 

@@ -107,6 +107,10 @@ class ShardedAverager(GradientAverager):
     def _urgency(self) -> Urgency:
         """What the link sends first."""
 
+    def _window_for(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        """Most operations in flight in a stream; None: no limit. times: measured ones, later."""
+        return self._window
+
     _streams = 2
     _window: int | None = None
     _measures_link = True
@@ -136,7 +140,7 @@ class ShardedAverager(GradientAverager):
         """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the measured link."""
         slices = self._slices(*self._sizes(link))
         operations = self._operations(slices, Times.unknown(tuple(self.group.parameters)), link)
-        return Schedule(self._full_request(), self.comm.size, slices, operations, self._window)
+        return Schedule(self._full_request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
 
     def _full_request(self) -> str:
         return f"{self._request()}; {fingerprint(self.group, self._exchanging)}"
@@ -382,9 +386,12 @@ class ShardedAverager(GradientAverager):
         self.drain()
         assert self.schedule is not None
         self._replan = False
-        operations = self._operations(self.schedule.slices, self._clock.times(), self._link)
-        agreed = self._comms[Stream.GRADIENTS].broadcast_object(operations)
-        self.schedule = replace(self.schedule, operations=agreed, timed=True)
+        slices, times = self.schedule.slices, self._clock.times()
+        planned = self._operations(slices, times, self._link), self._window_for(slices, self._link, times)
+        operations, window = self._comms[Stream.GRADIENTS].broadcast_object(planned)
+        self.schedule = replace(self.schedule, operations=operations, window=window, timed=True)
+        for queue in self._queues.values():
+            queue.window = window
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging import slices
+from hpctrain.averaging import planning, slices
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.priority import Priority
@@ -90,6 +90,15 @@ def test_linear_layers_may_exchange_factors_and_gather_in_slices(
     for ranks, seed in ((1, None), (2, None), (2, 1), (3, 2), (7, None)):
         for data in run_virtual(ranks, program, seed=seed):
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "lazy, every step"])
+def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
+        monkeypatch.setattr(planning, name, 8)
+    for ranks, seed in ((2, None), (3, 1)):
+        for data in _run(strategy, "clipping", ranks, seed):
+            assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.averaging import slices
+from hpctrain.averaging import planning, slices
 from hpctrain.averaging.schedule import Kind
 from hpctrain.averaging.sharded import Sharded
 from hpctrain.comm.counters import Counters, CountingCommunicator
@@ -75,6 +75,16 @@ def test_the_exchange_moves_inputs_errors_and_rows(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(STRATEGIES, "exchange", (Sharded, {"bucket_bytes": 16, "fc_exchange": "always"}))  # type: ignore[arg-type]
         total = sum(counters.total().exchanged_bytes for counters, _ in _count("exchange", ranks))
         assert total == expected * ITEM_BYTES
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sending_large_slices_in_parts_moves_as_much(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    whole = _count("bucketed", ranks)
+    for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
+        monkeypatch.setattr(planning, name, ITEM_BYTES)
+    for (before, _), (after, _) in zip(whole, _count("bucketed", ranks), strict=True):
+        assert after.total().exchanged_bytes == before.total().exchanged_bytes
+        assert after.total().operations > before.total().operations
 
 
 def test_clipping_costs_two_numbers_a_parameter() -> None:

@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.planning import Simulation, Times, bucket_bytes, front_first, reductions_first
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.planning import (
+    Simulation,
+    Times,
+    bucket_bytes,
+    credit_window,
+    front_first,
+    parts_of,
+    reductions_first,
+    slice_bytes,
+)
+from hpctrain.averaging.slices import Slice, even
 from hpctrain.comm.link import LinkModel
 
 LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)
@@ -31,6 +40,46 @@ def test_no_other_power_of_two_is_much_better(total: int, ranks: int, alpha: flo
 def test_without_a_link_to_wait_for_one_bucket_is_best() -> None:
     assert bucket_bytes(10**8, 1, LINK) == 10**8
     assert bucket_bytes(10**8, 4, LinkModel(1e-6, 0.0)) == 10**8
+
+
+@given(st.integers(2, 512), st.floats(1e-7, 1e-2), st.floats(1e-11, 1e-7), st.sampled_from([1 << 12, 200_000]))
+def test_slices_spend_little_of_their_time_on_latency(ranks: int, alpha: float, beta: float, least: int) -> None:
+    link = LinkModel(alpha, beta)
+    size = slice_bytes(least, ranks, link)
+    latency = (ranks - 1) * alpha
+    assert size >= least
+    assert latency <= 0.12 * link.allgather_seconds(size, ranks) or size == max(least, 1 << 24)
+    if size > least:  # half of it would have spent more
+        assert latency >= 0.11 * link.allgather_seconds(size // 2, ranks)
+
+
+def test_without_a_measured_link_slices_are_the_least() -> None:
+    assert slice_bytes(1000, 4, None) == slice_bytes(1000, 4, LinkModel(1e-5, 0.0)) == 1000
+
+
+def test_the_window_holds_what_the_link_sends_between_two_looks() -> None:
+    size = 200_000  # 1.1 ms on 2 ranks
+    assert credit_window(size, 2, LINK, None) == 20
+    times = Times({"a": 0.5, "b": 0.45, "c": 0.1}, {})
+    assert credit_window(size, 2, LINK, times) == 320
+    assert credit_window(size, 2, LINK, Times({"a": 0.5}, {})) == 4
+    assert credit_window(size, 1, LINK, times) is None
+    assert credit_window(size, 2, None, times) is None
+    assert credit_window(size, 2, LinkModel(0.0, 0.0), times) is None
+
+
+@given(st.integers(0, 1 << 28), st.sampled_from([4, 8]), st.integers(1, 300))
+def test_large_arrays_are_sent_in_parts_that_leave_each_rank_its_share(size: int, item_bytes: int, ranks: int) -> None:
+    parts = parts_of(size, item_bytes, ranks)
+    assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])][: len(parts)]
+    assert (parts[-1][1] if parts else 0) == size
+    limit = max(1 << 24, ranks << 20) + ranks * item_bytes
+    assert all((end - begin) * item_bytes <= limit for begin, end in parts)
+    if len(parts) > 1:
+        assert parts[0][1] * item_bytes > limit // 3
+    assert [sum(each) for each in zip(*(even(end - begin, ranks) for begin, end in parts), strict=True)] == [
+        share for share in even(size, ranks) if parts
+    ]
 
 
 def _slices(sizes: list[int]) -> list[Slice]:
