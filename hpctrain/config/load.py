@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpctrain.config.faults import faults, nearest_sibling, section_at
-from hpctrain.config.schema import Config, Named
+from hpctrain.config.schema import Config, Named, PlanConfig
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
 
@@ -67,6 +67,8 @@ def _replaced(data: Any, path: KeyPath, parts: Sequence[str], value: Any, places
             del places[known]
         places[path] = label
         return value
+    if section_at(path) is PlanConfig:
+        parts = [".".join(parts)]  # patterns of layer names have dots of their own
     key, rest = parts[0], parts[1:]
     if isinstance(data, list):
         index = _index(data, path, key, label)

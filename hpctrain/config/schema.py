@@ -60,7 +60,9 @@ def _count_or_auto(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Part = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+Use = Literal["batch", "model", "domain"]
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
@@ -161,10 +163,31 @@ class LossConfig(Section):
 
 
 class GridConfig(Section):
-    """The process grid: rows share samples, columns share weights."""
+    """The process grid: the ranks of a column share samples, the ranks of a row share weights."""
 
     rows: Integer = Field(default=1, ge=1, description="Ranks that split one layer's weights or images (Pr).")
     cols: Integer | None = Field(default=None, ge=1, description="Ranks that split the batch (Pc); null: world size / rows.")
+    tiles: tuple[Part, Part] | None = Field(
+        default=None, description="Parts [vertical, horizontal] of an image under domain, rows in all; null: [rows, 1]."
+    )
+
+
+class PlanConfig(BaseModel):
+    """What the rows of the grid do, layer by layer: patterns of layer names, in order; the last one that matches counts."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, Use] = Field(init=False)
+
+    default: Use = Field(
+        default="batch",
+        description='Use of layers that no pattern matches: batch, model (output channels split) or domain (images split); '
+        'further keys are patterns, such as "features.*": domain.',
+    )
+
+    @property
+    def patterns(self) -> dict[str, Use]:
+        """Pattern -> use, in order; a fresh dict."""
+        return dict(self.__pydantic_extra__)
 
 
 class BatchNormConfig(Section):
@@ -221,6 +244,7 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig, description="The loss.")
     averager: AveragerConfig = Field(default_factory=AveragerConfig, description="Averaging of gradients over ranks.")
     grid: GridConfig = Field(default_factory=GridConfig, description="The process grid.")
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="What the grid's rows do, layer by layer.")
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="Batch normalisation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")

@@ -14,9 +14,11 @@ from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.data import augment
 from hpctrain.errors import ConfigError, HpctrainError
+from hpctrain.experiment import grid
 from hpctrain.models import catalogue
 from hpctrain.optim import schedules
 from hpctrain.optim.base import Optimizer
+from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.registry import OptionError, Registry, check_options
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
@@ -42,9 +44,8 @@ def check_names(config: Config, source: Source) -> None:
 
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each value that does not fit another one."""
-    batch, cols, epochs = config.batch, config.grid.cols, config.epochs
-    if cols is not None and batch < cols:
-        yield ("batch",), f"batch is {batch}, but the {cols} columns of the grid share it; the smallest batch is {cols}."
+    batch, epochs = config.batch, config.epochs
+    yield from _grid_faults(config)
     if config.micro_batches > batch:
         yield (
             ("micro_batches",),
@@ -58,6 +59,25 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"schedule.warmup_epochs is {config.schedule.warmup_epochs:g}, but the run has {epochs} epochs; "
             f"the largest value is {epochs}.",
         )
+
+
+def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of what is wrong with the grid and its plan, whatever the number of ranks."""
+    cols = config.grid.cols or 1
+    for path, attempt in (
+        (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
+        (("grid", "tiles"), partial(grid.grid_plan, config, cols)),
+    ):
+        try:
+            attempt()
+        except ConfigError as error:
+            yield path, str(error)
+    names = grid.layer_names(config)
+    for pattern, use in config.plan.patterns.items() if names else ():
+        try:
+            GridPlan(use={pattern: RowUse(use)}).check(names)
+        except ConfigError as error:
+            yield ("plan", pattern), str(error)
 
 
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

@@ -24,6 +24,7 @@ OPTIONS = st.dictionaries(KEYS, VALUES, max_size=3)
 TEXTS = st.text(min_size=1, max_size=8)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 COUNTS = st.integers(1, 10**6)
+PAIRS = st.tuples(COUNTS, COUNTS).map(list)
 
 
 def named(**fields):
@@ -54,7 +55,8 @@ CONFIGS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "dtype": st.sampled_from(["float32", "float64"]),
         "threads": st.just("auto") | COUNTS,
-        "grid": st.fixed_dictionaries({}, optional={"rows": COUNTS, "cols": st.none() | COUNTS}),
+        "grid": st.fixed_dictionaries({}, optional={"rows": COUNTS, "cols": st.none() | COUNTS, "tiles": st.none() | PAIRS}),
+        "plan": st.dictionaries(st.sampled_from(["default", "*", "a.*", "1"]), st.sampled_from(["batch", "model", "domain"])),
         "averager": named(),
         "deadline_seconds": POSITIVE,
         "batch_norm": st.fixed_dictionaries({}, optional={"epsilon": POSITIVE}),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.faults import known_paths, section_at
-from hpctrain.config.schema import Config, Named, plain
+from hpctrain.config.schema import Config, Named, PlanConfig, plain
 
 SMALL = {
     "model": "small",
@@ -156,4 +156,23 @@ def test_sections_refuse_unknown_keys_and_named_ones_do_not():
         section = section_at(path)
         if section is not None:
             assert issubclass(section, BaseModel)
-            assert section.model_config["extra"] == ("allow" if issubclass(section, Named) else "forbid"), path
+            assert section.model_config["extra"] == ("allow" if issubclass(section, Named | PlanConfig) else "forbid"), path
+
+
+def test_patterns_of_a_plan_keep_their_order():
+    plan = {"b.*": "domain", "default": "model", "a.*": "batch"}
+    config = Config.model_validate(changed("plan", plan))
+    assert config.plan.default == "model"
+    assert list(config.plan.patterns.items()) == [("b.*", "domain"), ("a.*", "batch")]
+
+
+@pytest.mark.parametrize("plan", [{"default": "rows"}, {"a": "Domain"}, {"a": None}, {"a": {"b": "model"}}, ["model"], "model"])
+def test_a_plan_knows_three_uses(plan):
+    with pytest.raises(ValidationError):
+        Config.model_validate(changed("plan", plan))
+
+
+@pytest.mark.parametrize("tiles", [2, [2], [1, 2, 3], [0, 2], [True, 2], [1.5, 2]])
+def test_tiles_are_two_positive_numbers(tiles):
+    with pytest.raises(ValidationError):
+        Config.model_validate(changed("grid.tiles", tiles))

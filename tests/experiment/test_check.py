@@ -89,6 +89,8 @@ def test_a_sound_configuration_passes():
         ("name: blocking", "name: priority\n  window: wide", 24, ["window", "wide", "integer"]),
         ("name: blocking", "name: priority\n  group: 3", 24, ["group", "set by the program"]),
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 columns", "smallest batch is 3"]),
+        ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "4 rows", "4 x 1"]),
+        ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", "'layer3."]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
         ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),
@@ -178,3 +180,8 @@ def test_the_command_lines_in_shipped_configurations_pass():
                 check_names(*load(CONFIGS.parent / file, overrides))
                 found += 1
     assert found
+
+
+@pytest.mark.parametrize("override", ["grid.rows=2", "grid={rows: 4, tiles: [2, 2]}", "plan.layer1.*=model", "plan={fc: model}"])
+def test_ranks_without_samples_of_their_own_and_plans_of_the_models_layers_pass(override):
+    passes(TEXT, override, "batch=2", "grid.cols=2")
