@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -86,11 +86,14 @@ def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Ti
 class Times:
     """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
 
-    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is let go.
+    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is let go. needed: when
+    forward reads it; empty where that is unknown. end_seconds: when backward ends.
     """
 
     ready: Mapping[str, float]
     free: Mapping[str, float]
+    needed: Mapping[str, float] = field(default_factory=dict)
+    end_seconds: float = 0.0
 
     def longest_gap(self) -> float:
         """Seconds between two gradients that become ready one after the other."""
@@ -122,17 +125,25 @@ class Simulation:
     """One link, one transfer at a time, the most urgent one that is ready; it idles only where nothing should start.
 
     Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather does not start where
-    the next gradient would find it under way: a reduction that comes late holds up the next forward, a gather may be made up for.
-    Deterministic; ties go by position.
+    the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next
+    forward. Deterministic; ties go by position.
 
     Args:
         item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
     """
 
     def __init__(
-        self, slices: Sequence[Slice], times: Times, link: LinkModel, ranks: int, item_bytes: int, batch: int, urgency: Urgency
+        self,
+        slices: Sequence[Slice],
+        times: Times,
+        link: LinkModel,
+        ranks: int,
+        item_bytes: int,
+        batch: int,
+        urgency: Urgency,
+        overrun_seconds: float = 0.0,
     ) -> None:
-        self._slices, self._times, self._urgency = slices, times, urgency
+        self._slices, self._times, self._urgency, self._overrun_seconds = slices, times, urgency, overrun_seconds
         # Slices of one linear layer's factors are reduced together, with the first.
         together = [layer_slices(slices, k) for k in range(len(slices))]
         self._together = [each if each[0] == k else () for k, each in enumerate(together)]
@@ -143,6 +154,18 @@ class Simulation:
         self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
         self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
         self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap
+        self._gathered = [0.0] * len(slices)  # when each slice has been gathered
+
+    def stall_seconds(self) -> float:
+        """After `order`: how long the next forward waits for parameters in all, where times say when it reads them."""
+        latest: dict[str, float] = {}
+        for each, at in zip(self._slices, self._gathered, strict=True):
+            for name in (*each.parameters, *each.replicated):
+                latest[name] = max(at, latest.get(name, 0.0))
+        stall = 0.0
+        for name, needed in sorted(self._times.needed.items(), key=lambda item: item[1]):
+            stall += max(0.0, latest[name] - (self._times.end_seconds + needed + stall))
+        return stall
 
     def order(self) -> list[tuple[int, bool]]:
         """(slice, whether it is its gather) in the order in which they are sent."""
@@ -158,14 +181,18 @@ class Simulation:
             _, k, gather = heappop(self._waiting)
             sent.append((k, gather))
             now += self._gather_seconds[k] if gather else self._reduce_seconds[k]
-            if not gather:
+            if gather:
+                self._gathered[k] = now
+            else:
                 for each in self._together[k]:
                     heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[each])), each))
         return sent
 
     def _should_idle(self, now: float) -> bool:
         _, k, gather = self._waiting[0]
-        return gather and bool(self._reductions) and now + self._gather_seconds[k] > self._reductions[-1][0]
+        if not gather or not self._reductions:
+            return False
+        return now + self._gather_seconds[k] > self._reductions[-1][0] + self._overrun_seconds
 
     def _arrive(self, now: float) -> None:
         while self._reductions and self._reductions[-1][0] <= now:
@@ -177,6 +204,19 @@ class Simulation:
 
     def _latest(self, times: Mapping[str, float], each: Slice) -> float:
         return max(times[name] for name in (*each.parameters, *each.replicated))
+
+
+def best_order(
+    slices: Sequence[Slice], times: Times, link: LinkModel, ranks: int, item_bytes: int, batch: int, urgency: Urgency
+) -> list[tuple[int, bool]]:
+    """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
+    gap = times.longest_gap() if times.needed else 0.0
+    found: list[tuple[float, int, list[tuple[int, bool]]]] = []
+    for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
+        simulation = Simulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds)
+        order = simulation.order()
+        found.append((simulation.stall_seconds(), len(found), order))
+    return min(found)[2]
 
 
 def check_positive(name: str, value: int) -> int:

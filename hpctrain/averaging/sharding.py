@@ -20,7 +20,7 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.exchange import FactorExchange, layers, moves_less
 from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep
-from hpctrain.averaging.planning import Simulation, Times, Urgency
+from hpctrain.averaging.planning import Times, Urgency, best_order
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, with_factors
 from hpctrain.averaging.timing import StepClock
@@ -190,7 +190,7 @@ class ShardedAverager(GradientAverager):
         streams = (Stream.GRADIENTS, Stream.PARAMETERS) if self._streams == 2 else (Stream.GRADIENTS, Stream.GRADIENTS)
         link = link or LinkModel(0.0, 0.0)
         item_bytes = self.group.grad.itemsize
-        sent = Simulation(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency()).order()
+        sent = best_order(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency())
         first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
         inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors and first[k]]
         order = [
@@ -324,6 +324,8 @@ class ShardedAverager(GradientAverager):
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
+            if parameter.size:
+                self._clock.needed(parameter.name)
             self._wait_gathered(parameter.name)
 
     def _wait_gathered(self, name: str) -> None:

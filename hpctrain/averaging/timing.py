@@ -10,17 +10,23 @@ from hpctrain.comm.progress import ProgressEngine
 
 
 class StepClock:
-    """When gradients are ready and data is let go, in seconds of compute since the step's begin. Medians over steps."""
+    """When parameters are read, gradients ready, data let go: seconds of compute since the step's begin, medians over steps."""
 
     def __init__(self, progress: ProgressEngine) -> None:
         self._progress = progress
         self._on = False
         self._ready: dict[str, list[float]] = {}
         self._free: dict[str, list[float]] = {}
+        self._needed: dict[str, list[float]] = {}
+        self._ends: list[float] = []
 
     def begin(self, on: bool) -> None:
         self._on = on
         self._begin = self._compute_seconds()
+
+    def needed(self, name: str) -> None:
+        if len(self._needed.get(name, ())) == len(self._ends):  # the first of several micro-batches
+            self._note(self._needed, name)
 
     def ready(self, name: str) -> None:
         self._note(self._ready, name)
@@ -34,9 +40,14 @@ class StepClock:
             for times in (self._ready, self._free):
                 if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
                     self._note(times, name)
+        if self._on:
+            self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
-        return Times(*({name: median(each) for name, each in times.items()} for times in (self._ready, self._free)))
+        ready, free, needed = (
+            {name: median(each) for name, each in times.items()} for times in (self._ready, self._free, self._needed)
+        )
+        return Times(ready, free, needed, median(self._ends))
 
     def _note(self, times: dict[str, list[float]], name: str) -> None:
         if self._on:

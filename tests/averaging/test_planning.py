@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hpctrain.averaging.planning import (
     Simulation,
     Times,
+    best_order,
     bucket_bytes,
     credit_window,
     front_first,
@@ -106,6 +107,36 @@ def test_late_layers_gather_under_backward_where_the_link_would_idle() -> None:
     slices, times = _slices([1000, 1000, 1000]), Times({"l0": 1.0, "l1": 0.5, "l2": 0.0}, {"l0": 1.1, "l1": 0.6, "l2": 0.1})
     order = Simulation(slices, times, LINK, 2, 4, 8, reductions_first).order()
     assert order == [(2, False), (2, True), (1, False), (1, True), (0, False), (0, True)]
+
+
+def test_gathers_run_into_gradients_where_that_exposes_less() -> None:
+    """Gradients of many small layers come one close after the other: their pauses hold no gather of the last, large one."""
+    slices = _slices([10] * 20 + [10**7])
+    ready = {f"l{k}": 1.0 - 0.04 * k for k in range(20)} | {"l20": 0.0}
+    needed = {f"l{k}": 0.01 * k for k in range(21)}
+    times = Times(ready, {name: at + 0.001 for name, at in ready.items()}, needed, end_seconds=1.0)
+    strict = Simulation(slices, times, LINK, 2, 4, 8, reductions_first)
+    assert strict.order().index((20, True)) > 38
+    order = best_order(slices, times, LINK, 2, 4, 8, reductions_first)
+    assert order.index((20, True)) < 5
+    loose = Simulation(slices, times, LINK, 2, 4, 8, reductions_first, overrun_seconds=1.0)
+    assert loose.order() == order
+    assert loose.stall_seconds() < strict.stall_seconds()
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12))
+def test_the_best_order_stalls_no_longer_than_the_strict_one(layers: list[tuple[int, float, float]]) -> None:
+    slices = _slices([size for size, _, _ in layers])
+    ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
+    needed = {f"l{k}": more for k, (_, _, more) in enumerate(layers)}
+    times = Times(ready, dict.fromkeys(ready, 2.0), needed, 2.0)
+    simulations = [Simulation(slices, times, LINK, 4, 4, 8, reductions_first, each) for each in (0.0, times.longest_gap())]
+    orders = [each.order() for each in simulations]
+    best = best_order(slices, times, LINK, 4, 4, 8, reductions_first)
+    assert sorted(best) == sorted(orders[0])
+    for each, order in zip(simulations, orders, strict=True):
+        if best == order:
+            assert each.stall_seconds() <= simulations[0].stall_seconds()
 
 
 def test_on_a_busy_link_front_layers_overtake() -> None:
