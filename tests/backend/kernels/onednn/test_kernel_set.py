@@ -17,6 +17,7 @@ from hpctrain.backend.kernels.base import Array, KernelSet, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, check
+from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.kernels.onednn.library import ENVIRONMENT_VARIABLE
 from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
@@ -26,6 +27,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
 from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.linear import Linear
@@ -177,17 +179,30 @@ def test_a_refused_execution_is_an_error(onednn: OnednnKernelSet) -> None:
         call()
 
 
+def wide() -> Layer:
+    """Convolutions with so many channels that they run as Winograd's."""
+    convolutions = {"conv1": Conv2d(3, 256, 3, 2), "conv2": Conv2d(256, 256, 3, padding=1)}
+    return Sequential({**convolutions, "pool": AdaptiveAveragePool(1), "flatten": Flatten()})
+
+
+def winograd_layers(program: Program) -> int:
+    plans = [step.operator._plan for step in program.steps if isinstance(step.operator, Conv2dOperator)]
+    return sum(plan.winograd is not None for plan in plans)
+
+
 _SCRIPT = """
 import hashlib, sys
 sys.path.insert(0, sys.argv[1])
-from test_kernel_set import Network, OnednnKernelSet, nets, step
-network = Network(nets.residual(synchronised=False), (33, 31, 3), OnednnKernelSet())
+from test_kernel_set import Network, OnednnKernelSet, nets, step, wide, winograd_layers
 digest = hashlib.sha256()
-for seed in range(3):
-    for array in step(network, 9, seed).values():
-        digest.update(array.tobytes())
-    for parameter in network.parameters.values():
-        parameter.data[...] -= 0.1 * parameter.grad
+for model, batch in ((nets.residual(synchronised=False), 9), (wide(), 2)):
+    network = Network(model, (33, 31, 3), OnednnKernelSet())
+    for seed in range(3):
+        for array in step(network, batch, seed).values():
+            digest.update(array.tobytes())
+        for parameter in network.parameters.values():
+            parameter.data[...] -= 0.1 * parameter.grad
+assert winograd_layers(network.program(2, training=True)) == 1
 print(digest.hexdigest())
 """
 
