@@ -1,7 +1,7 @@
 """Augmentation as pure functions of (seed, epoch, sample id): independent of how samples are grouped into batches.
 
 Each augmentation is a frozen description with its options as fields; it draws `draws` uniform numbers per sample and works on
-uint8 images. `Pipeline` runs a list of them and normalises last.
+uint8 images. `hpctrain.data.pipeline` runs a list of them and normalises last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hpctrain.backend import counter_random
+from hpctrain.data.region import Interval, Region, clip, hull, inside, is_empty, moved, whole
 from hpctrain.errors import ConfigError, ShapeError
 
 _RESIZE_TRIES = 10
@@ -46,6 +46,24 @@ class Augmentation(ABC):
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
 
+    @abstractmethod
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+        """What of an image of `size` (H, W) is needed for a region of its result.
+
+        Args:
+            u: (draws,), the sample's; None: whatever is drawn.
+        """
+
+    @abstractmethod
+    def apply_region(
+        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+    ) -> None:
+        """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
+
+        Args:
+            part: the region `source`, as `source` gives it, of an image of `size` (H, W). out: zeros.
+        """
+
 
 @dataclass(frozen=True)
 class PadCrop(Augmentation):
@@ -67,6 +85,21 @@ class PadCrop(Augmentation):
             rows, to_rows = _overlap(dy, height)
             columns, to_columns = _overlap(dx, width)
             target[to_rows, to_columns] = image[rows, columns]
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+        if u is not None:
+            return clip(moved(region, *self._shift(u)), *size)
+        (top, bottom), (left, right) = region
+        return clip(((top - self.padding, bottom + self.padding), (left - self.padding, right + self.padding)), *size)
+
+    def apply_region(
+        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+    ) -> None:
+        out[inside(source, moved(region, *self._shift(u)))] = part
+
+    def _shift(self, u: np.ndarray) -> tuple[int, int]:
+        dy, dx = ((u * (2 * self.padding + 1)).astype(np.int64) - self.padding).tolist()
+        return dy, dx
 
 
 @dataclass(frozen=True)
@@ -97,7 +130,33 @@ class RandomResizedCrop(Augmentation):
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         boxes = self.boxes(images.shape[1], images.shape[2], u)
         for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
-            _resize(image[top : top + height, left : left + width], target)
+            target[...] = _resized(image[top : top + height, left : left + width], self.size, self.size)
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+        if u is None:
+            return whole(*size)
+        if is_empty(region):
+            return region
+        top, left, height, width = self._box(size, u)
+        rows, columns = _filtered(region[0], height, self.size), _filtered(region[1], width, self.size)
+        return moved((rows, columns), top, left)
+
+    def apply_region(
+        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+    ) -> None:
+        """Pillow resizes rows, then columns; so do we, with zeros for what the region does not depend on."""
+        top, left, height, width = self._box(size, u)
+        rows, columns = inside(source, ((top, 0), (left, 0)))
+        (above, below), across = region[0], slice(*region[1])
+        wide = np.zeros((part.shape[0], width, part.shape[2]), np.uint8)
+        wide[:, columns] = part
+        high = np.zeros((height, out.shape[1], part.shape[2]), np.uint8)
+        high[rows] = _resized(wide, part.shape[0], self.size)[:, across]
+        out[...] = _resized(high, self.size, out.shape[1])[above:below]
+
+    def _box(self, size: tuple[int, int], u: np.ndarray) -> tuple[int, int, int, int]:
+        top, left, height, width = self.boxes(*size, u[None])[0].tolist()
+        return top, left, height, width
 
     def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
         """Windows (N, 4) int64: top, left, height, width, inside (height, width)."""
@@ -142,6 +201,14 @@ class CenterCrop(Augmentation):
         top, left = (images.shape[1] - self.size) // 2, (images.shape[2] - self.size) // 2
         out[...] = images[:, top : top + self.size, left : left + self.size]
 
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+        return moved(region, (size[0] - self.size) // 2, (size[1] - self.size) // 2)
+
+    def apply_region(
+        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+    ) -> None:
+        out[...] = part
+
 
 @dataclass(frozen=True)
 class Flip(Augmentation):
@@ -159,6 +226,18 @@ class Flip(Augmentation):
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
             target[...] = image[:, ::-1] if flipped else image
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+        rows, (left, right) = region
+        flipped = rows, (size[1] - right, size[1] - left)
+        if u is None:
+            return hull([region, flipped])
+        return flipped if u[0] < self.probability else region
+
+    def apply_region(
+        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+    ) -> None:
+        out[...] = part[:, ::-1] if u[0] < self.probability else part
 
 
 AUGMENTATIONS: Mapping[str, type[Augmentation]] = {kind.name: kind for kind in (PadCrop, RandomResizedCrop, CenterCrop, Flip)}
@@ -184,72 +263,6 @@ def check(name: str, options: Mapping[str, Any]) -> Augmentation:
     return kind(**{option: _typed(name, option, str(fields[option].type), value) for option, value in options.items()})
 
 
-class Pipeline:
-    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`.
-
-    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for the largest batch seen,
-    so one thread at a time may call it.
-
-    Args:
-        specs: (name, options) pairs, checked by `check`.
-        mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
-        dtype: "float32" or "float64" of the result.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[tuple[str, Mapping[str, Any]]],
-        seed: int,
-        mean: np.ndarray,
-        std: np.ndarray,
-        dtype: str = "float32",
-    ) -> None:
-        self.augmentations = tuple(check(name, options) for name, options in specs)
-        self.seed = seed
-        self.dtype = np.dtype(dtype)
-        # A constant channel has std 0 and would turn into NaN.
-        spread = np.where(np.asarray(std) > 0, std, 1.0)
-        self._scale = 1 / (255 * spread)
-        self._shift = -np.asarray(mean) / spread
-        self._scratch: dict[int, np.ndarray] = {}
-
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        """(H, W, C) of the result for images of (h, w, c).
-
-        Raises:
-            ShapeError: too small for a crop, or with channels for which there is no mean.
-        """
-        if c != len(self._scale):
-            raise ShapeError(f"The images have {c} channels, but mean and std have {len(self._scale)}; they must agree.")
-        for augmentation in self.augmentations:
-            h, w, c = augmentation.output_shape(h, w, c)
-        return h, w, c
-
-    def __call__(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> np.ndarray:
-        """Augment and normalise images (N, H, W, C) uint8 of samples (N,) int64 into `out` (N, *output_shape) of `dtype`."""
-        for position, augmentation in enumerate(self.augmentations):
-            stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name)
-            u = counter_random.uniform(stream, sample_ids, range(augmentation.draws))
-            result = self._buffer(position, len(images), augmentation.output_shape(*images.shape[1:]))
-            augmentation.apply(images, u, result)
-            images = result
-        return self._normalise(images, out)
-
-    def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
-        # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
-        n, h, w, c = images.shape
-        rows = out.reshape(n, h, w * c)
-        np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
-        np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
-        return out
-
-    def _buffer(self, position: int, count: int, shape: tuple[int, int, int]) -> np.ndarray:
-        buffer = self._scratch.get(position)
-        if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
-            buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
-        return buffer[:count]
-
-
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
     """Source and target slices of a window moved by `shift` over an image of `size` (empty where they do not meet)."""
     length = max(0, size - abs(shift))
@@ -257,15 +270,23 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
     return slice(source, source + length), slice(target, target + length)
 
 
-def _resize(image: np.ndarray, target: np.ndarray) -> None:
-    """Bilinear resize of (h, w, C) uint8 into `target` (H, W, C)."""
-    size = target.shape[1], target.shape[0]
+def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear resize of (h, w, C) uint8 to (height, width, C)."""
     if image.shape[2] == 3:
-        target[...] = Image.fromarray(np.ascontiguousarray(image)).resize(size, Image.Resampling.BILINEAR)
-        return
+        return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BILINEAR))
+    target = np.empty((height, width, image.shape[2]), np.uint8)
     for channel in range(image.shape[2]):
         plane = Image.fromarray(np.ascontiguousarray(image[..., channel]))
-        target[..., channel] = plane.resize(size, Image.Resampling.BILINEAR)
+        target[..., channel] = np.asarray(plane.resize((width, height), Image.Resampling.BILINEAR))
+    return target
+
+
+def _filtered(interval: Interval, size: int, resized: int) -> Interval:
+    """Elements that the triangle filter may reach for `interval` of `resized` ones made of `size`; at most some too many."""
+    scale = size / resized
+    reach = max(scale, 1.0) + 1.5
+    start, stop = (interval[0] + 0.5) * scale - reach, (interval[1] - 0.5) * scale + reach
+    return max(0, math.floor(start)), min(size, math.ceil(stop))
 
 
 def _require(legal: bool, name: str, option: str, value: object, rule: str) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from hpctrain.data.augment import Pipeline
 from hpctrain.data.format import ImageFile
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.region import Box, Region, clip, hull, inside, is_empty, shape_of, whole
 from hpctrain.data.sampler import Sampler, counts, part_of
+
+#: what each rank of a column reads of the column's images (N, H, W, C), for the samples of each
+Boxes = Callable[[tuple[int, ...]], Sequence[Box]]
 
 CACHE_LIMIT_BYTES = 1 << 30
 
@@ -62,22 +67,25 @@ def cut(images: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Memory of one batch of the largest size."""
+    """Memory of one batch of the largest size, flat."""
 
     x: np.ndarray
     y: np.ndarray
 
 
 class Loader:
-    """Batches of part `part` of `parts` (the ranks of a grid column share one part).
+    """Batches of part `part` of `parts`: its own samples, or what it reads of those of its column.
 
     A sampler without shuffling and a pipeline without augmentations make it an evaluation loader: every sample once, in order.
+    Where a part reads regions of images, no other pixels are read from the file than these may be made of.
 
     Args:
         file: the images; the loader keeps a reference to its map.
+        rows: so many neighbouring parts, a column, exchange activations. boxes: what each of them reads of the column's images,
+            as they come out of the pipeline; zeros beyond them. None: each its own samples.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
-        cache: keep the uint8 images in memory, where they fit into `cache_limit_bytes`; read at the first batch. Otherwise
-            the page cache of the memory map serves them.
+        cache: keep the uint8 images, or the regions of them that this part may need, in memory, where they fit into
+            `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
     """
 
     def __init__(
@@ -88,29 +96,37 @@ class Loader:
         *,
         part: int = 0,
         parts: int = 1,
+        rows: int = 1,
+        boxes: Boxes | None = None,
         prefetch: int = 2,
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,
     ) -> None:
         assert 0 <= part < parts, f"part {part} of {parts}"
+        assert parts % rows == 0, f"{parts} parts in columns of {rows}"
         assert sampler.samples <= len(file), f"{sampler.samples} samples of {len(file)}"
         self.file = file
         self.sampler = sampler
         self.part = part
         self.parts = parts
+        self.rows = rows
         self.image_shape = pipeline.output_shape(*file.shape)
         self._pipeline = pipeline
         self._prefetch = prefetch
+        self._boxes = boxes
+        self._box_of: dict[tuple[int, ...], Box] = {}
         self._images = file.images
-        self._to_read = cache and file.images.nbytes <= cache_limit_bytes
+        self._cached: Region = whole(*file.shape[:2])
+        self._to_read = cache
+        self._cache_limit_bytes = cache_limit_bytes
         self._ring: list[_Slot] = []
         self._raw = np.empty((0, *file.shape), np.uint8)
         self._in_use = False
 
     @property
     def max_count(self) -> int:
-        """Samples of the largest batch of this part."""
-        return counts(min(self.sampler.batch, self.sampler.samples), self.parts)[self.part]
+        """Own samples of the largest batch of this part."""
+        return counts(min(self.sampler.batch, self.sampler.samples), self.parts, self.rows)[self.part]
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -136,24 +152,87 @@ class Loader:
     def _allocate(self) -> None:
         if self._ring:
             return
-        count = self.max_count
-        self._raw = np.empty((count, *self.file.shape), np.uint8)
+        self._box_of = {share.counts: self._box(share) for share in (self._share(0), self._share(len(self) - 1))}
+        boxes = self._box_of.values()
+        samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
+        self._raw = np.empty((samples, *self.file.shape), np.uint8)
+        size = max(int(np.prod(_shape(box))) for box in boxes)
         self._ring = [
-            _Slot(np.empty((count, *self.image_shape), self._pipeline.dtype), np.empty(count, np.int64))
-            for _ in range(self._prefetch + 1)
+            _Slot(np.empty(size, self._pipeline.dtype), np.empty(self.max_count, np.int64)) for _ in range(self._prefetch + 1)
         ]
+
+    def _share(self, step: int) -> Share:
+        first = self.part - self.part % self.rows
+        every = counts(self.sampler.global_count(step), self.parts, self.rows)
+        return Share(every[first : first + self.rows], self.part - first)
+
+    def _box(self, share: Share) -> Box:
+        if self._boxes is not None:
+            return self._boxes(share.counts)[share.row]
+        start = sum(share.counts[: share.row])
+        return (start, start + share.counts[share.row]), *((0, size) for size in self.image_shape)
+
+    def _is_whole(self, box: Box) -> bool:
+        return box[1:] == tuple((0, size) for size in self.image_shape)
 
     def _make(self, slot: _Slot, epoch: int, step: int) -> Batch:
         if self._to_read:
-            self._images, self._to_read = np.array(self.file.images), False
-        ids = part_of(self.sampler.ids(epoch, step), self.part, self.parts)
-        n = len(ids)
+            self._fill_cache()
+        total, share = self.sampler.global_count(step), self._share(step)
+        every = self.sampler.ids(epoch, step)
+        own = part_of(every, self.part, self.parts, self.rows)
+        all_counts = counts(total, self.parts, self.rows)
+        first = sum(all_counts[: self.part - share.row])
+        column = every[first : first + sum(share.counts)]
         # "clip" because "raise" makes NumPy gather into a copy first; the sampler's ids are in range.
-        raw = np.take(self._images, ids, axis=0, out=self._raw[:n], mode="clip")
-        np.take(self.file.labels, ids, out=slot.y[:n], mode="clip")
-        x = self._pipeline(raw, ids, epoch, slot.x[:n])
-        total = self.sampler.global_count(step)
-        return Batch(x, slot.y[:n], ids, counts(total, self.parts), total, epoch, step, Share((n,)))
+        np.take(self.file.labels, own, out=slot.y[: len(own)], mode="clip")
+        box = self._box_of[share.counts]
+        x = slot.x[: int(np.prod(_shape(box)))].reshape(_shape(box))
+        ids = column[slice(*box[0])]
+        if self._is_whole(box):
+            raw = np.take(self._images, ids, axis=0, out=self._raw[: len(ids)], mode="clip")
+            self._pipeline(raw, ids, epoch, x)
+        else:
+            self._make_region(ids, epoch, box, x)
+        return Batch(x, slot.y[: len(own)], column, all_counts, total, epoch, step, share)
+
+    def _make_region(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
+        """What `box` holds of images, in x; zeros where it reaches beyond them."""
+        height, width, channels = self.image_shape
+        wanted = (box[1], box[2])
+        found = clip(wanted, height, width)
+        if found != wanted:
+            x[...] = 0
+        if is_empty(found):
+            return
+        rows, columns = inside(found, wanted)
+        if box[3] == (0, channels):
+            self._pipeline.part(self._read, self.file.shape, ids, epoch, found, x[:, rows, columns])
+            return
+        every = np.empty((len(ids), *shape_of(found), channels), x.dtype)
+        self._pipeline.part(self._read, self.file.shape, ids, epoch, found, every)
+        x[:, rows, columns] = every[..., slice(*box[3])]
+
+    def _read(self, sample: int, region: Region) -> np.ndarray:
+        part: np.ndarray = self._images[(sample, *inside(region, self._cached))]
+        return part
+
+    def _fill_cache(self) -> None:
+        """Read what this part may ever need, once."""
+        self._to_read = False
+        height, width, _ = self.image_shape
+        source = partial(self._pipeline.source, self.file.shape)
+        region = hull([source(clip((box[1], box[2]), height, width)) for box in self._box_of.values() if np.prod(_shape(box))])
+        if any(map(self._is_whole, self._box_of.values())):
+            region = whole(*self.file.shape[:2])
+        size_bytes = len(self.file) * int(np.prod(shape_of(region))) * self.file.shape[2]
+        if size_bytes <= self._cache_limit_bytes:
+            images: np.ndarray = self.file.images[(slice(None), *(slice(*interval) for interval in region))]
+            self._images, self._cached = np.array(images), region
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(max(0, stop - start) for start, stop in box)
 
 
 class _Failure:

@@ -9,17 +9,22 @@ from hpctrain.backend import counter_random
 from hpctrain.errors import ConfigError, DataError
 
 
-def counts(samples: int, parts: int) -> tuple[int, ...]:
-    """`samples` over `parts` as evenly as possible, larger parts first; zeros where there are fewer samples than parts."""
+def counts(samples: int, parts: int, rows: int = 1) -> tuple[int, ...]:
+    """`samples` over `parts` as evenly as possible, larger parts first; zeros where there are fewer samples than parts.
+
+    rows: so many neighbouring parts work on each other's samples: these groups get even shares, and then each part of a group.
+    """
+    if rows > 1:
+        return tuple(count for share in counts(samples, parts // rows) for count in counts(share, rows))
     share, rest = divmod(samples, parts)
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def part_of(ids: NDArray[np.int64], part: int, parts: int) -> NDArray[np.int64]:
+def part_of(ids: NDArray[np.int64], part: int, parts: int, rows: int = 1) -> NDArray[np.int64]:
     """The contiguous share of one part, as long as `counts` says; a view."""
-    share, rest = divmod(len(ids), parts)
-    start = part * share + min(part, rest)
-    return ids[start : start + share + (part < rest)]
+    every = counts(len(ids), parts, rows)
+    start = sum(every[:part])
+    return ids[start : start + every[part]]
 
 
 class Sampler:

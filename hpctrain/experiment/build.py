@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -14,12 +13,13 @@ from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import AugmentConfig, Config
-from hpctrain.data.augment import Pipeline
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DataError, ShapeError
 from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
@@ -99,8 +99,7 @@ def build_network(
         DataError: the model has another number of classes than the data. ShapeError: images that do not fit the model.
     """
     synchronised = config.batch_norm.statistics == "synchronised"
-    options = _model_options(config, file, image_shape)
-    model: Layer = catalogue.build(config.model.name, options)
+    model: Layer = catalogue.build(config.model.name, model_options(config, len(file.class_names), image_shape))
     network = Network(
         model,
         image_shape,
@@ -112,20 +111,6 @@ def build_network(
     )
     _check_classes(config.data.train, file, network.classes, f"the model {config.model.name}")
     return network
-
-
-def _model_options(config: Config, file: ImageFile, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """The configured options, with what the data and the batch_norm section say where they are silent."""
-    found = {
-        "classes": len(file.class_names),
-        "channels_in": image_shape[2],
-        "seed": config.seed,
-        "momentum": config.batch_norm.momentum,
-        "epsilon": config.batch_norm.epsilon,
-        "synchronised": config.batch_norm.statistics == "synchronised",
-    }
-    accepted = catalogue.options(config.model.name)
-    return {name: value for name, value in found.items() if name in accepted} | config.model.options
 
 
 def build_averagers(session: Session, network: Network) -> dict[str, GradientAverager]:

@@ -74,10 +74,10 @@ def batches(task: Task, position: int, positions: int, boxes: Boxes | None = Non
         epoch, inside = divmod(step, sampler.steps_per_epoch)
         total = sampler.global_count(inside)
         ids = sampler.ids(epoch, inside)
-        every = counts(total, positions)
+        every = counts(total, positions, rows)
         share = Share(tuple(every[position - position % rows :][:rows]), position % rows)
-        own = part_of(ids, position, positions)
-        column = np.concatenate([part_of(ids, position - position % rows + row, positions) for row in range(rows)])
+        own = part_of(ids, position, positions, rows)
+        column = np.concatenate([part_of(ids, position - position % rows + row, positions, rows) for row in range(rows)])
         x = images[own] if boxes is None else cut(images[column], boxes(share.counts)[share.row])
         yield Batch(x, labels[own], column, every, total, epoch, inside, share)
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from hpctrain.data import augment
-from hpctrain.data.augment import Pipeline, check
+from hpctrain.backend import counter_random
+from hpctrain.data.augment import check
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.errors import ConfigError, ShapeError
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
@@ -160,8 +161,8 @@ def test_resized_crop_is_the_bilinear_resize_of_its_window(channels):
     images = images_of(6, (20, 30, channels))
     out = pixels([("random_resized_crop", {"size": 9})], images, range(6))
     crop = check("random_resized_crop", {"size": 9})
-    u = augment.counter_random.uniform(
-        augment.counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws)
+    u = counter_random.uniform(
+        counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws)
     )
     for image, result, (top, left, h, w) in zip(images, out, crop.boxes(20, 30, u), strict=True):
         for channel in range(channels):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.augment import Pipeline
-from hpctrain.data.loader import Loader
+from hpctrain.data.loader import Loader, Share, cut
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts
 from hpctrain.errors import ShapeError
 
@@ -191,3 +191,120 @@ def test_a_crop_that_does_not_fit_is_refused_when_the_loader_is_made(make_file):
     file, _, _ = make_file()
     with pytest.raises(ShapeError, match="at most 7 fits"):
         make_loader(file, 2, specs=[("center_crop", {"size": 8})])
+
+
+class Recorder:
+    """Images that note which of their pixels were read; only slices are asked of them."""
+
+    def __init__(self, images):
+        self._images = images
+        self.read = np.zeros(images.shape[:3], bool)
+
+    @property
+    def shape(self):
+        return self._images.shape
+
+    def __getitem__(self, index):
+        self.read[index] = True
+        return self._images[index]
+
+
+
+def tiles(image_shape, vertical, horizontal, reach):
+    """Boxes of a column whose ranks hold tiles of all its samples, and `reach` pixels around them, even beyond the image."""
+    height, width, channels = image_shape
+
+    def boxes(column):
+        n = sum(column)
+        cut = [[size * part // parts for part in range(parts + 1)] for size, parts in ((height, vertical), (width, horizontal))]
+        return [
+            ((0, n), (cut[0][i] - reach, cut[0][i + 1] + reach), (cut[1][j] - reach, cut[1][j + 1] + reach), (0, channels))
+            for i in range(vertical)
+            for j in range(horizontal)
+        ]
+
+    return boxes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (9, 1), (1, 5)]),
+    st.integers(0, 2),
+    st.sampled_from([[], SPECS, [("random_resized_crop", {"size": 6})], [("center_crop", {"size": 5}), *SPECS]]),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_regions_are_cut_from_the_column_s_images(make_file, batch, columns, split, reach, specs, cache, prefetch):
+    file, _, _ = make_file()
+    rows, parts = split[0] * split[1], split[0] * split[1] * columns
+    whole = read(make_loader(file, batch, specs=specs, prefetch=0), epoch=1)
+    for part in range(parts):
+        boxes = tiles(make_loader(file, batch, specs=specs).image_shape, *split, reach)
+        options = {"part": part, "parts": parts, "rows": rows, "boxes": boxes, "cache": cache, "prefetch": prefetch}
+        loader = make_loader(file, batch, specs=specs, **options)
+        for (_, x, y, ids, _, total), mine in zip(whole, loader.epoch(1), strict=True):
+            every = counts(total, parts, rows)
+            first = part - part % rows
+            start, stop = sum(every[:first]), sum(every[: first + rows])
+            assert mine.share == Share(every[first : first + rows], part % rows)
+            assert np.array_equal(mine.sample_ids, ids[start:stop])
+            own = slice(sum(every[:part]), sum(every[: part + 1]))
+            assert np.array_equal(mine.y, y[own])
+            assert mine.counts == every
+            assert np.array_equal(mine.x, cut(x[start:stop], boxes(every[first : first + rows])[part % rows]))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(("specs", "shift"), [([], 0), (SPECS, 2), ([("flip", {})], 0)])
+def test_only_the_rows_of_its_region_are_read(make_file, specs, shift, cache):
+    file, _, _ = make_file(count=40, shape=(24, 10, 3))
+    for row in range(3):
+        file.images, kept = Recorder(file.images), file.images
+        boxes = tiles((24, 10, 3), 3, 1, 1)
+        loader = make_loader(file, 7, specs=specs, part=row, parts=3, rows=3, boxes=boxes, cache=cache)
+        for epoch in range(8):
+            read(loader, epoch)
+        seen = file.images.read
+        file.images = kept
+        rows = np.flatnonzero(seen.any(axis=(0, 2)))
+        first, last = max(0, 8 * row - 1 - shift), min(24, 8 * row + 9 + shift)
+        assert (rows[0], rows[-1] + 1) == (first, last)
+        assert seen[:, first:last].mean() == 1.0 if cache else seen[:, first:last].mean() > 0.9
+
+
+def test_a_region_is_cached_where_the_whole_file_would_not_fit(make_file):
+    file, images, _ = make_file(count=20, shape=(24, 10, 3))
+    file.images, kept = Recorder(file.images), file.images
+    loader = make_loader(
+        file,
+        20,
+        specs=[],
+        part=1,
+        parts=3,
+        rows=3,
+        boxes=tiles((24, 10, 3), 3, 1, 0),
+        cache=True,
+        cache_limit_bytes=images.nbytes // 3,
+    )
+    read(loader)
+    file.images.read[...] = False
+    read(loader, 1)
+    assert not file.images.read.any()
+    file.images = kept
+
+
+def test_a_box_of_channels_and_an_empty_box(make_file):
+    file, _, _ = make_file()
+    whole = read(make_loader(file, 5, prefetch=0))
+
+    def boxes(column):
+        n = sum(column)
+        return [((0, n), (0, 7), (0, 9), (1, 3)), ((0, n), (0, 0), (0, 9), (0, 3)), ((0, n), (9, 10), (0, 9), (0, 3))]
+
+    for row in range(3):
+        loader = make_loader(file, 5, part=row, parts=3, rows=3, boxes=boxes)
+        for step, mine in zip(whole, loader.epoch(0), strict=True):
+            expected = [step[1][..., 1:3], step[1][:, :0], np.zeros_like(step[1][:, :1])][row]
+            assert np.array_equal(mine.x, expected)

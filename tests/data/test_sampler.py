@@ -23,12 +23,20 @@ def test_counts_are_even_and_larger_first(samples, parts):
     assert sorted(shares, reverse=True) == list(shares)
 
 
-@given(st.integers(0, 300), st.integers(1, 40))
-def test_parts_make_up_the_whole_in_order(samples, parts):
+@given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
+def test_parts_make_up_the_whole_in_order(samples, columns, rows):
     ids = np.arange(samples) * 3
-    shares = [part_of(ids, part, parts) for part in range(parts)]
+    shares = [part_of(ids, part, columns * rows, rows) for part in range(columns * rows)]
     assert np.array_equal(np.concatenate(shares), ids)
-    assert tuple(len(share) for share in shares) == counts(samples, parts)
+    assert tuple(len(share) for share in shares) == counts(samples, columns * rows, rows)
+
+
+@given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
+def test_parts_that_share_work_are_even_and_so_are_their_groups(samples, columns, rows):
+    shares = counts(samples, columns * rows, rows)
+    groups = [shares[first : first + rows] for first in range(0, len(shares), rows)]
+    assert tuple(sum(group) for group in groups) == counts(samples, columns)
+    assert all(group == counts(sum(group), rows) for group in groups)
 
 
 @given(sizes, sizes, st.booleans(), st.integers(0, 2**63), st.integers(0, 5))

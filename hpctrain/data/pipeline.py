@@ -1,0 +1,126 @@
+"""From stored pixels to what a network reads: augmentations, then normalisation, of whole images or of a region of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpctrain.backend import counter_random
+from hpctrain.data.augment import check
+from hpctrain.data.region import Region, is_empty, shape_of
+from hpctrain.errors import ShapeError
+
+Read = Callable[[int, Region], np.ndarray]
+
+
+class Pipeline:
+    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`.
+
+    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for the largest batch seen,
+    so one thread at a time may call it.
+
+    Args:
+        specs: (name, options) pairs, checked by `check`.
+        mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
+        dtype: "float32" or "float64" of the result.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[tuple[str, Mapping[str, Any]]],
+        seed: int,
+        mean: np.ndarray,
+        std: np.ndarray,
+        dtype: str = "float32",
+    ) -> None:
+        self.augmentations = tuple(check(name, options) for name, options in specs)
+        self.seed = seed
+        self.dtype = np.dtype(dtype)
+        # A constant channel has std 0 and would turn into NaN.
+        spread = np.where(np.asarray(std) > 0, std, 1.0)
+        self._scale = 1 / (255 * spread)
+        self._shift = -np.asarray(mean) / spread
+        self._scratch: dict[int, np.ndarray] = {}
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        """(H, W, C) of the result for images of (h, w, c).
+
+        Raises:
+            ShapeError: too small for a crop, or with channels for which there is no mean.
+        """
+        if c != len(self._scale):
+            raise ShapeError(f"The images have {c} channels, but mean and std have {len(self._scale)}; they must agree.")
+        for augmentation in self.augmentations:
+            h, w, c = augmentation.output_shape(h, w, c)
+        return h, w, c
+
+    def source(self, shape: tuple[int, int, int], region: Region) -> Region:
+        """What of images of `shape` (H, W, C) a region of their results may need, whatever is drawn."""
+        for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
+            region = augmentation.source(size, None, region)
+        return region
+
+    def part(
+        self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Region, out: np.ndarray
+    ) -> np.ndarray:
+        """A region of what a call makes of images of `shape` (H, W, C), into `out` (N, h, w, C); reads what it needs of each.
+
+        Args:
+            read: gives a region of a sample's image. region: inside the resulting images.
+        """
+        sizes = self._sizes(shape)
+        draws = [self._draws(position, sample_ids, epoch) for position in range(len(self.augmentations))]
+
+        def made(count: int, number: int, wanted: Region) -> np.ndarray:
+            """A region of one image after `count` augmentations."""
+            if count == 0:
+                return read(int(sample_ids[number]), wanted)
+            augmentation, size, u = self.augmentations[count - 1], sizes[count - 1], draws[count - 1][number]
+            result = np.zeros((*shape_of(wanted), shape[2]), np.uint8)
+            if not is_empty(wanted):
+                source = augmentation.source(size, u, wanted)
+                augmentation.apply_region(made(count - 1, number, source), source, size, u, wanted, result)
+            return result
+
+        images = self._buffer(-1, len(sample_ids), (*shape_of(region), shape[2]))
+        for number in range(len(sample_ids)):
+            images[number] = made(len(self.augmentations), number, region)
+        return self._normalise(images, out)
+
+    def _sizes(self, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
+        """(H, W) before each augmentation, and after the last one."""
+        sizes = [shape[:2]]
+        for augmentation in self.augmentations:
+            shape = augmentation.output_shape(*shape)
+            sizes.append(shape[:2])
+        return sizes
+
+    def _draws(self, position: int, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
+        augmentation = self.augmentations[position]
+        stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name)
+        return counter_random.uniform(stream, sample_ids, range(augmentation.draws))
+
+    def __call__(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> np.ndarray:
+        """Augment and normalise images (N, H, W, C) uint8 of samples (N,) int64 into `out` (N, *output_shape) of `dtype`."""
+        for position, augmentation in enumerate(self.augmentations):
+            u = self._draws(position, sample_ids, epoch)
+            result = self._buffer(position, len(images), augmentation.output_shape(*images.shape[1:]))
+            augmentation.apply(images, u, result)
+            images = result
+        return self._normalise(images, out)
+
+    def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
+        # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
+        n, h, w, c = images.shape
+        rows = out.reshape(n, h, w * c)
+        np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
+        np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
+        return out
+
+    def _buffer(self, position: int, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+        buffer = self._scratch.get(position)
+        if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
+            buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
+        return buffer[:count]

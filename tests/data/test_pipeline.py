@@ -1,0 +1,105 @@
+"""Regions: the pixels of whole images, made of no more than a region of what is stored."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.region import clip, hull, inside, is_empty, moved, shape_of
+
+MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
+COUNT = 4
+
+
+@st.composite
+def intervals(draw, size):
+    start = draw(st.integers(0, size))
+    return start, draw(st.integers(start, size))
+
+
+@st.composite
+def augmentations(draw, shape):
+    """A list of steps that images of `shape` are large enough for."""
+    height, width = shape
+    specs = []
+    for name in draw(st.lists(st.sampled_from(["pad_crop", "random_resized_crop", "center_crop", "flip"]), max_size=4)):
+        options = {}
+        if name == "pad_crop":
+            options = {"padding": draw(st.integers(0, 15))}
+        elif name == "random_resized_crop":
+            options = {"size": draw(st.integers(1, 30)), "scale": draw(st.sampled_from([(0.08, 1.0), (1.0, 1.0), (0.01, 0.1)]))}
+            height = width = options["size"]
+        elif name == "center_crop":
+            options = {"size": draw(st.integers(1, min(height, width)))}
+            height = width = options["size"]
+        specs.append((name, options))
+    return specs
+
+
+@given(st.data(), st.integers(1, 25), st.integers(1, 25), st.sampled_from([1, 3, 4]), st.integers(0, 2**62), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, seed, epoch):
+    images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, channels), np.uint8)
+    specs = data.draw(augmentations((height, width)))
+    pipeline = Pipeline(specs, seed, MEAN[:channels], STD[:channels], "float32")
+    shape = images.shape[1:]
+    expected = np.empty((COUNT, *pipeline.output_shape(*shape)), np.float32)
+    pipeline(images, np.arange(COUNT), epoch, expected)
+    region = data.draw(intervals(expected.shape[1])), data.draw(intervals(expected.shape[2]))
+    if is_empty(region):
+        return
+    most = pipeline.source(shape, region)
+    assert clip(most, height, width) == most
+
+    def read(sample, wanted):
+        assert is_empty(wanted) or hull([wanted, most]) == most, "more than it says that it may need"
+        return images[(sample, *inside(wanted, ((0, 0), (0, 0))))]
+
+    out = np.full((COUNT, *shape_of(region), channels), np.nan, np.float32)
+    pipeline.part(read, shape, np.arange(COUNT), epoch, region, out)
+    assert np.array_equal(out, expected[(slice(None), *inside(region, ((0, 0), (0, 0))))])
+
+
+def test_what_augmentations_reach_beyond_a_region():
+    shape = (40, 30, 3)
+
+    def source(region, *specs):
+        return Pipeline(specs, 0, MEAN[:3], STD[:3]).source(shape, region)
+
+    rows = (10, 20), (0, 30)
+    assert source(rows) == rows
+    assert source(rows, ("flip", {})) == rows
+    assert source(rows, ("pad_crop", {"padding": 4}), ("flip", {})) == ((6, 24), (0, 30))
+    assert source(((0, 9), (0, 10)), ("pad_crop", {"padding": 4})) == ((0, 13), (0, 14))
+    assert source(((0, 9), (0, 10)), ("flip", {})) == ((0, 9), (0, 30))
+    assert source(((0, 9), (0, 20)), ("center_crop", {"size": 20})) == ((10, 19), (5, 25))
+    assert source(((0, 9), (0, 20)), ("random_resized_crop", {"size": 20})) == ((0, 40), (0, 30))
+
+
+def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
+    images = np.random.default_rng(0).integers(0, 256, (COUNT, 200, 200, 3), np.uint8)
+    pipeline = Pipeline([("random_resized_crop", {"size": 40, "scale": [1, 1], "ratio": [1, 1]})], 0, MEAN[:3], STD[:3])
+    read = []
+
+    def reader(sample, wanted):
+        read.append(wanted)
+        return images[(sample, *inside(wanted, ((0, 0), (0, 0))))]
+
+    out = np.empty((COUNT, 10, 40, 3), np.float32)
+    pipeline.part(reader, (200, 200, 3), np.arange(COUNT), 0, ((20, 30), (0, 40)), out)
+    for (top, bottom), columns in read:  # 5 rows make one, and the filter is twice as wide
+        assert 88 <= top <= 98
+        assert 152 <= bottom <= 162
+        assert columns == (0, 200)
+
+
+@given(st.tuples(intervals(9), intervals(9)), st.integers(-12, 12), st.integers(-12, 12))
+def test_moved_and_clipped_regions(region, down, right):
+    there = moved(region, down, right)
+    assert shape_of(there) == shape_of(region)
+    assert moved(there, -down, -right) == region
+    marks = np.zeros((9, 9), bool)
+    marks[inside(clip(there, 9, 9), ((0, 0), (0, 0)))] = True
+    rows, columns = np.indices((9, 9))
+    (top, bottom), (left, end) = there
+    assert np.array_equal(marks, (rows >= top) & (rows < bottom) & (columns >= left) & (columns < end))
