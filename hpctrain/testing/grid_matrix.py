@@ -38,25 +38,31 @@ PLANS = ("batch", "domain", "tiles", "model", "mixed")
 
 @dataclass(frozen=True)
 class Net:
-    """A network of the matrix: its catalogue name and options, the image's height and width, and a plan of all three uses."""
+    """A network of the matrix: its catalogue name and options, the image's height, and a plan of all three uses (DOMAIN elsewhere).
+
+    batch, samples, lr: such that one rank's own result does not depend on its rounding by more than the tolerance, and uneven.
+    """
 
     name: str
     options: Mapping[str, object]
     pixels: int
     mixed: Mapping[str, RowUse]
+    batch: int = 7
+    samples: int = 19
+    lr: float = 0.02
 
     def task(self, plan: GridPlan | None = None, kernels: KernelSet | None = None, dtype: str = "float64") -> Task:
-        """Seven samples a step, five in the third: uneven shares, and none for the last of eight ranks."""
+        """Five steps; seven samples a step and five in the third leave some of eight ranks without any."""
         return Task(
             model=partial(catalogue.build, self.name, {"classes": 5, **self.options}),
             kernels=kernels or NumpyKernelSet(),
             optimizer=partial(Sgd, momentum=0.9, weight_decay=1e-3),
             image_shape=(self.pixels, self.pixels - 1, 3),
             classes=5,
-            samples=19,
-            batch=7,
+            samples=self.samples,
+            batch=self.batch,
             steps=STEPS,
-            lr=0.02,
+            lr=self.lr,
             dtype=dtype,
             plan=plan or GridPlan(),
         )
@@ -70,7 +76,7 @@ NETS = {
     "vgg16": Net("vgg16", {"width": 0.125}, 37, _VGG),
     "vgg16_bn": Net("vgg16_bn", _NARROW, 64, _VGG | {"features.3*": RowUse.MODEL}),
     "resnet18": Net("resnet18", _NARROW, 65, _RESNET),
-    "resnet50": Net("resnet50", _NARROW, 49, _RESNET),
+    "resnet50": Net("resnet50", _NARROW, 49, _RESNET, batch=13, samples=37, lr=1e-3),
     "resnet20": Net("resnet20", {"synchronised": True}, 33, {"layer2.*": RowUse.MODEL, "layer3.*": RowUse.BATCH}),
 }
 
