@@ -37,7 +37,7 @@ class Double(Layer):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model on images (sum(counts), *image_shape), and the plan and samples of each rank of one column. Random data from `seed`."""
+    """A model on images (sum(counts), *image_shape), its plan, and the samples of each rank of the column. Random data by `seed`."""
 
     model: Layer
     image_shape: tuple[int, int, int]

@@ -38,7 +38,7 @@ PLANS = ("batch", "domain", "tiles", "model", "mixed")
 
 @dataclass(frozen=True)
 class Net:
-    """A network of the matrix: its catalogue name and options, the image's height, and a plan of all three uses (DOMAIN elsewhere).
+    """A network of the matrix: its catalogue name and options, the image's height, a plan of all three uses (or DOMAIN).
 
     batch, samples, lr: such that one rank's own result does not depend on its rounding by more than the tolerance, and uneven.
     """

@@ -1,0 +1,26 @@
+"""Plans: which use a layer has, and what is refused."""
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.parallel.plan import GridPlan, RowUse
+
+
+def test_the_last_matching_pattern_decides() -> None:
+    plan = GridPlan(2, 3, RowUse.BATCH, {"features.*": RowUse.DOMAIN, "features.2*": RowUse.MODEL, "*.fc": RowUse.MODEL})
+    uses = {name: plan.use_of(name).value for name in ("features.0", "features.28", "classifier.0", "head.deep.fc")}
+    assert uses == {"features.0": "domain", "features.28": "model", "classifier.0": "batch", "head.deep.fc": "model"}
+
+
+def test_a_pattern_without_a_layer_is_refused_with_the_nearest() -> None:
+    plan = GridPlan(2, 1, use={"feature.*": RowUse.DOMAIN})
+    with pytest.raises(ConfigError, match=r"'feature\.\*'; the nearest layer is 'features\.0'"):
+        plan.check(["classifier", "features.0"])
+    GridPlan(2, 1, use={"features.?": RowUse.DOMAIN}).check(["classifier", "features.0"])
+
+
+def test_tiles_must_multiply_to_the_rows() -> None:
+    with pytest.raises(ConfigError, match=r"2 x 2 make 4 parts, the grid has 6 rows; the nearest legal tiles are 6 x 1"):
+        GridPlan(6, 1, tiles=(2, 2))
+    assert GridPlan(6, 1, tiles=(2, 3)).image_tiles == (2, 3)
+    assert GridPlan(6, 1).image_tiles == (6, 1)
