@@ -96,6 +96,33 @@ def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
     _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
 
 
+AVERAGERS = {
+    "priority": "averager={name: priority, slice_parameters: 100, window: 2}",
+    "gradients only": "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}",
+    "lazy": "averager={name: lazy, max_interval: 1, bucket_bytes: 500}",
+}
+
+
+@pytest.mark.parametrize("averager", AVERAGERS)
+def test_resume_is_bitwise_with_every_kind_of_state(job: Job, folder: Path, averager: str) -> None:
+    options = (AVERAGERS[averager], "optimizer.clip_norm=0.3")
+    for more in ((f"output={folder}/whole",), ("--steps", "7"), ("--resume", "auto")):
+        outcome = _train(job, 2, folder, *options, *more)
+        assert outcome.code == 0, outcome.output
+    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
+
+
+def test_sharded_state_goes_on_with_other_ranks(job: Job, folder: Path) -> None:
+    options = ("dtype=float64", "batch_norm.statistics=synchronised", "averager.bucket_bytes=500")
+    for ranks, more in ((1, [f"output={folder}/whole"]), (3, ["--steps", "4"]), (2, ["--resume", "auto"])):
+        outcome = _train(job, ranks, folder, *options, *more)
+        assert outcome.code == 0, outcome.output
+    ours, theirs = _last(_run(folder)).tensors, _last(_run(folder, "whole")).tensors
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_allclose(ours[key], tensor, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
 # The program, on a link that measures as slow or as fast as said: slices are of other sizes then.
 ON_A_LINK = """
 import runpy, sys
