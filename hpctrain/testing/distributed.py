@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import KernelSet, LocalStatistics, StatisticsMerger, StepContext
+from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger, StepContext
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
@@ -37,7 +37,7 @@ class Double(Layer):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model on images (sum(counts), *image_shape), its plan, and the samples of each rank of the column. Random data by `seed`."""
+    """A model on images (sum(counts), *image_shape), its plan, and the samples of each rank of the column. Data by `seed`."""
 
     model: Layer
     image_shape: tuple[int, int, int]
@@ -112,7 +112,7 @@ def _run(
         make_plan(graph, trial.kernels, training=trial.training, input_gradient=trial.training),
         parameters=group.parameters,
         statistics=FlatStatistics(statistics, trial.dtype, intervals),
-        arena=trial.kernels.allocate,
+        arena=lambda size_bytes: _poisoned(trial.kernels, size_bytes),
         loss=trial.kernels.make_loss(SoftmaxCrossEntropySpec()),
         mergers=mergers or dict.fromkeys(("world", "row", "column"), LocalStatistics()),
     )
@@ -126,6 +126,13 @@ def _run(
         outcome.dx = program.x_grad.copy()
         outcome.gradients = {name: parameter.grad.copy() for name, parameter in group.parameters.items()}
     return outcome
+
+
+def _poisoned(kernels: KernelSet, size_bytes: int) -> Array:
+    """Memory full of NaN: what is read must have been written."""
+    memory = kernels.allocate(size_bytes)
+    memory[...] = 0xFF
+    return memory
 
 
 def _parameters(trial: Trial, specs: Mapping[str, ParameterSpec], shards: Mapping[str, Shard | None]) -> FlatGroup:

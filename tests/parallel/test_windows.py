@@ -1,4 +1,7 @@
-"""Random windowed layers over 2 to 8 ranks equal one rank: output, input gradient, parameters' gradients, in float64."""
+"""Random windowed layers over 2 to 8 ranks equal one rank: output, input gradient, parameters' gradients, in float64.
+
+One in four has no samples, one in five is an evaluation, and memory is full of NaN before it is written.
+"""
 
 import random
 
@@ -74,10 +77,13 @@ def _trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:
 def test_random_layers_equal_one_rank(part: int) -> None:
     seeds = range(part * LAYERS_PER_TEST, (part + 1) * LAYERS_PER_TEST)
     drawn = {seed: _trial(seed) for seed in seeds}
-    expected = {seed: alone(Trial(model, shape, (seed % 4,), GridPlan(), seed)) for seed, (_, model, shape) in drawn.items()}
+    expected = {
+        seed: alone(Trial(model, shape, (seed % 4,), GridPlan(), seed, training=seed % 5 > 0))
+        for seed, (_, model, shape) in drawn.items()
+    }
     for ranks in RANKS:
         trials = [
-            Trial(model, shape, _counts(chance, ranks, seed % 4), _plan(chance, ranks, model), seed)
+            Trial(model, shape, _counts(chance, ranks, seed % 4), _plan(chance, ranks, model), seed, training=seed % 5 > 0)
             for seed, (chance, model, shape) in drawn.items()
         ]
         for seed, found in zip(seeds, on_virtual_ranks(ranks, trials), strict=True):
