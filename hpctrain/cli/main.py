@@ -13,6 +13,7 @@ _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
     "config": ("hpctrain.cli.config", "config"),
+    "plan": ("hpctrain.cli.plan", "plan"),
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
 }

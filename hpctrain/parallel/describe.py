@@ -1,15 +1,10 @@
-"""What a plan means, in integers: who owns what, what travels, what it takes of memory. Pure; the same on every rank.
-
-Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that a rank hands to the communicator for others
-in one training step; statistics are float64 and counted apart.
-"""
+"""What a plan means: who owns what, what travels, what it takes of memory. Pure arithmetic; the same on every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import add
+from dataclasses import replace
 
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, Node
@@ -18,135 +13,23 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.arena import arrange
 from hpctrain.nn.plan import plan as plan_memory
-from hpctrain.parallel.boxes import Box, Interval, intersect, shape_of, size_of
+from hpctrain.parallel.boxes import Interval, intersect, shape_of, size_of, whole
+from hpctrain.parallel.description import (
+    Description,
+    GroupPart,
+    LayerPart,
+    Memory,
+    Redistribution,
+    Traffic,
+    Words,
+    add_words,
+    nothing,
+)
 from hpctrain.parallel.distribute import DistributedGraph, Step, distribute
 from hpctrain.parallel.exchange import moved, moved_back
 from hpctrain.parallel.layout import Kind, Layout
-from hpctrain.parallel.moves import NothingSpec
-from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.parallel.plan import GridPlan
 from hpctrain.parallel.row_axis import RowAxis
-
-STATISTIC_BYTES = 8
-
-Words = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Words by position. statistics_*: float64 words of batch statistics."""
-
-    forward: Words
-    backward: Words
-    statistics_forward: Words
-    statistics_backward: Words
-
-    def bytes_forward(self, item_bytes: int) -> Words:
-        return _bytes(self.forward, self.statistics_forward, item_bytes)
-
-    def bytes_backward(self, item_bytes: int) -> Words:
-        return _bytes(self.backward, self.statistics_backward, item_bytes)
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            _sum(self.forward, other.forward),
-            _sum(self.backward, other.backward),
-            _sum(self.statistics_forward, other.statistics_forward),
-            _sum(self.statistics_backward, other.statistics_backward),
-        )
-
-
-@dataclass(frozen=True)
-class LayerPart:
-    """One layer of the model on the grid.
-
-    operation: what it computes, in a word. kind: how its output is split. shape: of the output of the first column's samples.
-    owns: each position's box of its column's output. halo: (rows, columns) of the input that each position gets from others
-    because its windows reach there. traffic: halos and statistics. parameters: elements held by each position.
-    activations: words that each position's output takes, and its input with the halo where there is one.
-    """
-
-    name: str
-    operation: str
-    use: RowUse
-    kind: Kind
-    shape: Shape
-    owns: tuple[Box, ...]
-    halo: tuple[tuple[int, int], ...]
-    traffic: Traffic
-    parameters: Words
-    activations: Words
-
-
-@dataclass(frozen=True)
-class Redistribution:
-    """A move between layers whose layouts differ, before `reader`; of a sum, after the layer that left parts of it.
-
-    source, target: how the tensor is split, "everything" where every rank gets all of it, "parts of a sum".
-    activations: words that each position's result takes.
-    """
-
-    name: str
-    reader: str
-    source: str
-    target: str
-    traffic: Traffic
-    activations: Words
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one position. activations: the arena of a training step, gradients of activations included; messages: the
-    buffers of the ROW axis; parameters: their values; as many bytes again hold their gradients."""
-
-    activations: int
-    messages: int
-    parameters: int
-
-
-@dataclass(frozen=True)
-class GroupPart:
-    """A group of parameters that are averaged together: elements that each position holds, over how many ranks."""
-
-    name: str
-    ranks: int
-    elements: Words
-
-
-@dataclass(frozen=True)
-class Description:
-    """A plan over a model. counts: samples of each position; entries: in forward order. memory: None where nobody asked."""
-
-    plan: GridPlan
-    counts: tuple[int, ...]
-    dtype: str
-    item_bytes: int
-    entries: tuple[LayerPart | Redistribution, ...]
-    groups: tuple[GroupPart, ...]
-    memory: tuple[Memory, ...] | None
-
-    @property
-    def layers(self) -> tuple[LayerPart, ...]:
-        return tuple(entry for entry in self.entries if isinstance(entry, LayerPart))
-
-    @property
-    def redistributions(self) -> tuple[Redistribution, ...]:
-        return tuple(entry for entry in self.entries if isinstance(entry, Redistribution))
-
-    @property
-    def traffic(self) -> Traffic:
-        """Of a whole step, gradients' averaging left out."""
-        total = _nothing(len(self.counts))
-        for entry in self.entries:
-            total = total + entry.traffic
-        return total
-
-    @property
-    def parameters(self) -> Words:
-        """Elements of all parameters that each position holds."""
-        total: Words = (0,) * len(self.counts)
-        for layer in self.layers:
-            total = _sum(total, layer.parameters)
-        return total
 
 
 def describe(
@@ -224,7 +107,7 @@ class _Column:
         for halo in halos:
             traffic = traffic + self._traffic(halo)
             assert halo.move is not None
-            extra = _sum(extra, tuple(size_of(box) for box in halo.move[1].boxes))
+            extra = add_words(extra, tuple(size_of(box) for box in halo.move[1].boxes))
         held = [self._held(node, rank) for rank in range(self.ranks)]
         return LayerPart(
             name=node.name,
@@ -236,7 +119,7 @@ class _Column:
             halo=tuple(self._halo(halos, rank) for rank in range(self.ranks)),
             traffic=traffic,
             parameters=tuple(held),
-            activations=_sum(tuple(size_of(box) for box in placement.writes.boxes), extra),
+            activations=add_words(tuple(size_of(box) for box in placement.writes.boxes), extra),
         )
 
     def _traffic(self, step: Step) -> Traffic:
@@ -249,20 +132,17 @@ class _Column:
 
     def _statistics(self, node: Node, step: Step) -> Traffic:
         """Count, mean and M2 of every other rank forward, two sums backward, per channel; see `batch_norm.RankStatistics`."""
-        none = _nothing(self.ranks)
+        none = nothing(self.ranks)
         assert step.placement is not None
-        if not isinstance(node.spec, BatchNormSpec):
-            return none
         sizes = {"world": self._plan.rows * self._plan.cols, "column": self._plan.cols, "row": self._plan.rows}
         forward, backward = [], []
         for spec in step.placement.specs:
-            merges = isinstance(spec, BatchNormSpec) and spec.synchronised
-            assert isinstance(spec, BatchNormSpec | NothingSpec)
-            others = sizes[spec.merge] - 1 if merges and isinstance(spec, BatchNormSpec) else 0
-            channels = spec.channels if isinstance(spec, BatchNormSpec) else 0
+            others = channels = 0
+            if isinstance(spec, BatchNormSpec) and spec.synchronised:
+                others, channels = sizes[spec.merge] - 1, spec.channels
             forward.append(others * (2 * channels + 1))
             backward.append(others * 2 * channels)
-        return Traffic(none.forward, none.backward, tuple(forward), tuple(backward))
+        return replace(none, statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[Step], rank: int) -> tuple[int, int]:
         """Rows and columns of the image that this rank reads and does not own, in one or two pieces."""
@@ -271,8 +151,7 @@ class _Column:
             assert step.move is not None
             source, target = step.move
             own, wanted = source.boxes[rank], target.boxes[rank]
-            inside = tuple(intersect((wanted[dim],), ((0, source.shape[dim]),)) for dim in (1, 2))
-            if any(part is None for part in inside) or not size_of(wanted):
+            if intersect(wanted, whole(source.shape)) is None:
                 continue
             rows += _beyond(wanted[1], own[1], source.shape[1])
             columns += _beyond(wanted[2], own[2], source.shape[2])
@@ -295,7 +174,7 @@ class _Column:
             if step.move is None:
                 continue
             size = moved(*step.move)[rank] + moved_back(*step.move)[rank]
-            if getattr(step, "early", False):
+            if step.early:
                 own += size
             else:
                 shared = max(shared, size)
@@ -313,13 +192,13 @@ def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
 
 def _groups(plan: GridPlan, columns: Sequence[_Column], parameters: Mapping[str, Shape]) -> tuple[GroupPart, ...]:
     """Whole parameters are averaged over all ranks, split ones over those that hold the same part."""
-    whole, split = [], []
+    everywhere, split = [], []
     for column in columns:
         for rank in range(plan.rows):
             sizes = {name: held(shape, column.shards.get(name), rank) for name, shape in parameters.items()}
             split.append(sum(size for name, size in sizes.items() if name in column.shards))
-            whole.append(sum(sizes.values()) - split[-1])
-    parts = (GroupPart("all", plan.rows * plan.cols, tuple(whole)), GroupPart("model", plan.cols, tuple(split)))
+            everywhere.append(sum(sizes.values()) - split[-1])
+    parts = (GroupPart("all", plan.rows * plan.cols, tuple(everywhere)), GroupPart("model", plan.cols, tuple(split)))
     return tuple(part for part in parts if any(part.elements))
 
 
@@ -334,19 +213,15 @@ def _join(parts: Sequence[LayerPart | Redistribution]) -> LayerPart | Redistribu
     )
     activations = _chain(part.activations for part in parts)
     if isinstance(first, Redistribution):
-        return Redistribution(first.name, first.reader, first.source, first.target, traffic, activations)
+        return replace(first, traffic=traffic, activations=activations)
     layers = [part for part in parts if isinstance(part, LayerPart)]
-    return LayerPart(
-        first.name,
-        first.operation,
-        first.use,
-        first.kind,
-        first.shape,
-        tuple(box for layer in layers for box in layer.owns),
-        tuple(halo for layer in layers for halo in layer.halo),
-        traffic,
-        _chain(layer.parameters for layer in layers),
-        activations,
+    return replace(
+        first,
+        owns=tuple(box for layer in layers for box in layer.owns),
+        halo=tuple(halo for layer in layers for halo in layer.halo),
+        traffic=traffic,
+        parameters=_chain(layer.parameters for layer in layers),
+        activations=activations,
     )
 
 
@@ -400,19 +275,6 @@ def _beyond(wanted: Interval, own: Interval, size: int) -> int:
 def _nobody() -> RowAxis:
     """An axis for graphs that are planned and never run."""
     return RowAxis(SingleCommunicator("row"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
-
-
-def _nothing(ranks: int) -> Traffic:
-    zeros = (0,) * ranks
-    return Traffic(zeros, zeros, zeros, zeros)
-
-
-def _sum(a: Words, b: Words) -> Words:
-    return tuple(map(add, a, b))
-
-
-def _bytes(words: Words, statistics: Words, item_bytes: int) -> Words:
-    return tuple(item_bytes * n + STATISTIC_BYTES * s for n, s in zip(words, statistics, strict=True))
 
 
 def _chain(parts: Iterator[Words]) -> Words:

@@ -20,7 +20,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, declared
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.describe import Description, LayerPart, describe
+from hpctrain.parallel.describe import describe
+from hpctrain.parallel.description import Description, LayerPart
 from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.plan import GridPlan, RowUse

@@ -1,0 +1,168 @@
+"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the data's header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.failure import USER_ERROR
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.link import LinkModel
+    from hpctrain.experiment.plans import Task
+
+_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+_OVERRIDES = click.argument("overrides", nargs=-1)
+_RANKS = click.option("--ranks", type=click.IntRange(min=1), help="Of the job; by default those of the configured grid.")
+_IMAGE = click.option(
+    "--image",
+    nargs=3,
+    type=click.IntRange(min=1),
+    metavar="H W C",
+    help="Images as the network sees them; by default the training file's, augmented.",
+)
+_CLASSES = click.option("--classes", type=click.IntRange(min=1), help="By default the training file's.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, in integers.")
+_ALPHA = click.option(
+    "--alpha",
+    "alpha_seconds",
+    type=click.FloatRange(min=0),
+    default=20e-6,
+    show_default=True,
+    help="Seconds of an empty message: a run measures this.",
+)
+_BETA = click.option(
+    "--beta",
+    "beta_seconds_per_byte",
+    type=click.FloatRange(min=0),
+    default=0.8e-9,
+    show_default=True,
+    help="Seconds a byte, the inverse of the link's rate (10 Gb/s): a run measures this too.",
+)
+
+
+class PlanGroup(click.Group):
+    """`plan --schedule FILE` is `plan schedule FILE`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--schedule" in args:
+            args = ["schedule", *(arg for arg in args if arg != "--schedule")]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=PlanGroup)
+def plan() -> None:
+    """Show what a configuration means on a grid of ranks.
+
+    `plan --schedule FILE` is short for `plan schedule FILE`.
+    """
+
+
+@plan.command()
+@_FILE
+@_OVERRIDES
+@_RANKS
+@_IMAGE
+@_CLASSES
+@_ALPHA
+@_BETA
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="For the map of ranks; by default all are on one node.")
+@_JSON
+def show(
+    file: Path,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    alpha_seconds: float,
+    beta_seconds_per_byte: float,
+    ranks_per_node: int | None,
+    as_json: bool,
+) -> None:
+    """Per layer of FILE's model: who owns what, the halo, bytes sent, memory; then gradients and the map of ranks.
+
+    OVERRIDES such as grid.rows=2 win over the file.
+    """
+    with _sentences():
+        task = _task(file, overrides, ranks, image, classes)
+        from hpctrain.cli import plan_tables
+        from hpctrain.experiment import plans
+
+        found = plans.description(task)
+        averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte))
+        places = plans.rank_map(task.plan, ranks_per_node)
+        if as_json:
+            click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
+            return
+        plan_tables.print_plan(task, found, averaged, places)
+
+
+@plan.command()
+@_FILE
+@_OVERRIDES
+@_RANKS
+@_IMAGE
+@_CLASSES
+@_ALPHA
+@_BETA
+@_JSON
+def schedule(
+    file: Path,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    alpha_seconds: float,
+    beta_seconds_per_byte: float,
+    as_json: bool,
+) -> None:
+    """What FILE's averager posts in its first steps: slices, owners, order, window and hash, for each group of parameters.
+
+    A run measures alpha and beta, and orders some operations anew by measured times; what it settles on lies in its directory.
+    """
+    with _sentences():
+        task = _task(file, overrides, ranks, image, classes)
+        from hpctrain.cli import plan_tables
+        from hpctrain.experiment import plans
+
+        link = _link(alpha_seconds, beta_seconds_per_byte)
+        averaged = plans.group_schedules(task, link)
+        if as_json:
+            click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
+            return
+        for line in plan_tables.schedule_lines(task, averaged, link):
+            click.echo(line)
+
+
+def _task(
+    file: Path, overrides: tuple[str, ...], ranks: int | None, image: tuple[int, int, int] | None, classes: int | None
+) -> Task:
+    from hpctrain.config.load import load
+    from hpctrain.experiment.check import check_names
+    from hpctrain.experiment.plans import prepare
+
+    config, source = load(file, overrides)
+    check_names(config, source)
+    return prepare(config, ranks, image, classes)
+
+
+def _link(alpha_seconds: float, beta_seconds_per_byte: float) -> LinkModel:
+    from hpctrain.comm.link import LinkModel
+
+    return LinkModel(alpha_seconds, beta_seconds_per_byte)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """End with the sentences of a user's error on stderr and exit code 2."""
+    try:
+        yield
+    except HpctrainError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(USER_ERROR) from None

@@ -1,0 +1,271 @@
+"""How plans and schedules are printed: a table of layers, lines, and everything as plain data for JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpctrain.comm.link import LinkModel
+from hpctrain.experiment.plans import GroupSchedule, Task, averaging_bytes, micro_counts
+from hpctrain.parallel.boxes import Box, Interval
+from hpctrain.parallel.description import Description, LayerPart, Redistribution, Words
+from hpctrain.parallel.layout import Kind
+
+_COLUMNS = 100
+_MOST_LISTED = 32
+_DIMS = ("samples", "rows", "columns", "channels")
+_SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean pool"}
+
+Places = Sequence[tuple[int, int, int]]
+
+
+def print_plan(task: Task, found: Description, averaged: Sequence[GroupSchedule], places: Places) -> None:
+    """The head, the layers, totals, gradients and the map of ranks, on stdout."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
+    for line in _head(task):
+        console.print(line)
+    console.print(_layers(task, found))
+    for line in (*_totals(found), *_gradients(task, averaged), *_map(task, places)):
+        console.print(line)
+
+
+def _head(task: Task) -> Iterator[str]:
+    plan, config = task.plan, task.config
+    height, width, channels = task.image_shape
+    samples = _span(micro_counts(task))
+    micro = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    yield (
+        f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
+        f"{channels}, batch {config.batch}{micro}: {samples} a rank; {config.dtype}, kernels {task.kernels.name}"
+    )
+    yield (
+        "Owned, and halo: by the ranks r = 0, 1, ... of a column (the first). Sent: bytes that a rank hands over for others in a "
+        "pass, least..most over the ranks. MB: parameters, and activations as tensors, of the rank with most."
+    )
+    yield ""
+
+
+def _layers(task: Task, found: Description) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    table.add_column("layer", overflow="fold", min_width=22)
+    table.add_column("use", no_wrap=True)
+    table.add_column("owned", overflow="fold", min_width=16)
+    table.add_column("halo", overflow="fold", max_width=9)
+    for title in ("sent\nforward", "sent\nbackward", "param.\nMB", "activ.\nMB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    item = found.item_bytes
+    for entry in found.entries:
+        sent = (_range(entry.traffic.bytes_forward(item), "\n"), _range(entry.traffic.bytes_backward(item), "\n"))
+        activations = _megabytes([max(entry.activations)], item)
+        if isinstance(entry, Redistribution):
+            table.add_row("  [italic]redistribute[/]", "", f"{entry.source} -> {entry.target}", "", *sent, "", activations)
+            continue
+        rows = task.plan.rows
+        table.add_row(
+            f"{entry.name} {_operation(entry)}",
+            entry.use.value,
+            _owned(entry, rows),
+            _halo(entry, rows),
+            *sent,
+            _megabytes([max(entry.parameters)], item) if any(entry.parameters) else "",
+            activations,
+        )
+    total = found.traffic
+    sums = (_range(total.bytes_forward(item), "\n"), _range(total.bytes_backward(item), "\n"))
+    table.add_section()
+    table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(found.parameters)], item), "")
+    return table
+
+
+def _totals(found: Description) -> Iterator[str]:
+    yield ""
+    if found.memory is not None:
+        arena = _megabytes([each.activations for each in found.memory], 1)
+        messages = _megabytes([each.messages for each in found.memory], 1)
+        parameters = _megabytes([each.parameters for each in found.memory], 1)
+        yield (
+            f"Memory of a rank: {arena} MB for a step's activations and their gradients, as the program plans them; "
+            f"{messages} MB for messages along the column; {parameters} MB for parameters and as many for their gradients."
+        )
+
+
+def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
+    item = 8 if task.config.dtype == "float64" else 4
+    for each in averaged:
+        exchanged = _range([item * words for words in each.exchanged])
+        rows = f" (r = {', '.join(map(str, each.rows))})" if len(each.rows) < task.plan.rows else ""
+        yield (
+            f"Gradients of group {each.group}{rows}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes a "
+            f"rank and step by {task.config.averager.name}."
+        )
+    yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes a rank and step."
+
+
+def _map(task: Task, places: Places) -> Iterator[str]:
+    yield ""
+    yield "Ranks of each column, r = 0, 1, ... (they share samples):"
+    by_place = {(r, c): (rank, node) for rank, (r, c, node) in enumerate(places)}
+    for c in range(min(task.plan.cols, _MOST_LISTED)):
+        cells = [by_place[r, c] for r in range(task.plan.rows)]
+        nodes = sorted({node for _, node in cells})
+        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: a column leaves its node"
+        yield f"  c = {c}: {' '.join(str(rank) for rank, _ in cells)}   {where}"
+    if task.plan.cols > _MOST_LISTED:
+        yield f"  ... and {task.plan.cols - _MOST_LISTED} more; --json lists them all."
+
+
+def _operation(layer: LayerPart) -> str:
+    word, _, rest = layer.operation.partition(" ")
+    return f"{_SHORT.get(word, word)} {rest}".strip()
+
+
+def _owned(layer: LayerPart, rows: int) -> str:
+    boxes = layer.owns[:rows]
+    if layer.kind is Kind.ROWS and len({box[2] for box in boxes}) > 1:
+        return "tiles " + " ".join(f"{_interval(box[1])}x{_interval(box[2])}" for box in boxes)
+    dim = {Kind.SAMPLES: 0, Kind.ROWS: 1, Kind.CHANNELS: -1}[layer.kind]
+    return f"{layer.kind.value} " + " ".join(_interval(box[dim]) for box in boxes)
+
+
+def _halo(layer: LayerPart, rows: int) -> str:
+    halo = layer.halo[:rows]
+    if not any(map(any, halo)):
+        return ""
+    tiled = any(columns for _, columns in halo)
+    return " ".join(f"{high}+{wide}" if tiled else str(high) for high, wide in halo)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval[0]}:{interval[1]}" if interval[0] < interval[1] else "-"
+
+
+def _span(values: Sequence[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:,} {'sample' if least == 1 else 'samples'}" if least == most else f"{least:,} to {most:,} samples"
+
+
+def _range(values: Sequence[int], between: str = " ") -> str:
+    least, most = min(values), max(values)
+    return f"{least:,}" if least == most else f"{least:,}..{between}{most:,}"
+
+
+def _megabytes(values: Sequence[int], item_bytes: int) -> str:
+    least, most = (f"{item_bytes * value / 1e6:,.2f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least}.. {most}"
+
+
+def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkModel) -> Iterator[str]:
+    """Each group's slices with their owners, then the operations in posting order."""
+    yield (
+        f"{task.config.averager.name} on a grid of {task.plan.rows} x {task.plan.cols}, batch {task.config.batch}; first steps, "
+        f"for alpha {link.alpha_seconds:g} s, beta {link.beta_seconds_per_byte:g} s a byte"
+    )
+    for each in averaged:
+        yield ""
+        yield f"group {each.group}, r = {', '.join(map(str, each.rows))}: {each.elements:,} elements, {each.ranks} ranks"
+        if each.schedule is None:
+            yield f"one allreduce of all {each.elements:,} elements after backward; every rank updates all of them"
+            continue
+        yield from each.schedule.table().splitlines()
+        yield f"hash {each.schedule.digest()}"
+        yield f"exchanged: {_range(each.exchanged)} elements a rank and step"
+        yield "slice  [start, stop)  elements of ranks 0, 1, ..."
+        for number, part in enumerate(each.schedule.slices):
+            owned = part.counts(each.ranks) if _has_owners(each) else (part.size,)
+            yield f"{number:5}  [{part.start}, {part.stop})  {_runs(owned) if _has_owners(each) else 'all of it, on every rank'}"
+
+
+def _has_owners(each: GroupSchedule) -> bool:
+    assert each.schedule is not None
+    return not all(operation.kind.value == "allreduce" for operation in each.schedule.operations)
+
+
+def _runs(counts: Sequence[int]) -> str:
+    """Equal neighbours together: 3 x 17 1 x 16."""
+    runs: list[tuple[int, int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count:
+            runs[-1] = (runs[-1][0] + 1, count)
+        else:
+            runs.append((1, count))
+    return ", ".join(f"{many} x {count:,}" if many > 1 else f"{count:,}" for many, count in runs)
+
+
+def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
+    """Everything, as plain data."""
+    schedule = each.schedule
+    return {
+        "group": each.group,
+        "rows": list(each.rows),
+        "ranks": each.ranks,
+        "elements": each.elements,
+        "samples": list(each.samples),
+        "exchanged_elements": list(each.exchanged),
+        "hash": None if schedule is None else schedule.digest(),
+        "schedule": None if schedule is None else json.loads(schedule.to_json()),
+    }
+
+
+def as_dict(task: Task, found: Description, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
+    """Everything that `print_plan` shows, by position, in integers."""
+    item = found.item_bytes
+    memory = found.memory or ()
+    return {
+        "model": task.config.model.name,
+        "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
+        "image": list(task.image_shape),
+        "batch": task.config.batch,
+        "samples": list(found.counts),
+        "dtype": found.dtype,
+        "kernels": task.kernels.name,
+        "entries": [_entry(entry, item) for entry in found.entries],
+        "total": _sent(found.traffic.bytes_forward(item), found.traffic.bytes_backward(item)),
+        "memory_bytes": [
+            {"activations": each.activations, "messages": each.messages, "parameters": each.parameters} for each in memory
+        ],
+        "averaging": [
+            {key: value for key, value in schedule_dict(each).items() if key != "schedule"} for each in averaged
+        ],
+        "averaging_bytes": list(averaging_bytes(task, averaged)),
+        "map": [{"rank": rank, "r": r, "c": c, "node": node} for rank, (r, c, node) in enumerate(places)],
+    }
+
+
+def _entry(entry: LayerPart | Redistribution, item_bytes: int) -> dict[str, Any]:
+    traffic = entry.traffic
+    sent = _sent(traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
+    words = {"words_forward": list(traffic.forward), "words_backward": list(traffic.backward)}
+    activations = {"activation_bytes": [item_bytes * size for size in entry.activations]}
+    if isinstance(entry, Redistribution):
+        head = {"redistribution": entry.name, "reader": entry.reader, "source": entry.source, "target": entry.target}
+        return {**head, **words, **sent, **activations}
+    return {
+        "layer": entry.name,
+        "operation": entry.operation,
+        "use": entry.use.value,
+        "split": entry.kind.value,
+        "shape": list(entry.shape),
+        "owns": [_box(box) for box in entry.owns],
+        "halo_rows": [rows for rows, _ in entry.halo],
+        "halo_columns": [columns for _, columns in entry.halo],
+        **words,
+        "statistics_words_forward": list(traffic.statistics_forward),
+        "statistics_words_backward": list(traffic.statistics_backward),
+        **sent,
+        "parameter_bytes": [item_bytes * size for size in entry.parameters],
+        **activations,
+    }
+
+
+def _sent(forward: Words, backward: Words) -> dict[str, Any]:
+    return {"bytes_forward": list(forward), "bytes_backward": list(backward)}
+
+
+def _box(box: Box) -> dict[str, list[int]]:
+    names = _DIMS if len(box) == len(_DIMS) else (_DIMS[0], _DIMS[-1])
+    return {name: list(interval) for name, interval in zip(names, box, strict=True)}

@@ -1,0 +1,145 @@
+"""`hpctrain plan`: what it prints, in which width, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.main import cli
+from hpctrain.data.format import write
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VGG = str(CONFIGS / "imagenet-vgg16.yaml")
+RESNET = str(CONFIGS / "imagenet-resnet50.yaml")
+MIXED = ("plan.features.*=domain", "plan.classifier.*=model")
+IMAGENET = ("--image", "224", "224", "3", "--classes", "1000")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    result = run("show", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_vgg16_on_a_grid_is_readable_in_100_columns() -> None:
+    result = run("show", VGG, "grid.rows=2", "grid.cols=2", "batch=64", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    (row,) = [line for line in lines if line.startswith("features.2 ")]
+    assert " ".join(row.split()) == "features.2 conv 3x3 domain rows 0:112 112:224 1 1 1,835,008 1,835,008 0.15 412.88"
+    assert sum(line.startswith("  redistribute") for line in lines) == 5
+    assert "  c = 1: 2 3   node 0" in lines
+
+
+def test_json_has_every_rank_in_integers() -> None:
+    found = shown(VGG, "grid.rows=3", "batch=64", *MIXED, *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
+    layers = {entry["layer"]: entry for entry in found["entries"] if "layer" in entry}
+    moves = [entry for entry in found["entries"] if "redistribution" in entry]
+    assert layers["features.0"]["owns"][1] == {"samples": [0, 32], "rows": [75, 150], "columns": [0, 224], "channels": [0, 64]}
+    assert layers["classifier.6"]["owns"][0] == {"samples": [0, 32], "channels": [0, 334]}
+    assert layers["features.2"]["halo_rows"] == [1, 2, 1] * 2
+    assert layers["classifier.0"]["parameter_bytes"] == [4 * (25088 + 1) * width for width in (1366, 1365, 1365)] * 2
+    assert [(move["source"], move["target"]) for move in moves] == [
+        ("rows", "samples"),
+        ("samples", "everything"),
+        ("channels", "everything"),
+        ("channels", "everything"),
+        ("channels", "samples"),
+    ]
+    for direction in ("bytes_forward", "bytes_backward"):
+        assert found["total"][direction] == [sum(entry[direction][rank] for entry in found["entries"]) for rank in range(6)]
+    assert [(place["r"], place["c"], place["node"]) for place in found["map"]] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+        (0, 1, 0),
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+    assert len(found["memory_bytes"]) == 6
+    groups = {(each["group"], tuple(each["rows"])): each for each in found["averaging"]}
+    assert groups["all", (0, 1, 2)]["ranks"] == 6
+    assert groups["model", (1, 2)]["ranks"] == 2
+    assert set(groups) == {("all", (0, 1, 2)), ("model", (0,)), ("model", (1, 2))}
+
+
+def test_a_column_that_leaves_its_node_is_pointed_out() -> None:
+    result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
+    assert "  c = 1: 3 4 5   nodes 0, 1: a column leaves its node" in result.output.splitlines()
+
+
+def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
+    path = tmp_path / "train.h5"
+    images = np.zeros((4, 40, 40, 3), np.uint8)
+    write(path, 4, (40, 40, 3), ["cat", "dog", "eel"], [(images, np.zeros(4, np.int64))])
+    augment = 'data.augment=[{name: random_resized_crop, size: 32}]'
+    found = shown(RESNET, f"data.train={path}", augment, "grid.rows=2", "--ranks", "2", "plan.default=domain", "batch=4")
+    layers = [entry for entry in found["entries"] if "layer" in entry]
+    assert found["image"] == [32, 32, 3]
+    assert layers[0]["shape"] == [4, 16, 16, 64]
+    assert layers[-1]["shape"] == [4, 3]
+
+
+@pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
+def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
+    result = run(*form, VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "group all, r = 0, 1: 14,714,688 elements, 6 ranks" in lines
+    assert "group model, r = 0, 1: 61,821,428 elements, 3 ranks" in lines
+    for words in ("reduce-scatter", "all-to-all of inputs", "window", "hash "):
+        assert words in result.output
+
+
+def test_the_schedules_json_gives_the_same_hash() -> None:
+    arguments = ("--schedule", VGG, "--ranks", "5", *IMAGENET)
+    (group,) = json.loads(run(*arguments, "--json").output)
+    assert f"hash {group['hash']}" in run(*arguments).output.splitlines()
+    assert group["schedule"]["ranks"] == group["ranks"] == 5
+
+
+@pytest.mark.parametrize("averager", ["blocking", "overlap", "bucketed", "lazy", "priority"])
+def test_every_strategy_has_a_plan(averager: str) -> None:
+    result = run("--schedule", VGG, f"averager={averager}", "--ranks", "4", *IMAGENET)
+    assert result.exit_code == 0, result.output
+    assert "138,357,544 elements" in result.output
+    if averager == "blocking":
+        assert "one allreduce of all" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("grid.rows=2", "--ranks", "5"), "the nearest legal grid is 1 x 5."),
+        (("grid.rows=2",), "give --ranks, or set grid.cols."),
+        (("grid.rows=4", "grid.tiles=[2, 3]", "--ranks", "4"), "the nearest legal tiles are 4 x 1."),
+        (("plan.featurez.*=domain", "--ranks", "4"), "No layer matches the plan's pattern 'featurez.*'"),
+        (("batch=3", "--ranks", "4"), "the smallest batch is 4."),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("show", VGG, *arguments, *IMAGENET)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_no_mpi_is_needed() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from hpctrain.cli.main import cli; "
+        f"assert CliRunner().invoke(cli, {['plan', 'show', VGG, '--ranks', '4', *IMAGENET]}).exit_code == 0; "
+        "assert 'mpi4py' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,79 @@
+"""Schedules planned without ranks are those that ranks agree on."""
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.schedule import Schedule
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.config.load import load
+from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.experiment.plans import Task, averaging_bytes, group_schedules, prepare
+from hpctrain.models import catalogue
+from hpctrain.nn.network import Network
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
+# Sizes of slices follow from the measured link unless they are given.
+STRATEGIES = (
+    "averager={name: sharded, bucket_bytes: 4096}",
+    "averager={name: sharded, bucket_bytes: 4096, fc_exchange: never, window: 2}",
+    "averager={name: bucketed, bucket_bytes: 4096}",
+    "averager=overlap",
+)
+
+
+def task_of(*overrides: str, ranks: int) -> Task:
+    config, _ = load(CONFIG, [*SMALL, *overrides])
+    return prepare(config, ranks, (35, 35, 3), 10)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 3), (2, 4), (3, 6)])
+def test_planned_schedules_are_those_of_the_ranks(strategy: str, rows: int, ranks: int, optimizer: str) -> None:
+    task = task_of(strategy, f"optimizer={{name: {optimizer}, lr: 0.1}}", f"grid.rows={rows}", ranks=ranks)
+    found = run_virtual(ranks, lambda comm: agreed(task, comm))
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9))
+    for row, schedules in found:
+        assert {each.group: each.schedule for each in planned if row in each.rows} == schedules
+
+
+def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedule | None]]:
+    """This rank's row, and what its averagers have agreed on."""
+    config, plan, progress = task.config, task.plan, virtual_engine(comm)
+    groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
+    axis = groups.row_axis(progress)
+    model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
+    distribution = None if axis is None else GridDistribution(plan, axis)
+    network = Network(model, task.image_shape, task.kernels, dtype=config.dtype, distribution=distribution)
+    norms = JointNorms(groups.samples, progress) if len(network.groups) > 1 else None
+    given = {"nominal_batch": config.batch, "norms": norms}
+    schedules: dict[str, Schedule | None] = {}
+    averagers = {}
+    for name, group in network.groups.items():
+        averagers[name] = AVERAGERS.create(
+            config.averager.name,
+            config.averager.options,
+            group=group,
+            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            comm=groups.gradients[name],
+            progress=progress,
+            **{key: value for key, value in given.items() if key != "nominal_batch" or config.averager.name == "sharded"},
+        )
+    for name, averager in averagers.items():
+        averager.agree()
+        schedules[name] = averager.schedule
+    return groups.row, schedules
+
+
+def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:
+    task = task_of("averager=blocking", "plan.features.*=batch", "plan.classifier.*=batch", ranks=5)
+    (group,) = group_schedules(task, LinkModel(0.0, 0.0))
+    assert sum(averaging_bytes(task, [group])) == 4 * 2 * (5 - 1) * group.elements
