@@ -9,27 +9,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.data.format import ImageFile
-from hpctrain.data.loader import Loader
+from hpctrain.data.loader import Boxes, Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
-from hpctrain.errors import DataError, ShapeError
+from hpctrain.errors import ConfigError, DataError, ShapeError
 from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.experiment.grid import grid_plan
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim import schedules
 from hpctrain.optim.schedules import Schedule
-from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Reporter
+from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.tracing import traced_optimizer
@@ -38,10 +41,11 @@ from hpctrain.train.trainer import Cadence, Trainer
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with, before there is a run directory."""
+    """What one rank trains with, before there is a run directory. shards: split parameters as whole ones and back."""
 
     backend: Backend
     network: Network
+    shards: Shards
     averagers: Mapping[str, GradientAverager]
     loader: Loader
     test_loader: Loader | None
@@ -62,23 +66,13 @@ def _build(session: Session) -> Parts:
     backend = make_backend(config.backend, config.dtype)
     with guard(f"Opening {config.data.train}", config.deadline_seconds, rank=session.world.rank):
         train_file = ImageFile.open(config.data.train)
-    loader = _loader(session, train_file, config.data.augment, batch=config.batch, shuffle=True)
+    train = _Images(train_file, _pipeline(config, config.data.augment, train_file))
+    test = _test_images(config, train)
+    network, boxes = build_network(session, backend, train_file, train.shape)
+    loader = _loader(session, train, boxes, batch=config.batch, shuffle=True)
     test_loader = None
-    if config.data.test is not None:
-        test_file = ImageFile.open(config.data.test)
-        _check_classes(config.data.test, test_file, len(train_file.class_names), "the training set")
-        batch = config.evaluate.batch or config.batch
-        augment = config.data.evaluate_augment
-        test_loader = _loader(session, test_file, augment, batch=batch, shuffle=False, statistics=train_file)
-        if test_loader.image_shape != loader.image_shape:
-            raise ShapeError(
-                f"Test images come out as {test_loader.image_shape}, training images as {loader.image_shape} (H, W, C); "
-                f"give data.evaluate_augment a crop to {loader.image_shape[:2]}."
-            )
-    network = build_network(
-        config, backend, train_file, loader.image_shape, merger=RankStatistics(session.statistics, session.progress)
-    )
-    averagers = build_averagers(session, network)
+    if test is not None:
+        test_loader = _loader(session, test, boxes, batch=config.evaluate.batch or config.batch, shuffle=False)
     schedule = schedules.make(
         config.schedule.name,
         config.schedule.options,
@@ -87,19 +81,60 @@ def _build(session: Session) -> Parts:
         len(loader),
         config.schedule.warmup_epochs,
     )
-    return Parts(backend, network, averagers, loader, test_loader, schedule)
+    shards = Shards(network, session.groups.parts, session.progress)
+    return Parts(backend, network, shards, build_averagers(session, network), loader, test_loader, schedule)
+
+
+@dataclass(frozen=True)
+class _Images:
+    """A data file and what is made of its images."""
+
+    file: ImageFile
+    pipeline: Pipeline
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C) as the network sees them."""
+        return self.pipeline.output_shape(*self.file.shape)
+
+
+def _test_images(config: Config, train: _Images) -> _Images | None:
+    """The test set, normalised as the training set is; None where none is configured."""
+    if config.data.test is None:
+        return None
+    file = ImageFile.open(config.data.test)
+    _check_classes(config.data.test, file, len(train.file.class_names), "the training set")
+    test = _Images(file, _pipeline(config, config.data.evaluate_augment, train.file))
+    if test.shape != train.shape:
+        raise ShapeError(
+            f"Test images come out as {test.shape}, training images as {train.shape} (H, W, C); "
+            f"give data.evaluate_augment a crop to {train.shape[:2]}."
+        )
+    return test
+
+
+def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], statistics: ImageFile) -> Pipeline:
+    """Augmentation, and normalisation by the statistics of a file."""
+    mean, std = statistics.mean, statistics.std
+    if not config.data.normalise:
+        mean, std = np.zeros_like(mean), np.ones_like(std)
+    specs = [(each.name, each.options) for each in augment]
+    return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
 
 
 def build_network(
-    config: Config, backend: Backend, file: ImageFile, image_shape: tuple[int, int, int], *, merger: RankStatistics | None = None
-) -> Network:
-    """The configured model at the images' shape.
+    session: Session, backend: Backend, file: ImageFile, image_shape: tuple[int, int, int]
+) -> tuple[Network, Boxes | None]:
+    """This rank's part of the configured model at the images' shape, and what the ranks of its column read of the images.
 
     Raises:
+        ConfigError: a plan for layers that the model does not have.
         DataError: the model has another number of classes than the data. ShapeError: images that do not fit the model.
     """
-    synchronised = config.batch_norm.statistics == "synchronised"
+    config, grid = session.config, session.grid
     model: Layer = catalogue.build(config.model.name, model_options(config, len(file.class_names), image_shape))
+    axis = session.groups.row_axis(session.progress)
+    distribution = None if axis is None else GridDistribution(grid_plan(config, grid.cols), axis)
     network = Network(
         model,
         image_shape,
@@ -107,26 +142,38 @@ def build_network(
         dtype=config.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
-        mergers={"world": merger} if synchronised and merger is not None else None,
+        mergers=session.groups.mergers(session.progress),
+        distribution=distribution,
     )
     _check_classes(config.data.train, file, network.classes, f"the model {config.model.name}")
-    return network
+    return network, None if distribution is None else distribution.boxes_by_counts(network.graph)
 
 
 def build_averagers(session: Session, network: Network) -> dict[str, GradientAverager]:
-    """One averager, with an optimiser of its own, per parameter group."""
-    config = session.config
-    known = {"nominal_batch": config.batch, "micro_batches": config.micro_batches}
+    """One averager, with an optimiser of its own, per parameter group.
+
+    Raises:
+        ConfigError: norms of split layers are asked for, and the averager does not know how to add them up.
+    """
+    config, groups = session.config, session.groups
     accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
+    known: dict[str, object] = {"nominal_batch": config.batch, "micro_batches": config.micro_batches}
+    if MODEL in network.groups:
+        known["norms"] = JointNorms(groups.norms, session.progress)
     averagers = {}
     for name, group in network.groups.items():
         optimizer = traced_optimizer(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options), session.progress.trace)
+        if optimizer.needs_norms and "norms" in known and "norms" not in accepted:
+            raise ConfigError(
+                f"The averager {config.averager.name} cannot add up the norms of layers that are split; leave "
+                f"optimizer.clip_norm out and use sgd, use another averager, or no layer that is model in the plan."
+            )
         averagers[name] = AVERAGERS.create(
             config.averager.name,
             config.averager.options,
             group=group,
             optimizer=optimizer,
-            comm=session.gradients,
+            comm=groups.gradients[name],
             progress=session.progress,
             **{key: value for key, value in known.items() if key in accepted},
         )
@@ -144,11 +191,12 @@ def build_trainer(
 ) -> Trainer:
     """The training loop over `parts`."""
     config = session.config
-    message = SmallMessage(session.messages, session.progress, parts.network.statistics.size)
+    groups, progress = session.groups, session.progress
+    message = SmallMessage(groups.messages, progress, parts.network.statistics.size)
     return Trainer(
         network=parts.network,
         averagers=parts.averagers,
-        step=TrainingStep(parts.network, parts.averagers, session.progress, message, config.micro_batches),
+        step=TrainingStep(parts.network, parts.averagers, progress, message, config.micro_batches, groups.counts_of),
         message=message,
         loader=parts.loader,
         evaluator=build_evaluator(session, parts),
@@ -171,33 +219,20 @@ def build_evaluator(session: Session, parts: Parts) -> Evaluator | None:
     """The evaluation of the test set; None where none is configured."""
     if parts.test_loader is None:
         return None
-    return Evaluator(parts.network, parts.test_loader, session.samples, session.progress)
+    return Evaluator(parts.network, parts.test_loader, session.groups.samples, session.progress)
 
 
-def _loader(
-    session: Session,
-    file: ImageFile,
-    augment: tuple[AugmentConfig, ...],
-    *,
-    batch: int,
-    shuffle: bool,
-    statistics: ImageFile | None = None,
-) -> Loader:
-    """This rank's share of `file`; images are normalised by the statistics of `statistics` (the training set)."""
-    config = session.config
-    source = statistics if statistics is not None else file
-    mean, std = source.mean, source.std
-    if not config.data.normalise:
-        mean, std = np.zeros_like(mean), np.ones_like(std)
-    specs = [(each.name, each.options) for each in augment]
-    pipeline = Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
-    sampler = Sampler(len(file), batch, seed=config.seed, shuffle=shuffle)
+def _loader(session: Session, images: _Images, boxes: Boxes | None, *, batch: int, shuffle: bool) -> Loader:
+    """This rank's share of a data file."""
+    config, groups = session.config, session.groups
     return Loader(
-        file,
-        sampler,
-        pipeline,
-        part=session.samples.rank,
-        parts=session.samples.size,
+        images.file,
+        Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),
+        images.pipeline,
+        part=groups.position,
+        parts=groups.samples.size,
+        rows=groups.rows,
+        boxes=boxes,
         prefetch=config.data.prefetch,
         cache=config.data.cache,
     )

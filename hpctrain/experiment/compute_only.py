@@ -1,7 +1,7 @@
 """The step without communication, and the communication without the step: what a real step is compared with.
 
-Every rank trains on its own share with its own gradients, at the same time as all others, as they share memory and power. What
-the ranks learn is of no use and is not kept.
+Every rank trains on its own share with its own gradients, at the same time as all others, as they share memory and power. Ranks
+that split layers among them exchange activations as ever. What the ranks learn is of no use and is not kept.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.schema import AveragerConfig, CheckpointConfig, EvaluateConfig
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
+from hpctrain.parallel.groups import GridGroups
 
 RESULT_FILE = "compute_only.json"
 _REPEATS = 5
 
 
 def without_communication(session: Session) -> Session:
-    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay with it."""
+    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay in its column.
+
+    Collective. The ranks of a column go on exchanging activations: without them there is nothing to compute on.
+    """
     config = session.config.model_copy(
         update={
             "averager": AveragerConfig(name="blocking"),
@@ -35,13 +38,7 @@ def without_communication(session: Session) -> Session:
             "checkpoint": CheckpointConfig(every_epochs=0),
         }
     )
-    return replace(
-        session,
-        config=config,
-        gradients=SingleCommunicator("gradients alone"),
-        messages=SingleCommunicator("messages alone"),
-        statistics=SingleCommunicator("statistics alone"),
-    )
+    return replace(session, config=config, groups=session.groups.alone())
 
 
 @dataclass(frozen=True)
@@ -56,18 +53,20 @@ class Exchange:
     cpu_seconds: float
 
 
-def measure_exchange(comm: Communicator, progress: ProgressEngine, network: Network) -> Exchange:
-    """Exchange buffers of the gradients' size. Collective over `comm`."""
-    buffers = [np.zeros(group.size, group.dtype) for group in network.groups.values()]
-    found = np.array([_exchange(comm, progress, buffers) for _ in range(_REPEATS + 1)][1:])
-    slowest = np.max(comm.allgather_object(np.median(found, axis=0)), axis=0)
-    return Exchange(sum(buffer.nbytes for buffer in buffers), float(slowest[0]), float(slowest[1]))
+def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Network) -> Exchange:
+    """Exchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
+    buffers = [(groups.gradients[name], np.zeros(group.size, group.dtype)) for name, group in network.groups.items()]
+    found = np.array([_exchange(groups.samples, progress, buffers) for _ in range(_REPEATS + 1)][1:])
+    slowest = np.max(groups.samples.allgather_object(np.median(found, axis=0)), axis=0)
+    return Exchange(sum(buffer.nbytes for _, buffer in buffers), float(slowest[0]), float(slowest[1]))
 
 
-def _exchange(comm: Communicator, progress: ProgressEngine, buffers: list[np.ndarray]) -> tuple[float, float]:
-    progress.wait_handle(comm.ibarrier(), "start of an exchange")
+def _exchange(
+    every: Communicator, progress: ProgressEngine, buffers: list[tuple[Communicator, np.ndarray]]
+) -> tuple[float, float]:
+    progress.wait_handle(every.ibarrier(), "start of an exchange")
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    for buffer in buffers:
+    for comm, buffer in buffers:
         counts = [len(part) for part in np.array_split(buffer, comm.size)]
         start = sum(counts[: comm.rank])
         own = np.zeros(counts[comm.rank], buffer.dtype)
@@ -105,7 +104,7 @@ def report(
         f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
         f"(fastest {min(per_rank) * 1e3:.3f} ms)"
     ]
-    if session.samples.size > 1:
+    if session.groups.samples.size > 1:
         said.append(
             f"gradients alone, reduce-scatter and allgather of {exchange.payload_bytes / 1e6:.1f} MB: "
             f"{exchange.seconds * 1e3:.3f} ms, {exchange.cpu_seconds * 1e3:.3f} ms of them CPU time; "

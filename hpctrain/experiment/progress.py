@@ -70,11 +70,12 @@ def _measured(session: Session, network: Network) -> Chosen:
         return Chosen(ProgressMode.TEST, "one rank: nothing travels")
     begin = time.perf_counter()
     hiding: Hiding | None = None
-    first_group = int(session.messages.broadcast_object(session.world.rank)) == 0
-    if first_group and session.messages.size > 1:
-        gradient_bytes = sum(group.grad.nbytes for group in network.groups.values())
+    messages = session.groups.messages
+    first_group = int(messages.broadcast_object(session.world.rank)) == 0
+    if first_group and messages.size > 1:
+        gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))
         hiding = progress_mode.measure(
-            session.messages,
+            messages,
             session.progress,
             _allowed(session),
             operator_seconds=_operator_seconds(session, network),
@@ -94,7 +95,7 @@ def _allowed(session: Session) -> Sequence[ProgressMode]:
 
 def _operator_seconds(session: Session, network: Network) -> float:
     """About how long an operator runs in which most of the time is spent, on the nominal batch."""
-    share = -(-session.config.batch // session.samples.size // session.config.micro_batches)
+    share = -(-session.config.batch // session.groups.samples.size // session.config.micro_batches)
     graph = network.graph(max(1, share))
     specs = [
         node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import compute_only, posting
 from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.grid import describe, grid_plan
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import Session
@@ -38,7 +40,7 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        position = snapshot.put(start, parts.network, parts.averagers) if start is not None else Position()
+        position = snapshot.put(start, parts.network, parts.averagers, parts.shards) if start is not None else Position()
         trainer = build_trainer(
             session,
             parts,
@@ -81,7 +83,7 @@ def run_compute_only(session: Session, steps: int) -> None:
         table = trace_report.table
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
-        exchange = compute_only.measure_exchange(alone.samples, alone.progress, parts.network)
+        exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.network)
         said += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
         for line in said:
             reporter.say(line)
@@ -103,7 +105,7 @@ def run_evaluation(session: Session, source: str) -> None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
     path = _checkpoint_path(session, source)
     content = raise_alike(session.world, lambda: checkpoint.read(path))
-    raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network))
+    raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network, parts.shards))
     sums = evaluator.run()
     if session.is_root:
         means = sums.means()
@@ -168,7 +170,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "ranks": session.world.size,
         **posting.keep(session, parts, directory),
     }
-    content = snapshot.take(parts.network, parts.averagers, position, meta)
+    content = snapshot.take(parts.network, parts.averagers, parts.shards, position, meta, keep=session.is_root)
 
     def write() -> None:
         if session.is_root:
@@ -194,9 +196,10 @@ def _introduce(
 ) -> None:
     """What a run says at its start: where it runs, with what, on what."""
     config, network = session.config, parts.network
-    count = sum(parameter.size for parameter in network.parameters.values())
+    count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
-    reporter.say(f"{session.world.size} ranks as {session.grid.rows} x {session.grid.cols}, launcher {session.launcher.name}")
+    grid = describe(grid_plan(config, session.grid.cols))
+    reporter.say(f"{session.world.size} ranks as {grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
     reporter.say(f"kernels {parts.backend.kernels.name}, {config.dtype}; averager {config.averager.name}")
     reporter.say(

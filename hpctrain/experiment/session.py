@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from hpctrain import log
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.grid import ProcessGrid, check_grid
 from hpctrain.comm.launcher import Launcher, check_world
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError
+from hpctrain.experiment.grid import check_batch, columns
+from hpctrain.parallel.groups import GridGroups
 from hpctrain.threads import ThreadPlan
 from hpctrain.trace.tracer import Tracer, capacity_for
 
@@ -22,10 +23,7 @@ from hpctrain.trace.tracer import Tracer, capacity_for
 class Session:
     """What every command that communicates starts with.
 
-    samples: the ranks that share a step's samples out (they hold the same weights). gradients: those that average them, the same
-    ranks. messages: the same ranks, on a communicator of its own for the small message, so that its order is not tied to the
-    gradients'. statistics: the same, for
-    synchronised batch norm. revision: of the repository around the working directory, on rank 0.
+    groups: the grid's communicators, each with one use. revision: of the repository around the working directory, on rank 0.
     """
 
     config: Config
@@ -33,10 +31,7 @@ class Session:
     threads: ThreadPlan
     world: Communicator
     grid: ProcessGrid
-    samples: Communicator
-    gradients: Communicator
-    messages: Communicator
-    statistics: Communicator
+    groups: GridGroups
     progress: ProgressEngine
     revision: Mapping[str, object]
 
@@ -51,20 +46,13 @@ class Session:
             ConfigError: fewer samples in a batch than ranks that share them.
         """
         log.configure(world.rank)
-        columns = config.grid.cols if config.grid.cols is not None else max(1, world.size // config.grid.rows)
-        grid = ProcessGrid(world, config.grid.rows, columns)
-        if config.batch < columns:
-            raise ConfigError(
-                f"batch {config.batch} is smaller than the {columns} ranks that share it; the smallest batch is {columns}."
-            )
-        samples = grid.along(GridAxis.COL)
-        messages = samples.split(0, samples.rank, "messages")
-        statistics = samples.split(0, samples.rank, "statistics")
-        assert messages is not None
-        assert statistics is not None
+        rows, cols = config.grid.rows, columns(config, world.size)
+        check_grid(rows, cols, world.size)
+        check_batch(config.batch, rows, cols)
+        grid = ProcessGrid(world, rows, cols)
         trace = Tracer(capacity_for(world.size)) if config.trace else None
         progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort, trace=trace)
-        return cls(config, launcher, threads, world, grid, samples, samples, messages, statistics, progress, revision)
+        return cls(config, launcher, threads, world, grid, GridGroups(grid), progress, revision)
 
     @property
     def mpi_library(self) -> str:

@@ -19,6 +19,7 @@ _IGNORED = "num_batches_tracked"
 
 def export(network: Network) -> dict[str, np.ndarray]:
     """Copies of all parameters and running statistics: convolutions (K, C, R, S), linear (out, in), the network's dtype."""
+    assert not any(network.shards.values()), "a rank of a split network has no whole parameters to export"
     state: dict[str, np.ndarray] = {}
     for prefix, layer in network.model.walk():
         for name in (join(prefix, role) for role in layer.parameters()):
@@ -35,6 +36,7 @@ def restore(network: Network, state: Mapping[str, np.ndarray]) -> None:
     Raises:
         CheckpointError: a name that is missing or unknown, or an array of another shape.
     """
+    assert not any(network.shards.values()), "whole parameters do not fit into a rank of a split network"
     expected = {name: exported_shape(parameter.spec) for name, parameter in network.parameters.items()}
     expected |= {name: view.shape for name, view in network.statistics.views.items()}
     given = {name: array for name, array in state.items() if name.rpartition(".")[2] != _IGNORED}

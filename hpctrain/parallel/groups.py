@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 from hpctrain.backend.kernels.base import StatisticsMerger
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.network import ALL, MODEL
 from hpctrain.parallel.batch_norm import RankStatistics
 from hpctrain.parallel.row_axis import RowAxis
@@ -21,7 +23,8 @@ class GridGroups:
     Attributes:
         samples: all ranks, by position. messages: the same, for the small message. rows, row: Pr and r. position: this rank's.
         gradients: the ranks that average a parameter group ("all", and "model" where there are rows), by the group's name.
-        row_norms: the ROW axis for sums of norms.
+        norms: all ranks, for norms over several groups. parts: the ROW axis for putting split parameters together; None where
+            nothing can be split.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
@@ -30,16 +33,35 @@ class GridGroups:
         self.samples = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.COL.value)
         self.messages = _copy(self.samples, self.position, "messages")
         self.gradients: dict[str, Communicator] = {ALL: self.samples}
-        self._statistics = {"world": _copy(self.samples, self.position, "statistics")}
+        self._statistics: dict[str, Communicator] = {"world": _copy(self.samples, self.position, "statistics")}
         self._row: Communicator | None = None
-        self.row_norms: Communicator | None = None
+        self.norms: Communicator = self.samples
+        self.parts: Communicator | None = None
         if grid.rows > 1:
             row, column = grid.along(GridAxis.ROW), grid.along(GridAxis.COL)
             self.gradients[MODEL] = column
             self._statistics["row"] = _copy(row, row.rank, "row statistics")
             self._statistics["column"] = _copy(column, column.rank, "column statistics")
-            self.row_norms = _copy(row, row.rank, "row norms")
+            self.parts = _copy(row, row.rank, "parts of parameters")
             self._row = row
+
+    def alone(self) -> GridGroups:
+        """The same place of a rank whose gradients, statistics and messages stay in its column, whose ranks cannot compute alone.
+
+        Collective over the column.
+        """
+        found = copy.copy(self)
+        found.gradients = {group: SingleCommunicator(f"gradients of {group} alone") for group in self.gradients}
+        found.norms = SingleCommunicator("norms alone")
+        row = self._row
+        if row is None:
+            found.messages = SingleCommunicator("messages alone")
+            found._statistics = {"world": SingleCommunicator("statistics alone")}
+        else:
+            found.messages = _copy(row, row.rank, "messages of the column")
+            world = _copy(row, row.rank, "statistics of the column")
+            found._statistics = {**self._statistics, "world": world, "column": SingleCommunicator("column statistics alone")}
+        return found
 
     def row_axis(self, progress: ProgressEngine) -> RowAxis | None:
         """The group that exchanges activations; None where every rank has samples of its own."""

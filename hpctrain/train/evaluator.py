@@ -17,19 +17,19 @@ class Evaluator:
 
     Args:
         network: this rank's copy, with all parameters up to date (drained). loader: this rank's share, in order.
-        comm: the ranks that share the samples out. progress: the process's engine.
+        comm: all ranks. progress: the process's engine.
     """
 
     def __init__(self, network: Network, loader: Loader, comm: Communicator, progress: ProgressEngine) -> None:
         self._network, self._loader, self._comm, self._progress = network, loader, comm, progress
 
     def run(self) -> RunningSums:
-        """Sums over all samples of all ranks. Collective."""
+        """Sums over all samples of all ranks, each sample once. Collective."""
         sums = np.zeros(4, np.float64)
         for batch in self._loader.epoch(0):
-            if not len(batch.y):
+            if not sum(batch.share.counts):  # of the column: a rank without samples may hold a part of the others'
                 continue
-            program = self._network.program(len(batch.y), training=False)
+            program = self._network.program(batch.share.counts, training=False)
             program.x[...] = batch.x
             program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
             part = program.loss(batch.y, batch.global_count)

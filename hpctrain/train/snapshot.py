@@ -13,6 +13,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.train.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
 from hpctrain.train.metrics import RunningSums
+from hpctrain.train.shards import Shards
 
 
 @dataclass
@@ -29,32 +30,47 @@ class Position:
 
 
 def take(
-    network: Network, averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    position: Position,
+    meta: Mapping[str, Any],
+    *,
+    keep: bool = True,
 ) -> CheckpointContent:
-    """All that a resume needs, one logical array per tensor. After a drain; collective where optimiser state is sharded."""
+    """All that a resume needs, one whole array per tensor. After a drain; collective where anything is sharded.
+
+    keep: False on ranks that do not write: they get no tensors, and hold one at a time.
+    """
     tensors: dict[str, np.ndarray] = {}
     for name, parameter in network.parameters.items():
-        tensors[parameter_key(name)] = parameter.data
-    for name, statistic in network.statistics.views.items():
-        tensors[statistic_key(name)] = statistic
+        value = shards.whole(name, parameter.data)
+        if keep:
+            tensors[parameter_key(name)] = value
+    if keep:
+        tensors |= {statistic_key(name): statistic for name, statistic in network.statistics.views.items()}
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
-                tensors[optimizer_key(state, name)] = values.reshape(parameter.spec.shape)
+                value = shards.whole(name, values.reshape(parameter.spec.shape))
+                if keep:
+                    tensors[optimizer_key(state, name)] = value
     return CheckpointContent(tensors, {**meta, "position": asdict(position)})
 
 
-def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager]) -> Position:
-    """Restore a snapshot; give the position to go on from.
+def put(
+    content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards
+) -> Position:
+    """Restore a snapshot, whatever grid and plan it was taken on; give the position to go on from.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype, or that the model does not have.
     """
-    put_weights(content, network)
+    put_weights(content, network, shards)
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             state = {
-                key: restore(content, optimizer_key(key, name), parameter.spec.shape, network.dtype).reshape(-1)
+                key: _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
                 for key in averager.full_state(parameter)
             }
             averager.load_state(parameter, state)
@@ -62,7 +78,7 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
     return Position(**{**values, "sums": RunningSums(**values["sums"])})
 
 
-def put_weights(content: CheckpointContent, network: Network) -> None:
+def put_weights(content: CheckpointContent, network: Network, shards: Shards) -> None:
     """Restore parameters and running statistics only: for evaluation, or to start from trained weights."""
     expected = {parameter_key(name) for name in network.parameters}
     extra = sorted(key for key in content.tensors if key.startswith("parameters/") and key not in expected)
@@ -72,7 +88,12 @@ def put_weights(content: CheckpointContent, network: Network) -> None:
             f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        parameter.data[...] = restore(content, parameter_key(name), parameter.spec.shape, network.dtype)
+        parameter.data[...] = _part(content, parameter_key(name), name, network, shards)
     for name, statistic in network.statistics.views.items():
         statistic[...] = restore(content, statistic_key(name), statistic.shape, network.dtype)
     network.parameters_changed()
+
+
+def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
+    """What this rank holds of a tensor that has the shape of parameter `name`."""
+    return shards.part(name, restore(content, key, shards.whole_shape(name), network.dtype))

@@ -1,0 +1,59 @@
+"""Split parameters as whole arrays, and whole arrays as this rank's parts: a checkpoint knows no grid."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.distribution import Shard
+from hpctrain.nn.network import Network
+
+
+class Shards:
+    """The tensors of one network, parameters or anything of their shape.
+
+    Args:
+        row: the ranks that hold the parts, in order; None where nothing is split.
+    """
+
+    def __init__(self, network: Network, row: Communicator | None, progress: ProgressEngine) -> None:
+        self._network, self._row, self._progress = network, row, progress
+        self._lengths: dict[str, list[int]] | None = None
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """The parameter's, as the model declares it."""
+        return self._network.parameter_specs[name].shape
+
+    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """What this rank holds of it; a view."""
+        shard = self._network.shards[name]
+        return whole if shard is None else whole[shard.index]
+
+    def whole(self, name: str, part: np.ndarray) -> np.ndarray:
+        """All of it, from each rank's part in its parameter's shape; the part itself where nothing is split. Collective."""
+        shard = self._network.shards[name]
+        if shard is None:
+            return part
+        assert self._row is not None, f"{name} is split, but there is nobody who holds the rest"
+        if self._lengths is None:
+            self._lengths = self._agree(self._row)
+        lengths = self._lengths[name]
+        # The split dim first, so that every rank's part is one block.
+        own = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
+        found = np.empty((sum(lengths), *own.shape[1:]), own.dtype)
+        block = int(np.prod(own.shape[1:]))
+        handle = self._row.iallgather(own.reshape(-1), found.reshape(-1), [length * block for length in lengths])
+        self._progress.wait_handle(handle, f"parts of {name}")
+        return np.ascontiguousarray(np.moveaxis(found, 0, shard.dim))
+
+    def _agree(self, row: Communicator) -> dict[str, list[int]]:
+        """Of each split parameter, how much each rank holds."""
+        split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
+        every: list[dict[str, Shard]] = row.allgather_object(split)
+        for name in split:
+            intervals = [each[name].interval for each in every]
+            assert all(before[1] == after[0] for before, after in pairwise(intervals)), f"parts of {name}: {intervals}"
+        return {name: [each[name].interval[1] - each[name].interval[0] for each in every] for name in split}
