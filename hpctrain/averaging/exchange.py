@@ -9,12 +9,15 @@ MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from hpctrain.averaging.slices import Slice, even
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.nn.parameter import FlatGroup, Parameter
+
+FcExchange = Literal["auto", "always", "never"]
 
 
 def moves_less(inputs: int, outputs: int, batch: int, ranks: int) -> bool:
@@ -118,4 +121,19 @@ def layers(group: FlatGroup) -> list[tuple[Parameter, list[Parameter]]]:
             weight, biases = found[-1]
             assert parameter.name.rpartition(".")[0] == weight.name.rpartition(".")[0], "a bias follows its weight"
             biases.append(parameter)
+    return found
+
+
+def exchanging_layers(
+    group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
+) -> dict[str, tuple[str, ...]]:
+    """Weight -> biases of the linear layers that exchange inputs and errors."""
+    if choice == "never" or micro_batches > 1:
+        return {}
+    found = {}
+    for weight, biases in layers(group):
+        inputs, outputs = weight.spec.shape
+        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
+        if choice == "always" or (ranks > 1 and less):
+            found[weight.name] = tuple(bias.name for bias in biases)
     return found

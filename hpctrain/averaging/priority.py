@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.exchange import FcExchange
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Times, Urgency
-from hpctrain.averaging.sharding import FcExchange, ShardedAverager
+from hpctrain.averaging.sharding import ShardedAverager
 from hpctrain.averaging.slices import Slice
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel

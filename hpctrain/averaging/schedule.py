@@ -154,6 +154,29 @@ class Schedule:
         return "\n".join([head, *aligned])
 
 
+def sharded_operations(
+    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, *, norms: bool
+) -> tuple[Operation, ...]:
+    """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
+
+    Args:
+        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients.
+    """
+    first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
+    inputs = [Operation(Kind.INPUTS, k, Stream.GRADIENTS) for k, each in enumerate(slices) if each.factors and first[k]]
+    order = [
+        Operation(Kind.ALLGATHER, k, gathers)
+        if gather
+        else Operation(Kind.ERRORS if slices[k].factors else Kind.REDUCE_SCATTER, k, Stream.GRADIENTS)
+        for k, gather in sent
+    ]
+    if not norms:
+        return (*inputs, *order)
+    late = sorted((each for each in order if each.kind is Kind.ALLGATHER), key=lambda each: slices[each.slice].order)
+    reductions = (each for each in order if each.kind is not Kind.ALLGATHER)
+    return (*inputs, *reductions, Operation(Kind.NORMS, -1, Stream.GRADIENTS), *late)
+
+
 def agree(comm: Communicator, schedule: Schedule) -> None:
     """Make sure that all ranks hold the same schedule. Collective; set-up only.
 

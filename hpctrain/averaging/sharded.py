@@ -7,9 +7,10 @@ network training", MLHPC 2018. Moves what an allreduce moves, half of it under t
 from __future__ import annotations
 
 from hpctrain.averaging import planning
+from hpctrain.averaging.exchange import FcExchange
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.planning import Urgency
-from hpctrain.averaging.sharding import FcExchange, ShardedAverager
+from hpctrain.averaging.sharding import ShardedAverager
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine

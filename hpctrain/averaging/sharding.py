@@ -12,17 +12,17 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.exchange import FactorExchange, layers, moves_less
+from hpctrain.averaging.exchange import FactorExchange, FcExchange, exchanging_layers
 from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep
 from hpctrain.averaging.planning import Times, Urgency, best_order
-from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
+from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree, sharded_operations
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, with_factors
+from hpctrain.averaging.state import gather_state
 from hpctrain.averaging.timing import StepClock
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
@@ -31,8 +31,6 @@ from hpctrain.comm.single import Complete
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms, Optimizer
-
-FcExchange = Literal["auto", "always", "never"]
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
@@ -82,7 +80,7 @@ class ShardedAverager(GradientAverager):
                 f"fc_exchange is always, but micro_batches is {micro_batches}; the exchange needs micro_batches 1, "
                 f"or set fc_exchange to auto or never."
             )
-        self._exchanging = _exchanging(group, comm.size, fc_exchange, nominal_batch, micro_batches)
+        self._exchanging = exchanging_layers(group, comm.size, fc_exchange, nominal_batch, micro_batches)
         self._exchanging_names = {name for weight, biases in self._exchanging.items() for name in (weight, *biases)}
         self._batch = nominal_batch or 0
         self._replan = replan
@@ -186,24 +184,10 @@ class ShardedAverager(GradientAverager):
         return tuple(sorted(slices, key=lambda each: each.start))
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Inputs in forward's order, then what the simulated link sends; norms between the last reduction and first gather."""
-        streams = (Stream.GRADIENTS, Stream.PARAMETERS) if self._streams == 2 else (Stream.GRADIENTS, Stream.GRADIENTS)
         link = link or LinkModel(0.0, 0.0)
-        item_bytes = self.group.grad.itemsize
-        sent = best_order(slices, times, link, self.comm.size, item_bytes, self._batch, self._urgency())
-        first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
-        inputs = [Operation(Kind.INPUTS, k, streams[0]) for k, each in enumerate(slices) if each.factors and first[k]]
-        order = [
-            Operation(Kind.ALLGATHER, k, streams[1])
-            if gather
-            else Operation(Kind.ERRORS if slices[k].factors else Kind.REDUCE_SCATTER, k, streams[0])
-            for k, gather in sent
-        ]
-        if not self.optimizer.needs_norms:
-            return (*inputs, *order)
-        gathers = sorted((each for each in order if each.kind is Kind.ALLGATHER), key=lambda each: slices[each.slice].order)
-        reductions = (each for each in order if each.kind is not Kind.ALLGATHER)
-        return (*inputs, *reductions, Operation(Kind.NORMS, -1, streams[0]), *gathers)
+        sent = best_order(slices, times, link, self.comm.size, self.group.grad.itemsize, self._batch, self._urgency())
+        gathers = Stream.PARAMETERS if self._streams == 2 else Stream.GRADIENTS
+        return sharded_operations(slices, sent, gathers, norms=self.optimizer.needs_norms)
 
     # -- a step --------------------------------------------------------------------------------------------------------------
 
@@ -405,36 +389,6 @@ class ShardedAverager(GradientAverager):
         segment = self.group.segment(parameter.name)
         if any(segment in segments for segments in self._replicated):
             return self.optimizer.state(segment)
-        whole = {
-            name: np.empty_like(view, shape=(segment.size,)) for name, view in self.optimizer.state(segment.part(0, 0)).items()
-        }
-        for k in self._touching[parameter.name]:
-            for name, target in whole.items():
-                self._gather_state(k, segment, name, target)
-        return whole
-
-    def _gather_state(self, k: int, segment: Segment, name: str, target: Array) -> None:
-        """One slice's part of one parameter's state."""
         assert self.schedule is not None
-        comm = self._comms[Stream.GRADIENTS]
-        parts = [segment.part(*self.schedule.slices[k].part(rank, comm.size)) for rank in range(comm.size)]
-        counts = [part.size for part in parts]
-        begin = max(segment.start, self.schedule.slices[k].start) - segment.start
-        mine = self.optimizer.state(parts[comm.rank])[name]
-        handle = comm.iallgather(mine, target[begin : begin + sum(counts)], counts)
-        self.progress.wait_handle(handle, f"{name} of {segment.parameter}")
-
-
-def _exchanging(
-    group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
-) -> dict[str, tuple[str, ...]]:
-    """Weight -> biases of the linear layers that exchange inputs and errors."""
-    if choice == "never" or micro_batches > 1:
-        return {}
-    found = {}
-    for weight, biases in layers(group):
-        inputs, outputs = weight.spec.shape
-        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
-        if choice == "always" or (ranks > 1 and less):
-            found[weight.name] = tuple(bias.name for bias in biases)
-    return found
+        slices = [self.schedule.slices[k] for k in self._touching[parameter.name]]
+        return gather_state(self.optimizer, segment, slices, self._comms[Stream.GRADIENTS], self.progress)
