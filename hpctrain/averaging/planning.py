@@ -19,10 +19,12 @@ _LEAST_PART_BYTES = 1 << 20
 # A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
 _LARGEST_IN_BUCKETS = 4
 # How much longer than its latency a slice should at least take, so that cutting costs little.
-_TRANSFER_OVER_LATENCY = 8
+_TRANSFER_OVER_LATENCY = 4
 # Between two looks at the messages, where it has not been measured: a large operator of a network for images.
 _OPERATOR_SECONDS = 0.02
 _LEAST_WINDOW = 4
+# A message needs several looks on both sides, for its handshake and its end.
+_LOOKS = 3
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
@@ -45,7 +47,7 @@ def largest_bytes(bucket: int) -> int:
 def slice_bytes(least: int, ranks: int, link: LinkModel | None) -> int:
     """The size of slices that may overtake each other, at least `least`: no smaller than latency allows.
 
-    (P - 1) alpha is an eighth of the transfer, (P - 1) / P n beta, at n = 8 P alpha / beta. Rounded up to a power of two times
+    (P - 1) alpha is a quarter of the transfer, (P - 1) / P n beta, at n = 4 P alpha / beta. Rounded up to a power of two times
     `least`, so that a repeated measurement gives it again; never so large that it had to be cut for another reason.
     """
     if link is None or link.beta_seconds_per_byte == 0.0:
@@ -68,7 +70,7 @@ def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """How many slices of `size_bytes` in flight keep the link busy from one look at the messages to the next; None: no limit.
+    """How many slices of `size_bytes` in flight keep the link busy between looks at the messages; None: no limit.
 
     Args:
         times: measured ones; looks are at most as far apart as gradients are that become ready one after the other.
@@ -79,7 +81,7 @@ def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Ti
     if seconds == 0.0:
         return None
     apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
-    return max(_LEAST_WINDOW, 1 + math.ceil(apart / seconds))
+    return max(_LEAST_WINDOW, 1 + math.ceil(_LOOKS * apart / seconds))
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class Times:
     def longest_gap(self) -> float:
         """Seconds between two gradients that become ready one after the other."""
         return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
+
+    def late(self) -> Times:
+        """As if all became ready one gradient later. What a single queue sends next must be ready then, or all behind it wait."""
+        later = self.longest_gap()
+        ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
+        return Times(ready, free, self.needed, self.end_seconds)
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:

@@ -185,6 +185,8 @@ class ShardedAverager(GradientAverager):
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         link = link or LinkModel(0.0, 0.0)
+        if self._streams == 1:
+            times = times.late()
         sent = best_order(slices, times, link, self.comm.size, self.group.grad.itemsize, self._batch, self._urgency())
         gathers = Stream.PARAMETERS if self._streams == 2 else Stream.GRADIENTS
         return sharded_operations(slices, sent, gathers, norms=self.optimizer.needs_norms)

@@ -49,9 +49,9 @@ def test_slices_spend_little_of_their_time_on_latency(ranks: int, alpha: float, 
     size = slice_bytes(least, ranks, link)
     latency = (ranks - 1) * alpha
     assert size >= least
-    assert latency <= 0.12 * link.allgather_seconds(size, ranks) or size == max(least, 1 << 24)
+    assert latency <= 0.21 * link.allgather_seconds(size, ranks) or size == max(least, 1 << 24)
     if size > least:  # half of it would have spent more
-        assert latency >= 0.11 * link.allgather_seconds(size // 2, ranks)
+        assert latency >= 0.19 * link.allgather_seconds(size // 2, ranks)
 
 
 def test_without_a_measured_link_slices_are_the_least() -> None:
@@ -60,9 +60,9 @@ def test_without_a_measured_link_slices_are_the_least() -> None:
 
 def test_the_window_holds_what_the_link_sends_between_two_looks() -> None:
     size = 200_000  # 1.1 ms on 2 ranks
-    assert credit_window(size, 2, LINK, None) == 20
+    assert credit_window(size, 2, LINK, None) == 56
     times = Times({"a": 0.5, "b": 0.45, "c": 0.1}, {})
-    assert credit_window(size, 2, LINK, times) == 320
+    assert credit_window(size, 2, LINK, times) == 956
     assert credit_window(size, 2, LINK, Times({"a": 0.5}, {})) == 4
     assert credit_window(size, 1, LINK, times) is None
     assert credit_window(size, 2, None, times) is None
