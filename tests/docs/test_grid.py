@@ -1,0 +1,114 @@
+"""docs/grid.md: its worked examples are what the program finds, and what its formulas give, worked out here a second time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpctrain.backend.kernels.graph import Node
+from hpctrain.parallel.description import LayerPart, Redistribution
+from hpctrain.parallel.layout import Kind
+from hpctrain.parallel.plan import RowUse
+from hpctrain.testing.grid_tables import Example, examples, table
+
+PAGE = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()
+EXAMPLES = {example.title.partition(",")[0]: example for example in examples()}
+Words = tuple[list[int], list[int]]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_tables_are_those_of_the_program(name: str) -> None:
+    example = EXAMPLES[name]
+    assert f"**{example.title}**\n\n" + "\n".join(table(example)) + "\n" in PAGE
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_entry_is_what_the_formulas_give(name: str) -> None:
+    example = EXAMPLES[name]
+    rows = example.plan.rows
+    samples = list(example.counts[:rows])
+    graph = example.graph(1)
+    nodes = {node.name: node for node in graph.nodes}
+    moving = 0
+    for entry in example.describe().entries:
+        found = (list(entry.traffic.forward[:rows]), list(entry.traffic.backward[:rows]))
+        if isinstance(entry, LayerPart):
+            node = nodes[entry.name]
+            read = graph.tensors[node.inputs[0]].shape[1:]
+            expected = halo(node, read, entry, sum(samples), rows)
+        else:
+            tensor = nodes[entry.reader].inputs[0] if entry.reader in nodes else graph.output
+            expected = redistribution(entry, graph.tensors[tensor].shape[1:], samples, rows)
+        assert found == expected, entry.name
+        moving += any(found[0])
+    assert moving >= 10
+
+
+def halo(node: Node, image: tuple[int, ...], layer: LayerPart, batch: int, rows: int) -> Words:
+    """B W' C times rows that others read of this rank's, and that this rank reads of others'."""
+    window = getattr(node.spec, "window", None)
+    if window is None or layer.use is not RowUse.DOMAIN or layer.kind is not Kind.ROWS or node.inputs[0] == 0:
+        return [0] * rows, [0] * rows
+    height, width, channels = image
+    (_, ho, wo, _) = layer.shape
+    (stride, stride_wide), (extent, extent_wide) = window.stride, window.extent
+    top, left = window.padding[0], window.padding[2]
+    own, made = parts(height, rows), parts(ho, rows)
+    need = [(max(0, begin * stride - top), min(height, (end - 1) * stride - top + extent)) for begin, end in made]
+    wide = min(width, (wo - 1) * stride_wide - left + extent_wide)
+    words = batch * wide * channels
+    return others(own, need, words), others(need, own, words)
+
+
+def others(mine: list[tuple[int, int]], theirs: list[tuple[int, int]], words: int) -> list[int]:
+    """By rank: what of its interval the other ranks' intervals share, times words."""
+    return [
+        words * sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for q, b in enumerate(theirs) if q != r) for r, a in enumerate(mine)
+    ]
+
+
+def redistribution(move: Redistribution, shape: tuple[int, ...], samples: list[int], rows: int) -> Words:
+    """shape: of one sample."""
+    batch, size, everyone = sum(samples), 1, range(rows)
+    for each in shape:
+        size *= each
+    channels = [(end - begin) * size // shape[-1] for begin, end in parts(shape[-1], rows)]
+    heights = [(end - begin) * size // shape[0] for begin, end in parts(shape[0], rows)]
+    whole = batch * size
+    if move.source == "parts of a sum":
+        own = [b * size for b in samples]
+        return [whole - each for each in own], [(rows - 1) * each for each in own]
+    own = {
+        "samples": [b * size for b in samples],
+        "channels": [batch * c for c in channels],
+        "rows": [batch * h for h in heights],
+    }[move.source]
+    if move.target == "everything":
+        return [(rows - 1) * each for each in own], [whole - each for each in own]
+    assert move.target == "samples"
+    split = channels if move.source == "channels" else heights
+    return [(batch - samples[r]) * split[r] for r in everyone], [samples[r] * (size - split[r]) for r in everyone]
+
+
+def parts(size: int, ranks: int) -> list[tuple[int, int]]:
+    return list(_parts(size, ranks))
+
+
+def _parts(size: int, ranks: int) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for rank in range(ranks):
+        end = begin + size // ranks + (rank < size % ranks)
+        yield begin, end
+        begin = end
+
+
+def test_batch_statistics_are_counted_by_their_formula() -> None:
+    example: Example = EXAMPLES["ResNet-50"]
+    graph = example.graph(1)
+    found = {layer.name: layer.traffic for layer in example.describe().layers}
+    norms = [node for node in graph.nodes if node.statistics]
+    assert len(norms) == 53
+    for node in norms:
+        channels = graph.tensors[node.output].shape[-1]
+        assert found[node.name].statistics_forward == (2 * (2 * channels + 1),) * 3
+        assert found[node.name].statistics_backward == (2 * 2 * channels,) * 3
