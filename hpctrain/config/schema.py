@@ -170,6 +170,9 @@ class GridConfig(Section):
     tiles: tuple[Part, Part] | None = Field(
         default=None, description="Parts [vertical, horizontal] of an image under domain, rows in all; null: [rows, 1]."
     )
+    overlap: tuple[Text, ...] = Field(
+        default=(), description="Patterns of convolutions under domain whose interior is computed while their halos travel."
+    )
 
 
 class PlanConfig(BaseModel):

@@ -73,11 +73,13 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         except ConfigError as error:
             yield path, str(error)
     names = grid.layer_names(config)
-    for pattern, use in config.plan.patterns.items() if names else ():
+    patterns: list[tuple[KeyPath, str]] = [(("plan", pattern), pattern) for pattern in config.plan.patterns]
+    patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
+    for where, pattern in patterns if names else ():
         try:
-            GridPlan(use={pattern: RowUse(use)}).check(names)
+            GridPlan(use={pattern: RowUse.DOMAIN}).check(names)
         except ConfigError as error:
-            yield ("plan", pattern), str(error)
+            yield where, str(error)
 
 
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

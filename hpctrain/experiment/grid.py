@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.config.schema import Config
@@ -22,7 +24,10 @@ def grid_plan(config: Config, cols: int) -> GridPlan:
         ConfigError: tiles that do not multiply to the rows.
     """
     use = {pattern: RowUse(each) for pattern, each in config.plan.patterns.items()}
-    return GridPlan(config.grid.rows, cols, RowUse(config.plan.default), use, config.grid.tiles)
+    patterns = config.grid.overlap
+    names = layer_names(config) if patterns else ()
+    overlapped = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return GridPlan(config.grid.rows, cols, RowUse(config.plan.default), use, config.grid.tiles, overlapped)
 
 
 def layer_names(config: Config) -> tuple[str, ...]:

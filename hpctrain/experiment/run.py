@@ -168,6 +168,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "seed": session.config.seed,
         "config": dump(session.config),
         "ranks": session.world.size,
+        "grid": describe(grid_plan(session.config, session.grid.cols)),
         **posting.keep(session, parts, directory),
     }
     content = snapshot.take(parts.network, parts.averagers, parts.shards, position, meta, keep=session.is_root)
@@ -227,6 +228,7 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
         "model": config.model.name,
         "averager": config.averager.name,
         "batch": config.batch,
+        "grid": describe(grid_plan(config, session.grid.cols)),
         "threads": session.threads.threads,
         "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
     }

@@ -41,7 +41,7 @@ MIXED = ("plan.stage1.*=domain", "plan.stage2.*=model", "plan.classifier.*=model
 
 #: number of ranks and overrides; 9 x 8 images leave some of 4 ranks with one row in stage 2
 GRIDS = {
-    "domain 2x1": (2, ("grid.rows=2", *DOMAIN)),
+    "domain 2x1": (2, ("grid={rows: 2, overlap: ['*.conv']}", *DOMAIN)),
     "model 3x1": (3, ("grid.rows=3", *MODEL)),
     "tiles 4x1": (4, ("grid={rows: 4, tiles: [2, 2]}", *DOMAIN)),
     "mixed 2x2": (4, ("grid.rows=2", *MIXED)),
@@ -170,6 +170,7 @@ def test_a_run_says_its_grid_and_traces_all_groups(job: Job, folder: Path) -> No
     run = latest(folder / "runs", "tiny")
     assert run is not None
     table = json.loads((run.path / "time_table.json").read_text())
+    assert table["grid"].startswith("2 x 2: batch, stage1.* domain")
     assert len(table["per_rank"]) == 4
     for rank in table["per_rank"]:
         spent = sum(row["compute_seconds"] + row["exposed_seconds"] for row in rank["rows"])

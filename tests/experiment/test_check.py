@@ -91,6 +91,7 @@ def test_a_sound_configuration_passes():
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 columns", "smallest batch is 3"]),
         ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "4 rows", "4 x 1"]),
         ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", "'layer3."]),
+        ("cols: 3", 'cols: 3\n  overlap: ["*.conv1", "konv1"]', 26, ["'konv1'", "nearest layer is 'conv1'"]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
         ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),

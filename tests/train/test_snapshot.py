@@ -1,0 +1,127 @@
+"""Snapshots on grids: whole tensors, whatever grid, plan and averager give and take them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.bucketed import Bucketed
+from hpctrain.averaging.sharded import Sharded
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.errors import CheckpointError
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import Network
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.testing import nets
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.train import snapshot
+from hpctrain.train.checkpoint import CheckpointContent
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.shards import Shards
+from hpctrain.train.snapshot import Position
+
+POSITION = Position(2, 3, 17, RunningSums(1.5, 4, 5, 6))
+MIXED = {
+    "plain": {"conv1": RowUse.DOMAIN, "conv2": RowUse.MODEL, "fc*": RowUse.MODEL},
+    "residual": {"*1": RowUse.DOMAIN, "layer2.*": RowUse.MODEL, "fc": RowUse.MODEL},
+}
+NETS: dict[str, Callable[[], Layer]] = {"plain": nets.plain, "residual": nets.residual}
+AVERAGERS: dict[str, Callable[..., GradientAverager]] = {
+    "blocking": Blocking,
+    "sharded": partial(Sharded, fc_exchange="never"),
+    "bucketed": partial(Bucketed, bucket_bytes=512),
+}
+GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (5, 1), (7, 1), (13, 1)]
+
+
+class Trained:
+    """What a snapshot is taken of, on one rank."""
+
+    def __init__(self, comm: ThreadCommunicator, model: Layer, plan: GridPlan, averager: Callable[..., GradientAverager]) -> None:
+        progress = virtual_engine(comm)
+        groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
+        axis = groups.row_axis(progress)
+        self.network = Network(
+            model,
+            (9, 7, 3),
+            NumpyKernelSet(),
+            dtype="float64",
+            mergers=groups.mergers(progress),
+            distribution=None if axis is None else GridDistribution(plan, axis),
+        )
+        self.averagers = {
+            name: averager(group=group, optimizer=Sgd(momentum=0.9), comm=groups.gradients[name], progress=progress)
+            for name, group in self.network.groups.items()
+        }
+        for each in self.averagers.values():
+            each.agree()
+        self.shards = Shards(self.network, groups.parts, progress)
+
+    def take(self, *, keep: bool = True) -> CheckpointContent:
+        return snapshot.take(self.network, self.averagers, self.shards, POSITION, {"ranks": 1}, keep=keep)
+
+    def put(self, content: CheckpointContent) -> Position:
+        return snapshot.put(content, self.network, self.averagers, self.shards)
+
+
+def alone(model: Layer) -> CheckpointContent:
+    """A snapshot of one rank, with random numbers for its tensors."""
+    random = np.random.default_rng(0)
+    found = run_virtual(1, lambda comm: Trained(comm, model, GridPlan(), Blocking).take())[0]
+    return CheckpointContent({key: random.standard_normal(value.shape) for key, value in found.tensors.items()}, found.meta)
+
+
+@pytest.mark.parametrize("averager", AVERAGERS)
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("default", list(RowUse))
+def test_what_is_put_is_taken_again(net: str, averager: str, default: RowUse) -> None:
+    """Up to more ranks than channels, so that some hold nothing."""
+    content = alone(NETS[net]())
+
+    def again(comm: ThreadCommunicator, plan: GridPlan) -> CheckpointContent:
+        trained = Trained(comm, NETS[net](), plan, AVERAGERS[averager])
+        assert trained.put(content) == POSITION
+        return trained.take(keep=comm.rank == 0)
+
+    use = MIXED[net] if default is RowUse.BATCH else {}
+    for rows, cols in GRIDS:
+        plan = GridPlan(rows, cols, default, use)
+        first, *others = run_virtual(rows * cols, partial(again, plan=plan), seed=rows)
+        assert first.meta == content.meta
+        assert first.tensors.keys() == content.tensors.keys()
+        for key, value in content.tensors.items():
+            assert np.array_equal(first.tensors[key], value), f"{key} on {rows} x {cols}"
+        assert all(not other.tensors for other in others)
+
+
+def test_each_rank_takes_its_part() -> None:
+    content = alone(nets.plain())
+
+    def weights(comm: ThreadCommunicator) -> np.ndarray:
+        trained = Trained(comm, nets.plain(), GridPlan(3, 1, RowUse.MODEL), Blocking)
+        snapshot.put_weights(content, trained.network, trained.shards)
+        return trained.network.parameters["fc1.weight"].data.copy()
+
+    whole = content.tensors["parameters/fc1.weight"]  # (72, 11)
+    for part, columns in zip(run_virtual(3, weights), (slice(0, 4), slice(4, 8), slice(8, 11)), strict=True):
+        assert np.array_equal(part, whole[:, columns])
+
+
+def test_a_snapshot_of_another_model_is_refused_by_its_whole_shape() -> None:
+    content = alone(nets.plain(classes=6))
+
+    def put(comm: ThreadCommunicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            Trained(comm, nets.plain(), GridPlan(2, 1, RowUse.MODEL), Blocking).put(content)
+        return str(caught.value)
+
+    for message in run_virtual(2, put):
+        assert "parameters/fc2.weight has shape (11, 6) in the checkpoint and (11, 5) here" in message
