@@ -165,7 +165,7 @@ def _row_schedules(task: Task, row: int, link: LinkModel) -> list[GroupSchedule]
     progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
     groups = _groups(task, row, progress)
     world = _imagined(0, plan.rows * plan.cols)
-    norms = JointNorms(world, progress) if len(groups) > 1 else None
+    norms = JointNorms(world, progress) if MODEL in groups else None
     optimizer = _Unbound(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options))
     known = {"nominal_batch": config.batch, "micro_batches": config.micro_batches, "norms": norms}
     accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters

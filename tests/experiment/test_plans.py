@@ -1,5 +1,6 @@
 """Schedules planned without ranks are those that ranks agree on."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hpctrain.config.load import load
 from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
 from hpctrain.experiment.plans import Task, averaging_bytes, group_schedules, prepare
 from hpctrain.models import catalogue
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import MODEL, Network
 from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.testing.virtual import run_virtual, virtual_engine
@@ -25,6 +26,7 @@ STRATEGIES = (
     "averager={name: sharded, bucket_bytes: 4096}",
     "averager={name: sharded, bucket_bytes: 4096, fc_exchange: never, window: 2}",
     "averager={name: bucketed, bucket_bytes: 4096}",
+    "averager={name: priority, slice_parameters: 2000, window: 3}",
     "averager=overlap",
 )
 
@@ -53,8 +55,9 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedul
     model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
     distribution = None if axis is None else GridDistribution(plan, axis)
     network = Network(model, task.image_shape, task.kernels, dtype=config.dtype, distribution=distribution)
-    norms = JointNorms(groups.samples, progress) if len(network.groups) > 1 else None
+    norms = JointNorms(groups.samples, progress) if MODEL in network.groups else None
     given = {"nominal_batch": config.batch, "norms": norms}
+    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
     schedules: dict[str, Schedule | None] = {}
     averagers = {}
     for name, group in network.groups.items():
@@ -65,7 +68,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedul
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
             comm=groups.gradients[name],
             progress=progress,
-            **{key: value for key, value in given.items() if key != "nominal_batch" or config.averager.name == "sharded"},
+            **{key: value for key, value in given.items() if key in accepted},
         )
     for name, averager in averagers.items():
         averager.agree()
