@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
@@ -111,6 +112,8 @@ def train(
         mergers=groups.mergers(progress),
         distribution=distribution,
     )
+    if len(network.groups) > 1:
+        options = {**options, "norms": JointNorms(comm, progress)}
     averagers = {
         name: averager(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **options)
         for name, group in network.groups.items()

@@ -17,6 +17,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.testing import nets
 from hpctrain.testing.averaging import STRATEGIES
 from hpctrain.testing.training import Result, Task, distance, train
@@ -56,6 +57,23 @@ def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
     """37 samples in batches of 8 on 3 ranks, in 3 passes each: the last batch of an epoch leaves passes without a sample."""
     for result in _together(replace(MICRO, micro_batches=3), strategy, 3):
         assert distance(result.parameters, _one_large_batch().parameters) < 1e-10
+
+
+SPLIT = replace(MICRO, model=nets.plain)
+
+
+@cache
+def _undivided() -> Result:
+    return _alone(SPLIT)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("strategy", ["blocking", "bucketed", "sharded", "sharded, exchange", "priority"])
+def test_split_layers_clip_and_scale_as_whole_ones_do(strategy: str, grid: tuple[int, int]) -> None:
+    """Blocks of the second convolution and of the first linear layer lie in the rows of a grid; all else is on every rank."""
+    plan = GridPlan(*grid, RowUse.BATCH, {"conv2": RowUse.MODEL, "fc1": RowUse.MODEL})
+    for result in _together(replace(SPLIT, plan=plan), strategy, grid[0] * grid[1]):
+        assert distance(result.parameters, _undivided().parameters) < 1e-10
 
 
 def _median_distance(ours: Result, exact: Result) -> float:
