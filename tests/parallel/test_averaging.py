@@ -1,0 +1,61 @@
+"""Split layers beside every averaging strategy, scheduled adversarially: no deadlock, and the result of one rank.
+
+Runs HPCTRAIN_GRID_SEEDS seeds of each strategy on each grid (`make grid-seeds`: 20, which is 200 in all).
+"""
+
+import os
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import pytest
+
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.lazy import Lazy
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.testing import nets
+from hpctrain.testing.averaging import STRATEGIES
+from hpctrain.testing.grid_matrix import alone
+from hpctrain.testing.training import Result, Task, distance, train
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+SEEDS = int(os.environ.get("HPCTRAIN_GRID_SEEDS", "1"))
+GRIDS = [(2, 2), (3, 2)]
+_D, _M, _B = RowUse.DOMAIN, RowUse.MODEL, RowUse.BATCH
+NETS = {
+    "plain": (partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
+    "residual": (nets.residual, {"layer2.*": _M, "fc": _M}),
+}
+
+
+def _task(net: str) -> Task:
+    """9 x 7 images; five samples a step, then four: on six ranks some have none."""
+    optimizer = partial(Sgd, momentum=0.9, nesterov=True, weight_decay=1e-2)
+    return Task(NETS[net][0], NumpyKernelSet(), optimizer, samples=9, batch=5, steps=4)
+
+
+@lru_cache
+def _expected(net: str) -> Result:
+    return alone(_task(net))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
+def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    rows, cols = grid
+    for seed in range(SEEDS):
+        net = tuple(NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
+        layers = frozenset({"conv1", "layer1.conv1", "layer1.conv2"} if seed % 3 == 0 else ())
+        use = {} if kind is Lazy else NETS[net][1]  # lazy averaging takes one group of parameters: no MODEL
+        task = replace(_task(net), plan=GridPlan(rows, cols, _D, use, overlapped=layers))
+
+        def program(comm: ThreadCommunicator, task: Task = task) -> Result:
+            return train(task, comm, virtual_engine(comm), kind, **options)
+
+        for result in run_virtual(rows * cols, program, seed=1000 * rows + seed, deadline_seconds=120):
+            assert distance(result.parameters, _expected(net).parameters) < 1e-10, f"{net}, seed {seed}"
+            if result.statistics:
+                assert distance(result.statistics, _expected(net).statistics) < 1e-10, f"{net}, seed {seed}"
