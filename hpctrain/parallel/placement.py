@@ -154,12 +154,27 @@ def _domain(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: Settin
 def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, setting: Setting) -> Placement:
     writes = layout.rows(output, setting.tiles)
     reaches = [window_reach(window, (x.shape[1], x.shape[2]), (box[1], box[2])) for box in writes.boxes]
+    if x.kind is Kind.ROWS:
+        reaches = [
+            (vertical, horizontal)
+            if vertical.ceil or horizontal.ceil  # of both dims, where the tail would give another window
+            else (_with_tail(vertical, own[1], window.stride[0]), _with_tail(horizontal, own[2], window.stride[1]))
+            for (vertical, horizontal), own in zip(reaches, x.boxes, strict=True)
+        ]
     boxes = []
     for vertical, horizontal in reaches:
         box = replace_dim(whole(x.shape), 1, (vertical.start, vertical.stop))
         boxes.append(replace_dim(box, 2, (horizontal.start, horizontal.stop)))
     specs = tuple(_with_reach(spec, window, vertical, horizontal) for vertical, horizontal in reaches)
     return Placement((layout.needed(x.shape, boxes),), writes, specs)
+
+
+def _with_tail(reach: Reach, own: Interval, stride: int) -> Reach:
+    """Own elements behind the last window are read along, where that gives no further window: then nothing need be copied."""
+    ends_inside = reach.start < reach.stop < own[1] and reach.after == 0
+    if ends_inside and reach.start == own[0] and own[1] - reach.stop < stride:
+        return replace(reach, stop=own[1])
+    return reach
 
 
 def _with_reach(spec: Windowed, window: Window, vertical: Reach, horizontal: Reach) -> Spec:
