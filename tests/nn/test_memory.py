@@ -11,7 +11,10 @@ def _blocks(draw: st.DrawFn) -> list[Block]:
     found = []
     for _ in range(draw(st.integers(0, 25))):
         first = draw(st.integers(0, 30))
-        found.append(Block(draw(st.integers(0, 5000)), first, first + draw(st.integers(0, 12))))
+        last = first + draw(st.integers(0, 12))
+        second = last + draw(st.integers(1, 9))
+        again = draw(st.sampled_from([None, (second, second + draw(st.integers(0, 5)))]))  # live, free, and live once more
+        found.append(Block(draw(st.integers(0, 5000)), first, last, again))
     return found
 
 
@@ -36,6 +39,27 @@ def test_the_arena_is_between_the_bound_and_the_sum(blocks: list[Block]) -> None
 def test_a_chain_reuses_two_buffers() -> None:
     chain = [Block(1024, k, k + 1) for k in range(10)]
     assert pack(chain)[1] == 2048
+
+
+def test_memory_between_two_spans_is_used() -> None:
+    """What is made again for backward leaves its memory to others in between, and to nobody while it lives."""
+    twice, between, first, second = Block(1024, 0, 1, (8, 9)), Block(1024, 2, 7), Block(1024, 1, 2), Block(1024, 7, 8)
+    assert pack([twice, between])[1] == 1024
+    for other in (first, second):
+        assert twice.meets(other)
+        assert other.meets(twice)
+        assert pack([twice, other])[1] == 2048
+    assert not twice.meets(between)
+    assert lower_bound([twice, between]) == 1024
+    assert lower_bound([twice, first, second]) == 2048
+
+
+@given(_blocks())
+def test_blocks_meet_where_a_time_slot_is_in_both(blocks: list[Block]) -> None:
+    slots = [{t for low, high in block.spans for t in range(low, high + 1)} for block in blocks]
+    for a, mine in zip(blocks, slots, strict=True):
+        for b, theirs in zip(blocks, slots, strict=True):
+            assert a.meets(b) == bool(mine & theirs)
 
 
 def test_packing_is_the_same_every_time() -> None:

@@ -1,0 +1,48 @@
+"""All communicators of a grid: who is in them, and whose samples they count."""
+
+import pytest
+
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 1), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_per_node: int | None) -> None:
+    ranks = rows * cols
+
+    def program(comm: ThreadCommunicator) -> tuple[int, dict[str, list[int]]]:
+        groups = GridGroups(ProcessGrid(comm, rows, cols))
+        found = {name: group.allgather_object(groups.position) for name, group in groups.gradients.items()}
+        found["messages"] = groups.messages.allgather_object(groups.position)
+        axis = groups.row_axis(virtual_engine(comm))
+        assert (axis is None) == (rows == 1)
+        assert axis is None or (axis.rank, axis.size) == (groups.row, rows)
+        assert set(groups.mergers(virtual_engine(comm))) == ({"world"} if rows == 1 else {"world", "row", "column"})
+        return groups.position, found
+
+    results = run_virtual(ranks, program, ranks_per_node=ranks_per_node)
+    assert sorted(position for position, _ in results) == list(range(ranks))
+    for position, found in results:
+        row, col = position % rows, position // rows
+        assert found["all"] == found["messages"] == list(range(ranks))
+        if rows > 1:
+            assert found["model"] == [row + rows * each for each in range(cols)]
+            assert col == position // rows
+        else:
+            assert "model" not in found
+
+
+def test_counts_of_columns() -> None:
+    counts = (3, 2, 2, 2, 1, 0)
+
+    def program(comm: ThreadCommunicator) -> tuple[tuple[int, ...], list[int], list[int]]:
+        groups = GridGroups(ProcessGrid(comm, 3, 2))
+        return groups.column_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
+
+    for rank, (column, every, model) in enumerate(run_virtual(6, program)):
+        assert column == ((3, 2, 2) if rank < 3 else (2, 1, 0))
+        assert every == list(counts)
+        assert model == [7, 3]

@@ -1,0 +1,91 @@
+"""Convolutions in three parts: the interior reads own rows only, the edges the rest, and together they are the whole."""
+
+import random
+
+import pytest
+
+from hpctrain.backend.kernels.graph import Node
+from hpctrain.backend.kernels.specs import Conv2dSpec, PoolSpec, TensorSpec, Window
+from hpctrain.parallel import layout
+from hpctrain.parallel.boxes import shape_of
+from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, split_interior
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.placement import Placement, Setting, place
+from hpctrain.parallel.plan import RowUse
+
+
+def _split(
+    spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]
+) -> tuple[InteriorSplit | None, Placement, Layout]:
+    ranks = tiles[0] * tiles[1]
+    own = layout.rows(shape, tiles)
+    output = spec.output(TensorSpec(shape, "float64")).shape
+    setting = Setting((shape[0], *(0,) * (ranks - 1)), tiles)
+    placement = place(Node("conv", spec, (0,), 1), [own], output, RowUse.DOMAIN, setting)
+    return split_interior(spec, placement, own), placement, own
+
+
+def _convolution(kernel: int, stride: int, padding: int) -> Conv2dSpec:
+    return Conv2dSpec(2, 3, Window((kernel, 3), (stride, 1), (padding, padding, 1, 1)))
+
+
+def test_random_convolutions_are_cut_into_what_they_are() -> None:
+    chance = random.Random(0)
+    found = 0
+    for _ in range(300):
+        kernel, stride = chance.randint(1, 7), chance.randint(1, 3)
+        spec = _convolution(kernel, stride, chance.randint(0, kernel))
+        ranks, shape = chance.randint(2, 5), (2, chance.randint(kernel, 40), 5, 2)
+        split, placement, own = _split(spec, shape, (ranks, 1))
+        if split is None:
+            continue
+        found += 1
+        for rank in range(ranks):
+            rows = [part.writes.boxes[rank][1] for part in (split.top, split.interior, split.bottom)]
+            whole = placement.writes.boxes[rank][1]
+            assert [r for part in rows for r in range(*part)] == list(range(*whole))
+            assert rows[1][0] < rows[1][1]  # something is computed while halos travel
+            assert split.interior.reads.boxes[rank] == own.boxes[rank]
+            for part in (split.top, split.interior, split.bottom):
+                x = TensorSpec(shape_of(part.reads.boxes[rank]), "float64")
+                assert part.specs[rank].output(x).shape == shape_of(part.writes.boxes[rank])
+    assert found > 60
+
+
+def test_a_halo_of_one_row_leaves_all_others_to_the_interior() -> None:
+    split, _, _ = _split(_convolution(3, 1, 1), (1, 12, 5, 2), (3, 1))
+    assert split is not None
+    assert [box[1] for box in split.interior.writes.boxes] == [(0, 3), (5, 7), (9, 12)]
+    assert [box[1] for box in split.top.reads.boxes] == [(0, 0), (3, 6), (7, 10)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "tiles"),
+    [
+        (_convolution(1, 1, 0), (1, 12, 5, 2), (3, 1)),  # no halo
+        (_convolution(7, 1, 3), (1, 9, 5, 2), (3, 1)),  # no rank has an interior
+        (_convolution(3, 1, 1), (1, 2, 5, 2), (3, 1)),  # a rank has no row
+        (_convolution(3, 1, 1), (1, 12, 8, 2), (2, 2)),  # split in width too
+        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1)),  # a pool
+    ],
+)
+def test_what_is_left_whole(spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]) -> None:
+    assert _split(spec, shape, tiles)[0] is None
+
+
+@pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.BATCH])
+def test_other_uses_are_left_whole(use: RowUse) -> None:
+    spec, shape = _convolution(3, 1, 1), (2, 12, 5, 2)
+    own = layout.rows(shape, (2, 1))
+    placement = place(Node("conv", spec, (0,), 1), [own], (2, 12, 5, 3), use, Setting((1, 1), (2, 1)))
+    assert split_interior(spec, placement, own) is None
+
+
+def test_windows_that_lie_in_the_padding_beside_the_image_are_left_whole() -> None:
+    spec = Conv2dSpec(2, 3, Window((3, 4), (1, 3), (1, 1, 4, 0)))
+    assert _split(spec, (1, 12, 1, 2), (2, 1))[0] is None
+
+
+def test_joined_rows_add_up() -> None:
+    parts = [TensorSpec((2, rows, 5, 3), "float64") for rows in (0, 4, 1)]
+    assert JoinRowsSpec().output(*parts).shape == (2, 5, 5, 3)
