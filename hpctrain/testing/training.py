@@ -17,7 +17,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share, cut
 from hpctrain.data.sampler import Sampler, counts, part_of
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.boxes import Box
 from hpctrain.parallel.distribution import GridDistribution
@@ -112,7 +112,7 @@ def train(
         mergers=groups.mergers(progress),
         distribution=distribution,
     )
-    if len(network.groups) > 1:
+    if MODEL in network.groups:
         options = {**options, "norms": JointNorms(comm, progress)}
     averagers = {
         name: averager(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **options)

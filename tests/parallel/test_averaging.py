@@ -9,10 +9,13 @@ from functools import lru_cache, partial
 
 import pytest
 
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.lazy import Lazy
+from hpctrain.averaging.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
 from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.testing import nets
@@ -59,3 +62,26 @@ def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, 
             assert distance(result.parameters, _expected(net).parameters) < 1e-10, f"{net}, seed {seed}"
             if result.statistics:
                 assert distance(result.statistics, _expected(net).statistics) < 1e-10, f"{net}, seed {seed}"
+
+
+OPTIMIZERS = {
+    "lars, clipping": partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
+    "clipping": partial(Sgd, momentum=0.9, nesterov=True, clip_norm=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", [Blocking, Sharded])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: type[GradientAverager]) -> None:
+    """Layer by layer, and of all gradients; with all layers split, some, and none."""
+    for net, (model, mixed) in NETS.items():
+        task = Task(model, NumpyKernelSet(), OPTIMIZERS[optimizer], samples=9, batch=5, steps=4)
+        expected = alone(task)
+        for plan in (GridPlan(2, 2, _M), GridPlan(3, 1, _D, mixed), GridPlan(2, 1, _D)):
+            found = replace(task, plan=plan)
+
+            def program(comm: ThreadCommunicator, task: Task = found) -> Result:
+                return train(task, comm, virtual_engine(comm), kind)
+
+            for result in run_virtual(plan.rows * plan.cols, program, seed=1):
+                assert distance(result.parameters, expected.parameters) < 1e-10, (net, plan)
