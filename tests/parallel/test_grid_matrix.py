@@ -56,7 +56,7 @@ def test_the_matrix_has_every_grid_net_and_plan() -> None:
         assert all((plan.rows, plan.cols) == (rows, cols) for plan in made)
 
 
-@pytest.mark.parametrize(("grid", "kind"), [((2, 1), "mixed"), ((3, 1), "domain"), ((2, 2), "model"), ((4, 1), "tiles")], ids=str)
+@pytest.mark.parametrize(("grid", "kind"), [((3, 1), "domain"), ((2, 2), "model"), ((4, 1), "tiles")], ids=str)
 def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: str) -> None:
     """By the median over tensors of relative L2 distance, on oneDNN: gradients, and parameters after five steps. In the deeper
     network a kink that float32 flips decides the latter, on one rank too, so there only the first gradients are compared."""
@@ -75,8 +75,7 @@ def _median_distance(found: Result, exact: Result, field: str) -> float:
     return float(np.median(relative_distances(getattr(found, field), getattr(exact, field))))
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
-@pytest.mark.parametrize("kind", ["domain", "model", "mixed"])
+@pytest.mark.parametrize(("kind", "micro_batches"), [("domain", 3), ("model", 2), ("mixed", 3)])
 def test_micro_batches(kind: str, micro_batches: int) -> None:
     """Without batch norm they add up to the same gradients; micro-batches of some ranks have no samples."""
     net = NETS["vgg16"]
@@ -93,8 +92,9 @@ def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
     """Two samples a step on six ranks, then one."""
     net = NETS["vgg16"]
     task = replace(net.task(), samples=3, batch=2, steps=4)
+    expected = alone(task)
     for result in on_virtual_ranks(replace(task, plan=plan_of(net, kind, 3, 2))):
-        assert compare(result, alone(task)).largest <= TOLERANCE
+        assert compare(result, expected).largest <= TOLERANCE
 
 
 def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
