@@ -69,6 +69,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             "variants": variants,
             "rounds": chosen.rounds,
             "steps": chosen.steps,
+            "averager": averager_of(chosen),
             "deadline_seconds": 120.0,
             "out": str(out),
         }
@@ -85,8 +86,14 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             running.wait("job")
         result = json.loads(out.read_text())
     where = f"{chosen.hosts} hosts at {chosen.rate}" if chosen.rate else "shared memory"
-    known = {"what": chosen.what, "model": chosen.model, "where": where, "kernels": chosen.kernels, "rounds": chosen.rounds}
+    known: dict[str, Any] = {name: getattr(chosen, name) for name in ("what", "model", "kernels", "rounds")}
+    known |= {"where": where, "averager": averager_of(chosen)}
     return {**known, "machine": machine(), "variants": variants, **result}
+
+
+def averager_of(chosen: argparse.Namespace) -> str:
+    """Halos are measured beside an averager that sends nothing under forward and backward: the link is theirs alone."""
+    return str(chosen.averager or ("blocking" if chosen.what == "halos" else "sharded"))
 
 
 def column(turns: Sequence[Sequence[dict[str, Any]]], key: str) -> list[float]:
@@ -98,8 +105,8 @@ def report(result: dict[str, Any]) -> str:
     """A table in Markdown."""
     ranks, cores = result["ranks"], result["machine"]["cores"]
     head = f"{result['model']} ({result['shape']['pixels']} px, {result['shape']['batch']} images a rank), {ranks} ranks, "
-    head += f"{result['where']}, kernels {result['kernels']}, {result['mpi']}, {result['rounds']} rounds, "
-    head += f"load {result['machine']['load']:.1f}"
+    head += f"{result['where']}, kernels {result['kernels']}, averager {result['averager']}, {result['mpi']}, "
+    head += f"{result['rounds']} rounds, load {result['machine']['load']:.1f}"
     if ranks > cores:
         head += f"; {ranks} ranks on {cores} cores: oversubscribed, no speed-up is to be read from it"
     first = next(iter(result["turns"]))
@@ -136,6 +143,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--kernels", default="onednn", choices=["onednn", "numpy"])
+    parser.add_argument("--averager", choices=["blocking", "sharded"], help="sharded for grids, blocking for halos by default")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch", type=int, help="images per rank")

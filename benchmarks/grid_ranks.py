@@ -18,6 +18,8 @@ import numpy as np
 
 from benchmarks.overlap_ranks import cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.sharded import Sharded
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm import mpi
@@ -56,7 +58,7 @@ class Variant:
     """One grid, ready to step."""
 
     network: Network
-    averagers: Mapping[str, Sharded]
+    averagers: Mapping[str, GradientAverager]
     step: TrainingStep
     message: SmallMessage
     batch: Batch
@@ -109,10 +111,12 @@ class Rank:
             model, (side, side, 3), self._kernels, mergers=groups.mergers(progress), distribution=distribution
         )
         total = self._shape.batch * self.world.size
-        averagers = {
-            name: Sharded(group, Sgd(momentum=0.9), groups.gradients[name], progress, nominal_batch=total)
-            for name, group in network.groups.items()
-        }
+        averagers: dict[str, GradientAverager] = {}
+        for name, group in network.groups.items():
+            if self._settings["averager"] == "blocking":
+                averagers[name] = Blocking(group, Sgd(momentum=0.9), groups.gradients[name], progress)
+            else:
+                averagers[name] = Sharded(group, Sgd(momentum=0.9), groups.gradients[name], progress, nominal_batch=total)
         for averager in averagers.values():
             averager.agree()
         message = SmallMessage(groups.messages, progress, network.statistics.size)
