@@ -13,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpctrain.comm import objects
 from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import ProgressEngine
@@ -136,6 +138,8 @@ class MpiCommunicator:
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
         assert (send.size, recv.size, send.dtype) == (sum(send_counts), sum(recv_counts), recv.dtype)
+        # Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
+        send, recv = (buffer if buffer.size else np.empty(1, buffer.dtype)[:0] for buffer in (send, recv))
         request = self._comm.Ialltoallv(self._parts(send, send_counts), self._parts(recv, recv_counts))
         return MpiHandle(request, "all-to-all", send.size)
 

@@ -77,6 +77,20 @@ def test_all_to_all_transposes(world: Communicator, progress: ProgressEngine, dt
     np.testing.assert_array_equal(recv, np.concatenate(expected))
 
 
+@pytest.mark.parallel(RANKS)
+def test_all_to_all_in_one_memory_where_some_send_or_receive_nothing(world: Communicator, progress: ProgressEngine) -> None:
+    ranks = range(world.size)
+    memory = np.zeros(12 * world.size)
+    for sender in ranks:  # one rank to all others, then all others to it: empty buffers begin where full ones do
+        for sends in ([r == sender for r in ranks], [r != sender for r in ranks]):
+            out = [3 if sends[world.rank] and not sends[r] else 0 for r in ranks]
+            into = [3 if sends[r] and not sends[world.rank] else 0 for r in ranks]
+            send, recv = memory[: sum(out)], memory[sum(out) : sum(out) + sum(into)]
+            send[...], recv[...] = world.rank + 1, 0
+            _wait(progress, world.ialltoall(send, recv, out, into))
+            np.testing.assert_array_equal(recv, np.repeat(np.arange(world.size) + 1.0, into))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parallel(RANKS)
 def test_broadcast_from_every_root(world: Communicator, progress: ProgressEngine, dtype: str) -> None:
