@@ -85,15 +85,18 @@ def _append(pieces: list[Piece], peer: int, box: tuple[tuple[int, int], ...] | N
 def moved(source: Layout, target: Layout) -> tuple[int, ...]:
     """Elements that each rank hands to the communicator in one move; its adjoint hands over what the move received."""
     ranks = range(len(source.boxes))
-    common = ([intersect(source.boxes[rank], target.boxes[peer]) for peer in ranks if peer != rank] for rank in ranks)
-    return tuple(sum(size_of(box) for box in boxes if box is not None) for boxes in common)
+    return tuple(sum(_shared(source, target, rank, peer) for peer in ranks if peer != rank) for rank in ranks)
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
     """Elements that each rank hands over in the adjoint: those that the move brought it."""
     ranks = range(len(source.boxes))
-    common = ([intersect(source.boxes[peer], target.boxes[rank]) for peer in ranks if peer != rank] for rank in ranks)
-    return tuple(sum(size_of(box) for box in boxes if box is not None) for boxes in common)
+    return tuple(sum(_shared(source, target, peer, rank) for peer in ranks if peer != rank) for rank in ranks)
+
+
+def _shared(source: Layout, target: Layout, owner: int, reader: int) -> int:
+    box = intersect(source.boxes[owner], target.boxes[reader])
+    return 0 if box is None else size_of(box)
 
 
 class Exchange:
@@ -123,11 +126,7 @@ class Exchange:
 
     def finish(self, ticket: Ticket, x: np.ndarray, y: np.ndarray, kept: np.ndarray | None = None) -> None:
         """Fill the target y; the copy of what is here already hides some of the wait. kept: gets what came from others."""
-        if self.transfer.gaps:
-            y[...] = 0
-        if self.transfer.local is not None:
-            here, there = self.transfer.local
-            y[there] = x[here]
+        self._copy_local(x, y)
         self._axis.wait(ticket)
         _unpack(self.target_side, self.transfer.receives, y)
         if kept is not None:
@@ -135,12 +134,15 @@ class Exchange:
 
     def rebuild(self, x: np.ndarray, y: np.ndarray, kept: np.ndarray) -> None:
         """Fill y again from x and what `finish` kept. Not collective."""
+        self._copy_local(x, y)
+        _unpack(kept, self.transfer.receives, y)
+
+    def _copy_local(self, x: np.ndarray, y: np.ndarray) -> None:
         if self.transfer.gaps:
             y[...] = 0
         if self.transfer.local is not None:
             here, there = self.transfer.local
             y[there] = x[here]
-        _unpack(kept, self.transfer.receives, y)
 
     def start_adjoint(self, dy: np.ndarray) -> Ticket:
         """Send the gradients of received elements back to their owners."""
