@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.overlap_ranks import cpu_seconds, sent_bytes
+from benchmarks.process import cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.blocking import Blocking

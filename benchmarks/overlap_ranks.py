@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import resource
 import socket
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.backend import make_backend
@@ -314,31 +313,6 @@ class Peer:
             raise ConnectionError("PyTorch's rank has ended.")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def sent_bytes() -> int:
-    """What eth0 has sent; 0 where there is no eth0."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
-            return int(numbers.split()[8])
-    return 0
-
-
-def be_nice(nice: int) -> None:
-    """Among all processes of the machine. Where the scheduler groups sessions, a process's own value counts in its session only,
-    and the launcher gives each rank a session."""
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-        group = Path("/proc/self/autogroup")
-        if group.exists():
-            group.write_text(str(nice))
-
-
-def cpu_seconds() -> float:
-    """Of this process, all threads, in user and kernel mode."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def measure(rank: Rank) -> dict[str, Any]:
