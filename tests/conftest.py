@@ -6,8 +6,11 @@ Tests with ranks run as `mpiexec -n N python -m mpi4py -m pytest -m "parallel[N]
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -97,9 +100,26 @@ class RankAgreement:
         self._waits.wait_handle(self._comm.ibarrier(), "the end of the tests")
 
 
+class TemporaryDirectories:
+    """Gives every rank a root of its own: where ranks share one and pytest tidies up, they remove each other's directories."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if config.option.basetemp is None:
+            root = tempfile.mkdtemp(prefix="hpctrain-tests-")
+            config.option.basetemp = os.path.join(root, "base")  # pytest makes it, and insists that it is new
+            config.add_cleanup(functools.partial(shutil.rmtree, root, ignore_errors=True))
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """With several ranks: see to their directories before pytest does. MPI has not started here, so the launcher tells."""
+    if (detect(os.environ).expected_size or 1) > 1:
+        pluginmanager.register(TemporaryDirectories(), "temporary-directories")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """With several ranks: silence all but rank 0. MPI has not started here, so the launcher tells."""
+    """With several ranks: silence all but rank 0."""
     launcher = detect(os.environ)
     if launcher.rank:
         config.pluginmanager.unregister(name="terminalreporter")
