@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
@@ -22,6 +22,11 @@ class Block:
         """The intervals of time slots in which it is live."""
         return ((self.first, self.last),) if self.again is None else ((self.first, self.last), self.again)
 
+    @property
+    def slots(self) -> int:
+        """In how many time slots it is live."""
+        return sum(last - first + 1 for first, last in self.spans)
+
     def meets(self, other: Block) -> bool:
         """True where some time slot belongs to both."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
@@ -34,13 +39,32 @@ def _round_up(size_bytes: int) -> int:
 def pack(blocks: Sequence[Block]) -> tuple[list[int], int]:
     """Byte offsets of the blocks and the size of the arena; blocks that live at one time never overlap.
 
-    Greedy by size, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset
-    calculation"); offsets are multiples of 64 bytes. Deterministic, so the same on every rank.
+    Greedy, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset calculation"), by
+    size, by size times life and by life, whichever needs least. Offsets are multiples of 64 bytes. Deterministic, so the same on
+    every rank.
     """
+    orders: tuple[Callable[[Block], tuple[int, ...]], ...] = (
+        lambda block: (-block.size_bytes,),
+        lambda block: (-block.size_bytes * block.slots,),
+        lambda block: (-block.slots, -block.size_bytes),
+    )
+    bound = lower_bound(blocks)
+    best: tuple[list[int], int] | None = None
+    for order in orders:
+        found = _pack(blocks, order)
+        if best is None or found[1] < best[1]:
+            best = found
+        if best[1] == bound:
+            break
+    assert best is not None
+    return best
+
+
+def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]]) -> tuple[list[int], int]:
     offsets = [0] * len(blocks)
     placed: list[tuple[int, int, Block]] = []  # (offset, end, block), by offset
     arena = 0
-    for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].size_bytes, i)):
+    for index in sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)):
         block = blocks[index]
         size = _round_up(block.size_bytes)
         offset = _best_gap(placed, block, size)

@@ -218,9 +218,9 @@ def _share_gradients(plan: ExecutionPlan) -> None:
 
 
 def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
-    """Blocks by ("activation" | "gradient" | "saved" | "partial", number): tensors by storage, saved and partial by step.
+    """Blocks by ("activation" | "gradient" | "saved", number): tensors by storage, what operators keep by step.
 
-    "partial" holds the gradient of a step's input that must be added to what an earlier step of backward wrote.
+    Time slots: k is step k forward, 2 n - k the same backward, for n steps; n is the loss.
     """
     n = len(plan.steps)
     again: dict[int, list[int]] = {}

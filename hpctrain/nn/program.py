@@ -191,7 +191,7 @@ class _Binder:
         grads: list[Array | None] = []
         accumulate: list[bool] = []
         partials: list[tuple[Array, Array]] = []
-        partial_at = self._arena.partial_at
+        partial_at = self._arena.offsets.get(("partial", k), 0)
         for i, tensor in enumerate(step.inputs):
             if not plan.needs_grad[tensor]:
                 grads.append(None)
@@ -237,8 +237,8 @@ class _Binder:
                 parameters={role: parameter.data for role, parameter in own.items()},
                 gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if plan.training else {},
                 statistics=statistics,
-                saved=self._bytes(self._arena.offsets["saved", k], operator.saved_bytes) if operator.saved_bytes else None,
-                scratch=self._bytes(self._arena.scratch_at, self._arena.scratch_bytes) if operator.scratch_bytes else None,
+                saved=self._own("saved", k, operator.saved_bytes),
+                scratch=self._own("scratch", k, operator.scratch_bytes),
                 merger=self._merger(step),
             )
         )
@@ -272,6 +272,10 @@ class _Binder:
         if not step.operator.gives_factors or not self._plan.training:
             return None
         return self.activation(step.inputs[0]), self.gradient(step.output)
+
+    def _own(self, kind: str, k: int, size: int) -> Array | None:
+        """What step k has to itself."""
+        return self._bytes(self._arena.offsets[kind, k], size) if size else None
 
     def _bytes(self, offset: int, size: int) -> Array:
         return self._memory[offset : offset + size]

@@ -8,10 +8,14 @@ _ALIGNMENT_BYTES = 64
 
 
 class Regions:
-    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold."""
+    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold.
 
-    def __init__(self) -> None:
-        self.total_bytes = 0
+    Args:
+        begin: where the first part lies, a multiple of 64.
+    """
+
+    def __init__(self, begin: int = 0) -> None:
+        self.total_bytes = begin
 
     def add(self, size_bytes: int) -> slice:
         """The place of the next part."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,9 +24,9 @@ from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engi
 from hpctrain.backend.kernels.onednn.geometry import convolution_geometry
 from hpctrain.backend.kernels.onednn.layouts import vector
 from hpctrain.backend.kernels.onednn.memory import allocate
-from hpctrain.backend.kernels.onednn.regions import Regions
 from hpctrain.backend.kernels.onednn.reorder import Copy
-from hpctrain.backend.kernels.specs import Edges, Pair, Window
+from hpctrain.backend.kernels.onednn.tiling import Room, Scratch, Tiling
+from hpctrain.backend.kernels.specs import Pair, Window
 
 Work = Callable[[], object]
 
@@ -36,63 +35,6 @@ _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.floa
 _AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
 
 _BIAS_POSITION = 5  # tile position (1, 1): adds to all four outputs alike, and is the sum of all four of dy
-_CHUNK_BYTES = 32 << 20  # of tiles in work at once: enough to keep the kernels busy, few enough to stay in the last cache
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """y (N, Ho, Wo, K) from x (N, H, W, C), both in blocks of `block` channels, kernel 3x3, stride 1."""
-
-    batch: int
-    size: Pair
-    channels_in: int
-    channels_out: int
-    padding: Edges
-    block: int
-    tag: str  # oneDNN's name of the format
-
-    @property
-    def output_size(self) -> Pair:
-        top, bottom, left, right = self.padding
-        return self.size[0] + top + bottom - 2, self.size[1] + left + right - 2
-
-    @property
-    def tiles(self) -> Pair:
-        """Rows and columns of 2x2 outputs, the last ones perhaps over the edge."""
-        height, width = self.output_size
-        return -(-height // 2), -(-width // 2)
-
-    @property
-    def padded(self) -> Pair:
-        """Rows and columns that the tiles read."""
-        return 2 * self.tiles[0] + 2, 2 * self.tiles[1] + 2
-
-    def count(self, images: int) -> int:
-        """Tiles of so many images."""
-        return images * self.tiles[0] * self.tiles[1]
-
-    @property
-    def chunk(self) -> int:
-        """Images in work at once."""
-        per_image = 4 * 16 * self.count(1) * (2 * self.channels_in + self.channels_out)
-        return max(1, min(self.batch, _CHUNK_BYTES // per_image))
-
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """(first image, images), the last one perhaps smaller."""
-        for start in range(0, self.batch, self.chunk):
-            yield start, min(self.chunk, self.batch - start)
-
-    def pays(self, direct_speed: float) -> bool:
-        """Whether this beats a direct kernel that runs at the given share of the 1x1 kernels' speed.
-
-        In operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
-        weights, measured with AVX2. A rule rather than a timing, so that every rank takes the same way.
-        """
-        product = self.channels_in * self.channels_out
-        transforms = 130 * self.channels_in + 40 * self.channels_out
-        winograd = 16 * self.count(self.batch) * (2 * product + transforms) + 16 * 65 * product
-        height, width = self.output_size
-        return winograd < 18 * product * self.batch * height * width / direct_speed
 
 
 class Works:
@@ -126,36 +68,6 @@ class _Matrix:
         return self.primitive.bind({kind: (form, array) for kind, form, array in arguments}, library)
 
 
-@dataclass
-class _Room:
-    """float32 scratch: weights by tap and by tile position, the padded images, tiles before and after their transform."""
-
-    library: Array
-    taps: Array
-    weights: Array
-    bias: Array
-    padded: Array
-    plain: Array
-    left: Array
-    right: Array
-
-
-class _Scratch:
-    """Divides the scratch. `left` holds the transformed tiles of x, `right` those of y or dy."""
-
-    def __init__(self, tiling: Tiling, weight_items: int, primitives: Sequence[Primitive]) -> None:
-        tiles, channels, k = tiling.count(tiling.chunk), tiling.channels_in, tiling.channels_out
-        images = (tiling.chunk * channels * math.prod(tiling.padded), tiles * max(16 * channels, 4 * k))
-        items = (9 * weight_items, 16 * weight_items, k, *images, 16 * tiles * channels, 16 * tiles * k)
-        regions = Regions()
-        self._library = regions.add(max(primitive.scratchpad_bytes for primitive in primitives))
-        self._places = [regions.add(4 * count) for count in items]
-        self.total_bytes = regions.total_bytes
-
-    def room(self, scratch: Array) -> _Room:
-        return _Room(scratch[self._library], *(scratch[place].view(np.float32) for place in self._places))
-
-
 class _Blocks:
     """Images (count, channels, rows, columns) in blocks: strides in elements, and copies between such grids."""
 
@@ -185,7 +97,7 @@ class _Chunk:
         row = size[1] * block
         return channels * math.prod(size), size[0] * row, spread * row, spread * block
 
-    def read(self, x: Array, room: _Room) -> list[Work]:
+    def read(self, x: Array, room: Room) -> list[Work]:
         """room.left = (Bt x Bt) patches of these images."""
         tiling, count, channels = self._tiling, self.count, self._tiling.channels_in
         height, width = tiling.padded
@@ -218,7 +130,7 @@ class _Chunk:
                     tile = number * self._tiling.channels_out * self.tiles + first * self._columns * block
                     yield tile, ((2 * first + down) * width + right) * block, (count, columns)
 
-    def write(self, y: Array, room: _Room, *, relu: bool, accumulate: bool) -> list[Work]:
+    def write(self, y: Array, room: Room, *, relu: bool, accumulate: bool) -> list[Work]:
         """y = (At x At) room.right."""
         k = self._tiling.channels_out
         transform = _Matrix(self._engine, self._what, np.kron(_AT, _AT), k * self.tiles, relu=relu)
@@ -230,7 +142,7 @@ class _Chunk:
             works.append(scatter.bind(room.plain[tile:], y[start:]))
         return works
 
-    def read_gradient(self, dy: Array, room: _Room) -> list[Work]:
+    def read_gradient(self, dy: Array, room: Room) -> list[Work]:
         """room.right = (A x A) dy."""
         k = self._tiling.channels_out
         strides = self._image_strides(k, self._tiling.output_size, 2)
@@ -278,7 +190,7 @@ class _Products:
     def primitives(self) -> list[Primitive]:
         return [self.plain] if self.biased is None else [self.plain, self.biased]
 
-    def bind(self, room: _Room, bias: Array | None) -> list[Work]:
+    def bind(self, room: Room, bias: Array | None) -> list[Work]:
         tiling, works = self._tiling, list[Work]()
         names = (
             (c.ARG_SRC, c.ARG_DIFF_WEIGHTS, c.ARG_DIFF_DST, c.ARG_DIFF_BIAS)
@@ -323,7 +235,8 @@ class _Winograd:
         shape = (tiling.channels_out, tiling.channels_in, 1, 1)
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
         primitives = [each for products in self._products.values() for each in products.primitives]
-        self._scratch = _Scratch(tiling, self._items, [*primitives, *self._transforms()])
+        taps_alone = not backward or tiling.chunk == tiling.batch  # gradients of several chunks add up while tiles come and go
+        self._scratch = Scratch(tiling, self._items, [*primitives, *self._transforms()], taps_alone)
         self.scratch_bytes = self._scratch.total_bytes
 
     def _transforms(self) -> list[Primitive]:

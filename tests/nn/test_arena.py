@@ -1,0 +1,99 @@
+"""The arena: what an operator scribbles on while it runs is nobody else's, and large scratch needs little room of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.base import Operator, StepContext
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.models import catalogue
+from hpctrain.nn.arena import arrange, scratch
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.memory import lower_bound
+from hpctrain.nn.network import Network
+from hpctrain.nn.plan import ExecutionPlan, lifetimes, plan
+from hpctrain.nn.program import Program
+
+_RUNS = ("forward", "backward_parameters", "backward_input", "rebuild_output")
+BATCH = 3
+# The first has wide 3x3 convolutions, by Winograd; the others residual blocks, whose copies and batch norms run out of turn.
+NETWORKS: dict[str, tuple[Callable[[], Layer], int]] = {
+    "vgg11": (lambda: catalogue.build("vgg", {"depth": 11, "batch_norm": True, "classes": 5}), 64),
+    "resnet18": (lambda: catalogue.build("resnet", {"depth": 18, "width": 0.5, "classes": 5}), 64),
+    "resnet50": (lambda: catalogue.build("resnet", {"depth": 50, "width": 0.25, "classes": 5}), 64),
+    "resnet20": (lambda: catalogue.build("resnet20", {"classes": 5}), 32),
+}
+
+
+@pytest.fixture(params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> Network:
+    reason = available()
+    if reason is not None:
+        pytest.skip(reason)
+    build, side = NETWORKS[request.param]
+    return Network(build(), (side, side, 3), OnednnKernelSet())
+
+
+def _planned(network: Network, *, training: bool = True) -> ExecutionPlan:
+    return plan(network.graph(BATCH), network.kernels, training=training)
+
+
+def _scribbling(operator: Operator, method: str) -> Callable[..., None]:
+    run = getattr(operator, method)
+
+    def scribble(*arguments: object) -> None:
+        operator.buffers.scratch.fill(0xFF)  # not a number in float32
+        run(*arguments)
+        operator.buffers.scratch.fill(0xFF)
+
+    return scribble
+
+
+def _step(network: Network, program: Program) -> Iterator[np.ndarray]:
+    """The logits and all gradients of one training step."""
+    random = np.random.default_rng(1)
+    program.x[...] = random.standard_normal(program.x.shape)
+    yield program.forward(StepContext(step=0, sample_ids=np.arange(BATCH), global_count=BATCH)).copy()
+    program.loss(random.integers(0, 5, BATCH), BATCH)
+    program.backward()
+    yield network.groups["all"].grad.copy()
+
+
+def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> None:
+    """Filled with values that are no numbers before and after each use, it changes no bit of what anybody else reads."""
+    program = network.program(BATCH, training=True)
+    expected = list(_step(network, program))
+    having = [step.operator for step in program.steps if step.operator.scratch_bytes]
+    assert having
+    for operator in having:
+        for method in _RUNS:
+            setattr(operator, method, _scribbling(operator, method))
+    for found, wanted in zip(_step(network, program), expected, strict=True):
+        assert np.isfinite(wanted).all()
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
+    planned = _planned(network)
+    arena, own = arrange(planned).total_bytes, scratch(planned)
+    without = lower_bound(list(lifetimes(planned).values()))
+    assert without <= arena <= without + max(block.size_bytes for block in own.values()) + (without >> 4)
+
+
+def test_evaluation_needs_scratch_in_forward_only(network: Network) -> None:
+    blocks = scratch(_planned(network, training=False))
+    assert all(block.again is None and block.first <= block.last for block in blocks.values())
+
+
+def test_no_scratch_overlaps_what_lives_while_it_is_used(network: Network) -> None:
+    planned = _planned(network)
+    offsets = arrange(planned).offsets
+    others = lifetimes(planned)
+    for key, mine in scratch(planned).items():
+        low, high = offsets[key], offsets[key] + mine.size_bytes
+        for other_key, other in others.items():
+            begin = offsets[other_key]
+            assert not mine.meets(other) or high <= begin or begin + other.size_bytes <= low or not other.size_bytes
