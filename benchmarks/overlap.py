@@ -40,9 +40,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bucketed": ("bucketed", {}),
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
+    "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
 }
 _NEEDED = ("compute-only", "blocking")
+_SEVERAL_ON_A_HOST = ("sharded-one-level",)
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter
@@ -190,7 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared-memory", action="store_true", help="on this machine, without links")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", help="by default all that differ on these hosts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=6, help="untimed steps of strategies that order messages by times")
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
@@ -212,7 +214,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         shape = SHAPES[chosen.model]
         changed = {"batch": chosen.batch or shape.batch, "pixels": chosen.pixels or shape.pixels}
         chosen.shape = Shape(**shape.as_dict() | changed)
-        chosen.variants = choose_variants(parser, chosen.variants.split(","))
+        different = [name for name in VARIANTS if chosen.ranks_per_host > 1 or name not in _SEVERAL_ON_A_HOST]
+        chosen.variants = choose_variants(parser, chosen.variants.split(",") if chosen.variants else different)
     return chosen
 
 

@@ -30,6 +30,7 @@ from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.two_level import node_numbers
 from hpctrain.data.loader import Batch, Share
 from hpctrain.experiment.build import AVERAGERS
 from hpctrain.models import catalogue
@@ -99,6 +100,7 @@ class Rank:
         self.batch = self._made_up_batch()
         self._number = 0
         self.bare_comm = self._split("bare")
+        self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
         self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
         self.say("progress mode")
         self.mode, self.mode_reason = self._progress_mode()
@@ -142,8 +144,8 @@ class Rank:
         (group,) = self.network.groups.values()
         fixed: dict[str, Any] = {"group": group, "optimizer": Sgd(momentum=0.9), "comm": comm, "progress": self.progress}
         accepted = inspect.signature(AVERAGERS.find(choice[0])).parameters
-        if "nominal_batch" in accepted:
-            fixed["nominal_batch"] = self.batch.global_count
+        program = {"nominal_batch": self.batch.global_count, "nodes": self.nodes}
+        fixed.update((key, value) for key, value in program.items() if key in accepted)
         averager = AVERAGERS.create(choice[0], choice[1], **fixed)
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode

@@ -34,9 +34,11 @@ class GradientAverager(ABC):
 
     Attributes:
         schedule: what a step posts, once agreed on; None where a strategy has none.
+        order: the ranks of `comm` as the schedule counts them; None: as `comm` does.
     """
 
     schedule: Schedule | None = None
+    order: tuple[int, ...] | None = None
 
     def __init__(
         self,

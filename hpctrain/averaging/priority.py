@@ -33,7 +33,7 @@ class Priority(ShardedAverager):
         window: most slices in flight. None: what the measured link sends between two looks at it, at first under an operator of
             20 ms, then under the longest that the first steps show. The next slice starts between two operators, so a smaller
             window lets the link idle, and a larger one lets urgent slices wait longer.
-        fc_exchange, nominal_batch, micro_batches: as in `Sharded`.
+        fc_exchange, two_level, nominal_batch, micro_batches, nodes: as in `Sharded`.
         replan: order slices anew by times measured in the first steps.
 
     Raises:
@@ -53,6 +53,8 @@ class Priority(ShardedAverager):
         slice_parameters: int | None = None,
         window: int | None = None,
         fc_exchange: FcExchange = "auto",
+        two_level: bool = True,
+        nodes: Sequence[int] | None = None,
         nominal_batch: int | None = None,
         micro_batches: int = 1,
         replan: bool = True,
@@ -67,6 +69,8 @@ class Priority(ShardedAverager):
             nominal_batch=nominal_batch,
             micro_batches=micro_batches,
             replan=replan,
+            nodes=nodes,
+            two_level=two_level,
         )
         self._slice_parameters = planning.check_optional("slice_parameters", slice_parameters)
         self._window = planning.check_optional("window", window)

@@ -6,6 +6,8 @@ network training", MLHPC 2018. Moves what an allreduce moves, half of it under t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpctrain.averaging import planning
 from hpctrain.averaging.exchange import FcExchange
 from hpctrain.averaging.norms import JointNorms
@@ -28,7 +30,8 @@ class Sharded(ShardedAverager):
         fc_exchange: linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
             "never".
         bucket_bytes: least size of a fused slice; None: from the measured alpha and beta of the link.
-        nominal_batch: samples of a step over all ranks, given by the program. micro_batches: likewise.
+        two_level: where nodes have several ranks each, sum within a node first and gather across nodes first.
+        nominal_batch: samples of a step over all ranks, given by the program. micro_batches, nodes (of the ranks): likewise.
         replan: order the allgathers anew by measured times.
         window: most operations in flight on each communicator; None: no limit.
 
@@ -46,6 +49,8 @@ class Sharded(ShardedAverager):
         norms: JointNorms | None = None,
         fc_exchange: FcExchange = "auto",
         bucket_bytes: int | None = None,
+        two_level: bool = True,
+        nodes: Sequence[int] | None = None,
         nominal_batch: int | None = None,
         micro_batches: int = 1,
         replan: bool = True,
@@ -61,6 +66,8 @@ class Sharded(ShardedAverager):
             nominal_batch=nominal_batch,
             micro_batches=micro_batches,
             replan=replan,
+            nodes=nodes,
+            two_level=two_level,
         )
         self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
         self._measures_link = bucket_bytes is None

@@ -16,18 +16,19 @@ from functools import partial
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.exchange import FactorExchange, FcExchange, exchanging_layers
+from hpctrain.averaging.exchange import FcExchange, exchanging_layers
 from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep
+from hpctrain.averaging.ownership import Ownership
 from hpctrain.averaging.planning import Times, Urgency, best_order
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree, sharded_operations
-from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, with_factors
-from hpctrain.averaging.state import gather_state
+from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, with_factors
 from hpctrain.averaging.timing import StepClock
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
 from hpctrain.comm.progress import PostingQueue, ProgressEngine, Ticket
 from hpctrain.comm.single import Complete
+from hpctrain.comm.two_level import in_levels, levels
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms, Optimizer
@@ -59,6 +60,8 @@ class ShardedAverager(GradientAverager):
             nominal batch), "always" or "never". Never with micro-batches: their inputs would have to be kept.
         nominal_batch: samples of a step over all ranks. micro_batches: passes that a rank splits a step into.
         replan: order operations anew by times measured in the first steps.
+        nodes: the node of each rank of `comm`; None: unknown. two_level: sum within nodes first, where these are several of as
+            many ranks each, so that gradients and parameters cross a node's link once.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class ShardedAverager(GradientAverager):
         nominal_batch: int | None,
         micro_batches: int,
         replan: bool,
+        nodes: Sequence[int] | None,
+        two_level: bool,
     ) -> None:
         super().__init__(group, optimizer, comm, progress, norms)
         if fc_exchange == "always" and micro_batches > 1:
@@ -80,7 +85,10 @@ class ShardedAverager(GradientAverager):
                 f"fc_exchange is always, but micro_batches is {micro_batches}; the exchange needs micro_batches 1, "
                 f"or set fc_exchange to auto or never."
             )
-        self._exchanging = exchanging_layers(group, comm.size, fc_exchange, nominal_batch, micro_batches)
+        self._levels = levels(nodes) if two_level and nodes is not None else None
+        self.order = None if self._levels is None else self._levels.order
+        links = comm.size if self._levels is None else self._levels.nodes
+        self._exchanging = exchanging_layers(group, links, fc_exchange, nominal_batch, micro_batches)
         self._exchanging_names = {name for weight, biases in self._exchanging.items() for name in (weight, *biases)}
         self._batch = nominal_batch or 0
         self._replan = replan
@@ -117,10 +125,8 @@ class ShardedAverager(GradientAverager):
 
     def agree(self, stored: Schedule | None = None) -> None:
         comm = self.comm
-        reduce = comm.split(0, comm.rank, f"{comm.name} gradients")
-        assert reduce is not None
-        gather = comm.split(0, comm.rank, f"{comm.name} parameters") if self._streams == 2 else reduce
-        assert gather is not None
+        reduce = in_levels(comm, self._levels, f"{comm.name} gradients")
+        gather = in_levels(comm, self._levels, f"{comm.name} parameters") if self._streams == 2 else reduce
         self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
         usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
         if stored is not None and usable and stored.timed:
@@ -132,7 +138,8 @@ class ShardedAverager(GradientAverager):
         agree(reduce, self.schedule)
         self._queues = {stream: self.progress.queue(each, self.schedule.window) for stream, each in self._comms.items()}
         super().agree(stored)
-        self._prepare(self.schedule)
+        self._ownership = Ownership(self.group, self.schedule, reduce, self._batch)
+        self.optimizer.bind(self.group, self._ownership.owned)
 
     def plan(self, link: LinkModel | None) -> Schedule:
         """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the measured link."""
@@ -141,40 +148,8 @@ class ShardedAverager(GradientAverager):
         return Schedule(self._full_request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
 
     def _full_request(self) -> str:
-        return f"{self._request()}; {fingerprint(self.group, self._exchanging)}"
-
-    def _prepare(self, schedule: Schedule) -> None:
-        """Who owns what, buffers, the optimiser's state."""
-        rank, ranks = self.comm.rank, self.comm.size
-        self._touching: dict[str, list[int]] = {name: [] for name in self.group.parameters}
-        self._own: list[tuple[Segment, ...]] = []
-        self._replicated: list[tuple[Segment, ...]] = []
-        self._pieces: dict[int, tuple[FactorExchange, int]] = {}  # by slice: its layer's exchange, its place among the layer's
-        self._exchange_of: dict[str, FactorExchange] = {}
-        self._sums: dict[int, Array] = {}
-        self._together = [layer_slices(schedule.slices, k) for k in range(len(schedule.slices))]
-        for k, each in enumerate(schedule.slices):
-            begin, end = each.part(rank, ranks)
-            parts = (self.group.segment(name).part(begin, end) for name in each.parameters)
-            self._own.append(tuple(part for part in parts if part.size))
-            self._replicated.append(tuple(self.group.segment(name) for name in each.replicated))
-            for name in (*each.parameters, *each.replicated):
-                self._touching[name].append(k)
-            if each.factors:
-                self._add_piece(k)
-            elif ranks > 1:
-                self._sums[k] = np.empty_like(self.group.grad, shape=(end - begin,))
-        owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
-        self._owned = tuple(sorted(owned, key=lambda segment: segment.start))
-        self.optimizer.bind(self.group, self._owned)
-
-    def _add_piece(self, k: int) -> None:
-        assert self.schedule is not None
-        together, weight = self._together[k], self.schedule.slices[k].parameters[0]
-        if weight not in self._exchange_of:
-            slices = [self.schedule.slices[each] for each in together]
-            self._exchange_of[weight] = FactorExchange(self.group, slices, self._comms[Stream.GRADIENTS], self._batch)
-        self._pieces[k] = self._exchange_of[weight], together.index(k)
+        nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
+        return f"{self._request()}; {fingerprint(self.group, self._exchanging)}{nodes}"
 
     def _slices(self, least: int, most: int) -> tuple[Slice, ...]:
         """Slices of all parameters, in forward order."""
@@ -201,8 +176,10 @@ class ShardedAverager(GradientAverager):
             self._order_anew()
         self._steps += 1
         self._clock.begin(self._steps > _WARM_UP_STEPS and self._replan)
-        assert counts is not None or not self._pieces, "the exchange of inputs and errors needs the step's counts"
+        assert counts is not None or not self._ownership.pieces, "the exchange of inputs and errors needs the step's counts"
         self._counts = counts or ()
+        if self.order is not None and counts is not None:
+            self._counts = [counts[rank] for rank in self.order]
         previous = self._previous = self._step
         step = self._step = _Step(
             lr,
@@ -239,11 +216,11 @@ class ShardedAverager(GradientAverager):
         gates: list[Ticket] = []
         if operation.kind is Kind.INPUTS:
             gates.append(step.inputs[each.parameters[0]])
-            start = self._pieces[k][0].post_inputs
+            start = self._ownership.pieces[k][0].post_inputs
         else:
             gates += [step.ready[name] for name in each.parameters]
-            start = self._pieces[k][0].post_errors if each.factors else partial(self._start_reduce, k)
-        together = self._together[k]
+            start = self._ownership.pieces[k][0].post_errors if each.factors else partial(self._ownership.start_sum, k)
+        together = self._ownership.together[k]
         if previous is not None:  # the previous step's sums are used until then
             gates += [previous.gathered[piece] for piece in together]
         ticket = queue.post(start, what, gates)
@@ -266,7 +243,7 @@ class ShardedAverager(GradientAverager):
 
     def _take_inputs(self, weight: str, x: Array | None) -> None:
         assert self._step is not None
-        exchange = self._exchange_of[weight]
+        exchange = self._ownership.exchange_of[weight]
         exchange.begin_step(self._counts)
         exchange.pack_inputs(x)
         self._step.inputs[weight].open()
@@ -275,7 +252,7 @@ class ShardedAverager(GradientAverager):
         assert self._step is not None
         for name in (weight, *self._exchanging[weight]):
             self._clock.ready(name)
-        self._exchange_of[weight].pack_errors(dy)
+        self._ownership.exchange_of[weight].pack_errors(dy)
         self._step.ready[weight].open()
 
     def grad_ready(self, parameter: Parameter) -> None:
@@ -317,7 +294,7 @@ class ShardedAverager(GradientAverager):
     def _wait_gathered(self, name: str) -> None:
         """Until one parameter holds what the previous step made of it."""
         if self._previous is not None:
-            for k in self._touching[name]:
+            for k in self._ownership.touching[name]:
                 self.progress.wait(self._previous.gathered[k])
 
     def drain(self) -> None:
@@ -326,23 +303,16 @@ class ShardedAverager(GradientAverager):
 
     # -- starts of operations: called by the engine when their turn has come; they may compute, and must not wait ----
 
-    def _start_reduce(self, k: int) -> Handle:
-        assert self.schedule is not None
-        each, comm = self.schedule.slices[k], self._comms[Stream.GRADIENTS]
-        if comm.size == 1:
-            return Complete()
-        return comm.ireduce_scatter(self.group.grad[each.start : each.stop], self._sums[k], each.counts(comm.size))
-
     def _start_norms(self, step: _Step) -> Handle:
         """Squares of what is owned here; what every rank owns counts once. Their sum, unless all groups' travel together."""
         norms = step.norms
         assert norms is not None
         norms.squares[...] = 0.0
-        for k, own in enumerate(self._own):
-            self._finish_gradient(k)
+        for k, own in enumerate(self._ownership.own):
+            self._ownership.finish_gradient(k)
             norms.add_partial(self.group, own)
             if self.comm.rank == 0:
-                norms.add_partial(self.group, self._replicated[k])
+                norms.add_partial(self.group, self._ownership.replicated[k])
         if step.joint is not None:
             step.joint.contribute(self._member)
             return Complete()
@@ -352,20 +322,10 @@ class ShardedAverager(GradientAverager):
         """Update what is owned of a slice, then gather all of it in place."""
         assert self.schedule is not None
         if step.norms is None:
-            self._finish_gradient(k)
-        self.optimizer.update((*self._own[k], *self._replicated[k]), step.lr, step.norms)
+            self._ownership.finish_gradient(k)
+        self.optimizer.update((*self._ownership.own[k], *self._ownership.replicated[k]), step.lr, step.norms)
         each, comm = self.schedule.slices[k], self._comms[Stream.PARAMETERS]
         return comm.iallgather(None, self.group.data[each.start : each.stop], each.counts(comm.size))
-
-    def _finish_gradient(self, k: int) -> None:
-        """Put the sum over all ranks into the owned part of the gradient."""
-        if k in self._pieces:
-            exchange, piece = self._pieces[k]
-            exchange.multiply(piece)
-        elif k in self._sums:
-            assert self.schedule is not None
-            begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)
-            self.group.grad[begin:end] = self._sums[k]
 
     # -- order from measured times --------------------------------------------------------------------------------------------
 
@@ -384,13 +344,8 @@ class ShardedAverager(GradientAverager):
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def owned(self) -> Sequence[Segment]:
-        return self._owned
+        return self._ownership.owned
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
-        segment = self.group.segment(parameter.name)
-        if any(segment in segments for segments in self._replicated):
-            return self.optimizer.state(segment)
-        assert self.schedule is not None
-        slices = [self.schedule.slices[k] for k in self._touching[parameter.name]]
-        return gather_state(self.optimizer, segment, slices, self._comms[Stream.GRADIENTS], self.progress)
+        return self._ownership.full_state(self.optimizer, parameter.name, self.progress)

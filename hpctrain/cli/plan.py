@@ -28,6 +28,7 @@ _IMAGE = click.option(
     help="Images as the network sees them; by default the training file's, augmented.",
 )
 _CLASSES = click.option("--classes", type=click.IntRange(min=1), help="By default the training file's.")
+_PER_NODE = click.option("--ranks-per-node", type=click.IntRange(min=1), help="Of the job; by default all are on one node.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, in integers.")
 _ALPHA = click.option(
     "--alpha",
@@ -72,7 +73,7 @@ def plan() -> None:
 @_CLASSES
 @_ALPHA
 @_BETA
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="For the map of ranks; by default all are on one node.")
+@_PER_NODE
 @_JSON
 def show(
     file: Path,
@@ -95,7 +96,7 @@ def show(
         from hpctrain.experiment import plans
 
         found = plans.description(task)
-        averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte))
+        averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
         places = plans.rank_map(task.plan, ranks_per_node)
         if as_json:
             click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
@@ -111,6 +112,7 @@ def show(
 @_CLASSES
 @_ALPHA
 @_BETA
+@_PER_NODE
 @_JSON
 def schedule(
     file: Path,
@@ -120,6 +122,7 @@ def schedule(
     classes: int | None,
     alpha_seconds: float,
     beta_seconds_per_byte: float,
+    ranks_per_node: int | None,
     as_json: bool,
 ) -> None:
     """What FILE's averager posts in its first steps: slices, owners, order, window and hash, for each group of parameters.
@@ -132,7 +135,7 @@ def schedule(
         from hpctrain.experiment import plans
 
         link = _link(alpha_seconds, beta_seconds_per_byte)
-        averaged = plans.group_schedules(task, link)
+        averaged = plans.group_schedules(task, link, ranks_per_node)
         if as_json:
             click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
             return

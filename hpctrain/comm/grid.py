@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from hpctrain.comm.base import Communicator
+from hpctrain.comm.two_level import node_numbers
 from hpctrain.errors import ShapeError
 
 
@@ -41,9 +42,7 @@ class ProcessGrid:
         self.rows = rows
         self.cols = cols
         self.node = world.split_shared_memory("node")
-        leaders = _leaders(world, self.node)
-        numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
-        self.node_of = tuple(numbers[leader] for leader in leaders)
+        self.node_of = node_numbers(world, self.node)
         self.row, self.col = coordinates(self.node_of, rows)[world.rank]
         down = world.split(self.col, self.row, GridAxis.ROW.value)
         across = world.split(self.row, self.col, GridAxis.COL.value)
@@ -82,9 +81,3 @@ def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
     for position, rank in enumerate(order):
         places[rank] = (position % rows, position // rows)
     return places
-
-
-def _leaders(world: Communicator, node: Communicator) -> list[int]:
-    """For each world rank, the lowest world rank of its node."""
-    leader = node.broadcast_object(world.rank)
-    return [int(rank) for rank in world.allgather_object(leader)]

@@ -175,7 +175,7 @@ def build_averagers(session: Session, network: Network) -> dict[str, GradientAve
             optimizer=optimizer,
             comm=groups.gradients[name],
             progress=session.progress,
-            **{key: value for key, value in known.items() if key in accepted},
+            **{key: value for key, value in {**known, "nodes": groups.nodes[name]}.items() if key in accepted},
         )
     return averagers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,7 +60,8 @@ class GroupSchedule:
     """What the averager of one parameter group posts. rows: the r that it is the same for. schedule: None for a strategy that
     has none: one allreduce of all gradients after backward.
 
-    samples: of the step, by rank of the group. exchanged: elements that each rank of the group exchanges in a step.
+    samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
+    exchanged: elements that each rank of the group exchanges in a step.
     """
 
     group: str
@@ -69,13 +70,17 @@ class GroupSchedule:
     elements: int
     samples: tuple[int, ...]
     schedule: Schedule | None
+    order: tuple[int, ...] | None = None
 
     @property
     def exchanged(self) -> tuple[int, ...]:
         if self.schedule is None:
             shares = counts_over(self.elements, self.ranks)
             return tuple(2 * (self.elements - share) for share in shares)
-        return tuple(sum(self.schedule.exchanged(rank, self.samples).values()) for rank in range(self.ranks))
+        order = self.order or tuple(range(self.ranks))
+        samples = [self.samples[rank] for rank in order]
+        found = {rank: sum(self.schedule.exchanged(place, samples).values()) for place, rank in enumerate(order)}
+        return tuple(found[rank] for rank in range(self.ranks))
 
 
 def plan_for(config: Config, ranks: int | None) -> GridPlan:
@@ -146,32 +151,35 @@ def micro_counts(task: Task) -> tuple[int, ...]:
     return tuple(-(-count // parts) for count in task.counts)
 
 
-def group_schedules(task: Task, link: LinkModel) -> tuple[GroupSchedule, ...]:
-    """What each averager would post in its first steps over a link, from sizes alone."""
+def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
+    """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node."""
     found: list[GroupSchedule] = []
     for row in range(task.plan.rows):
-        for made in _row_schedules(task, row, link):
-            same = next((k for k, each in enumerate(found) if (each.group, each.schedule) == (made.group, made.schedule)), None)
+        for made in _row_schedules(task, row, link, ranks_per_node):
+            same = next((k for k, each in enumerate(found) if replace(each, rows=made.rows) == made), None)
             if same is None:
                 found.append(made)
             elif row not in found[same].rows:
                 old = found[same]
-                found[same] = GroupSchedule(old.group, (*old.rows, row), old.ranks, old.elements, old.samples, old.schedule)
+                found[same] = replace(old, rows=(*old.rows, row))
     return tuple(sorted(found, key=lambda each: each.group))
 
 
-def _row_schedules(task: Task, row: int, link: LinkModel) -> list[GroupSchedule]:
+def _row_schedules(task: Task, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
     config, plan = task.config, task.plan
+    node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
     progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
     groups = _groups(task, row, progress)
     world = _imagined(0, plan.rows * plan.cols)
     norms = JointNorms(world, progress) if MODEL in groups else None
     optimizer = _Unbound(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options))
-    known = {"nominal_batch": config.batch, "micro_batches": config.micro_batches, "norms": norms}
+    known: dict[str, object] = {"nominal_batch": config.batch, "micro_batches": config.micro_batches, "norms": norms}
     accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
     made = []
     for name, group in groups.items():
         comm = world if name == ALL else _imagined(0, plan.cols)
+        places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
+        known["nodes"] = [node_of[place] for place in places]
         averager = AVERAGERS.create(
             config.averager.name,
             config.averager.options,
@@ -182,7 +190,7 @@ def _row_schedules(task: Task, row: int, link: LinkModel) -> list[GroupSchedule]
             **{key: value for key, value in known.items() if key in accepted},
         )
         samples = task.counts if name == ALL else _by_column(task.counts, plan.rows)
-        made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link)))
+        made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link), averager.order))
     return made
 
 

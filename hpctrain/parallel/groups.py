@@ -23,6 +23,7 @@ class GridGroups:
     Attributes:
         samples: all ranks, by position. messages: the same, for the small message. rows, row: Pr and r. position: this rank's.
         gradients: the ranks that average a parameter group ("all", and "model" where there are rows), by the group's name.
+        nodes: by a parameter group's name, the node of each rank that averages it.
         norms: all ranks, for norms over several groups. parts: the ROW axis for putting split parameters together; None where
             nothing can be split.
     """
@@ -44,6 +45,10 @@ class GridGroups:
             self._statistics["column"] = _copy(column, column.rank, "column statistics")
             self.parts = _copy(row, row.rank, "parts of parameters")
             self._row = row
+        here = grid.node_of[grid.world.rank]
+        self.nodes: dict[str, tuple[int, ...]] = {
+            name: tuple(comm.allgather_object(here)) for name, comm in self.gradients.items()
+        }
 
     def alone(self) -> GridGroups:
         """The same place of a rank whose gradients, statistics and messages stay in its column, whose ranks cannot compute alone.
@@ -52,6 +57,7 @@ class GridGroups:
         """
         found = copy.copy(self)
         found.gradients = {group: SingleCommunicator(f"gradients of {group} alone") for group in self.gradients}
+        found.nodes = dict.fromkeys(self.gradients, (0,))
         found.norms = SingleCommunicator("norms alone")
         row = self._row
         if row is None:

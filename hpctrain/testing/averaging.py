@@ -147,10 +147,17 @@ def run_steps(averager: GradientAverager, steps: int, first: int = 0) -> Array:
 
 
 def make(
-    strategy: str, optimizer: str, comm: Communicator, progress: ProgressEngine, dtype: str = "float64"
+    strategy: str,
+    optimizer: str,
+    comm: Communicator,
+    progress: ProgressEngine,
+    dtype: str = "float64",
+    nodes: Sequence[int] | None = None,
 ) -> GradientAverager:
-    """A strategy ("blocking" too) over a group of its own, agreed on."""
+    """A strategy ("blocking" too) over a group of its own, agreed on. nodes: of the ranks, for strategies that ask."""
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    if nodes is not None:
+        options = {**options, "nodes": nodes}
     averager = kind(make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, **options)
     averager.agree()
     return averager

@@ -38,11 +38,15 @@ def task_of(*overrides: str, ranks: int) -> Task:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("rows", "ranks"), [(1, 3), (2, 4), (3, 6)])
-def test_planned_schedules_are_those_of_the_ranks(strategy: str, rows: int, ranks: int, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "ranks", "per_node"), [(1, 3, None), (2, 4, None), (3, 6, None), (1, 4, 2), (2, 8, 4), (2, 8, 2)]
+)
+def test_planned_schedules_are_those_of_the_ranks(
+    strategy: str, rows: int, ranks: int, per_node: int | None, optimizer: str
+) -> None:
     task = task_of(strategy, f"optimizer={{name: {optimizer}, lr: 0.1}}", f"grid.rows={rows}", ranks=ranks)
-    found = run_virtual(ranks, lambda comm: agreed(task, comm))
-    planned = group_schedules(task, LinkModel(1e-5, 1e-9))
+    found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
     for row, schedules in found:
         assert {each.group: each.schedule for each in planned if row in each.rows} == schedules
 
@@ -68,7 +72,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedul
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
             comm=groups.gradients[name],
             progress=progress,
-            **{key: value for key, value in given.items() if key in accepted},
+            **{key: value for key, value in {**given, "nodes": groups.nodes[name]}.items() if key in accepted},
         )
     for name, averager in averagers.items():
         averager.agree()

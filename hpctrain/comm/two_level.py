@@ -1,0 +1,208 @@
+"""Collectives in two levels, for nodes with several ranks each: within a node, and across nodes between ranks of equal place.
+
+A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two levels sums are made
+within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one rank (Cho, Finkler, Kung
+and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.comm.base import Array, Communicator, Handle
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Ranks that are the same number on each of several nodes.
+
+    Attributes:
+        order: the ranks by (place on the node, node): those of one place, whose parts of a buffer cross nodes together, are
+            neighbours. nodes: N. per_node: ranks of a node.
+    """
+
+    order: tuple[int, ...]
+    nodes: int
+    per_node: int
+
+
+def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
+    """For each rank of `comm` the number of its node, nodes counted by their lowest rank. Collective; set-up only.
+
+    Args:
+        node: this rank's part of `comm`, by `split_shared_memory`.
+    """
+    leaders = comm.allgather_object(node.broadcast_object(comm.rank))
+    numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
+    return tuple(numbers[leader] for leader in leaders)
+
+
+def levels(nodes: Sequence[Hashable]) -> Levels | None:
+    """The levels of ranks whose nodes these are; None where there is one level.
+
+    That is: one node, one rank a node, or nodes of unlike numbers of ranks, whose parts would not be of equal size.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(members) == 1 or len(sizes) != 1 or sizes == {1}:
+        return None
+    per_node = sizes.pop()
+    order = tuple(ranks[place] for place in range(per_node) for ranks in members.values())
+    return Levels(order, len(members), per_node)
+
+
+def in_levels(comm: Communicator, found: Levels | None, name: str) -> Communicator:
+    """A communicator of the ranks of `comm`: in `found.order` and in two levels, or as they are. Collective; set-up."""
+    position = comm.rank if found is None else found.order.index(comm.rank)
+    made = comm.split(0, position, name)
+    assert made is not None
+    return made if found is None else TwoLevel(made, found)
+
+
+class TwoLevel:
+    """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
+
+    All else goes to `flat`, whose ranks lie in the order of `Levels`. The second stage of an operation starts in a `test` of its
+    handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
+    communicator sees the same order on every rank, whatever is complete first. Making it is collective.
+    """
+
+    def __init__(self, flat: Communicator, found: Levels) -> None:
+        self.rank, self.size, self.name = flat.rank, flat.size, flat.name
+        self._flat = flat
+        self._place, self._node = divmod(flat.rank, found.nodes)
+        self._runs = [slice(place * found.nodes, (place + 1) * found.nodes) for place in range(found.per_node)]
+        self._reduce_within = self._split(self._node, f"{flat.name} within nodes")
+        self._reduce_across = self._split(self._place, f"{flat.name} across nodes")
+        self._gather_within = self._split(self._node, f"{flat.name} within nodes")
+        self._gather_across = self._split(self._place, f"{flat.name} across nodes")
+        self._reductions, self._gathers = _Stages(), _Stages()
+        self._spare: dict[tuple[int, Any], list[Array]] = {}
+
+    def _split(self, color: int, name: str) -> Communicator:
+        made = self._flat.split(color, self.rank, name)
+        assert made is not None
+        return made
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        """Sum over the node, whose ranks get the parts of all ranks of their place; then sum of those over the nodes."""
+        parts = [sum(counts[run]) for run in self._runs]
+        of_node = self._take(parts[self._place], send)
+
+        def across() -> Handle:
+            return self._reduce_across.ireduce_scatter(of_node, recv, counts[self._runs[self._place]])
+
+        within = self._reduce_within.ireduce_scatter(send, of_node, parts)
+        return self._reductions.add(within, across, lambda: self._give_back(of_node))
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        """Parts of all ranks of this place from the other nodes; then those of the other places from within the node."""
+        parts = [sum(counts[run]) for run in self._runs]
+        begin = sum(parts[: self._place])
+        of_place = recv[begin : begin + parts[self._place]]
+
+        def within() -> Handle:
+            return self._gather_within.iallgather(None, recv, parts)
+
+        across = self._gather_across.iallgather(send, of_place, counts[self._runs[self._place]])
+        return self._gathers.add(across, within)
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        return self._flat.iallreduce(buffer)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        return self._flat.ialltoall(send, recv, send_counts, recv_counts)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        return self._flat.ibroadcast(buffer, root)
+
+    def ibarrier(self) -> Handle:
+        return self._flat.ibarrier()
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return self._flat.isend(buffer, dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        return self._flat.irecv(buffer, source, tag)
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        return self._flat.split(color, key, name)
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        return self._flat.split_shared_memory(name)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self._flat.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._flat.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self._flat.abort(code)
+
+    def _take(self, size: int, like: Array) -> Array:
+        """A buffer for a node's sum; the same few, step after step."""
+        spare = self._spare.setdefault((size, like.dtype), [])
+        return spare.pop() if spare else np.empty_like(like, shape=(size,))
+
+    def _give_back(self, buffer: Array) -> None:
+        self._spare[buffer.size, buffer.dtype].append(buffer)
+
+
+class _Staged:
+    """An operation of two stages."""
+
+    __slots__ = ("_begin_second", "_finish", "_first", "_second", "_stages", "first_complete")
+
+    def __init__(self, stages: _Stages, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None]) -> None:
+        self.first_complete = False
+        self._stages = stages
+        self._first: Handle | None = first
+        self._begin_second: Callable[[], Handle] | None = begin_second
+        self._second: Handle | None = None
+        self._finish: Callable[[], None] | None = finish
+
+    def begin_second(self) -> None:
+        begin, self._begin_second = self._begin_second, None
+        assert begin is not None
+        self._second = begin()
+
+    def test(self) -> bool:
+        if self._finish is None:
+            return True
+        if self._first is not None and self._first.test():
+            self._first, self.first_complete = None, True
+            self._stages.advance()
+        if self._second is None or not self._second.test():
+            return False
+        self._finish()
+        self._finish = self._second = None
+        return True
+
+    def __str__(self) -> str:
+        if self._second is not None:
+            return f"{self._second}, the second of two stages"
+        return "first of two stages complete" if self._first is None else f"{self._first}, the first of two stages"
+
+
+class _Stages:
+    """Operations whose second stage has not begun, in the order in which they were posted."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Staged] = deque()
+
+    def add(self, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None] = lambda: None) -> _Staged:
+        staged = _Staged(self, first, begin_second, finish)
+        self._waiting.append(staged)
+        return staged
+
+    def advance(self) -> None:
+        while self._waiting and self._waiting[0].first_complete:
+            self._waiting.popleft().begin_second()
