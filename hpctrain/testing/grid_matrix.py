@@ -189,13 +189,11 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 where a cell is above the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="two networks at full width instead, one step (takes 12 GB)")
-    parser.add_argument("--nets", nargs="*", default=list(NETS), choices=list(NETS))
-    parser.add_argument("--grids", nargs="*", default=["x".join(map(str, grid)) for grid in GRIDS])
-    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=PLANS)
+    add_choice(parser)
     chosen = parser.parse_args(arguments)
     print(f"{'network':10} {'grid':5} {'plan':7} {'loss':>9} {'gradients':>9} {'values':>9}  seconds", flush=True)
     worst = []
-    for name, rows, cols, kind in FULL_CELLS if chosen.full else _chosen_cells(chosen):
+    for name, rows, cols, kind in FULL_CELLS if chosen.full else chosen_cells(chosen):
         start = time.perf_counter()
         if chosen.full:
             found = full_cell(name, rows, cols, kind)
@@ -210,7 +208,15 @@ def main(arguments: Sequence[str]) -> int:
     return int(not max(worst) <= TOLERANCE)
 
 
-def _chosen_cells(chosen: argparse.Namespace) -> list[tuple[str, int, int, str]]:
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Options that choose cells of the matrix; all by default."""
+    parser.add_argument("--nets", nargs="*", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--grids", nargs="*", default=["x".join(map(str, grid)) for grid in GRIDS])
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=PLANS)
+
+
+def chosen_cells(chosen: argparse.Namespace) -> list[tuple[str, int, int, str]]:
+    """(network, rows, columns, plan)."""
     grids = [tuple(int(part) for part in grid.split("x")) for grid in chosen.grids]
     return [
         (name, rows, cols, kind)
