@@ -3,7 +3,7 @@ import pytest
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue, resnet_small
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 from hpctrain.testing.models import exported_shapes, parameter_count
 
 DEPTHS = (20, 32, 44, 56, 110)

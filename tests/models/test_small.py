@@ -3,7 +3,7 @@ import pytest
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.models import catalogue
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 from hpctrain.testing.models import exported_shapes, parameter_count
 
 OPTIONS = {"classes": 4, "channels": [3, 5], "hidden": 7, "grid": 2}

@@ -10,7 +10,7 @@ from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 SIZES = [(1, (7, 9)), (7, (7, 7)), ((3, 2), (7, 9)), (7, (2, 1)), ((4, 5), (9, 3)), (2, (225, 3))]
 

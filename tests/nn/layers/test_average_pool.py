@@ -4,7 +4,7 @@ import pytest
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ShapeError
 from hpctrain.nn.layers.average_pool import AveragePool
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 CASES = {
     "2x2": (AveragePool(2), (7, 9, 3)),

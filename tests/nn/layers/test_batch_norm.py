@@ -9,7 +9,7 @@ from hpctrain.nn.layers.batch_norm import BatchNorm
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 @pytest.mark.parametrize("image_shape", [(7, 9, 4), (1, 1, 3), (225, 1, 1)])

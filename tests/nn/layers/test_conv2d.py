@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ShapeError
 from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.testing.gradients import check_gradients, head_network
+from hpctrain.testing.layer_gradients import check_gradients, head_network
 
 CASES = {
     "3x3": (Conv2d(4, 5, 3, padding=1), (7, 9, 4)),

@@ -8,7 +8,7 @@ from hpctrain.nn.layers.dropout import Dropout
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 IMAGE = (7, 9, 5)
 

@@ -2,7 +2,7 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 def test_gradients() -> None:

@@ -9,7 +9,7 @@ from hpctrain.nn import initialise
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 @pytest.mark.parametrize("bias", [True, False])

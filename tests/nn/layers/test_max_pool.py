@@ -4,7 +4,7 @@ import pytest
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ShapeError
 from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 CASES = {
     "2x2": (MaxPool(2), (8, 6, 3)),

@@ -11,7 +11,7 @@ from hpctrain.nn.layers.pad_channels import PadChannels
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (0, 3), (1, 0), (0, 0)])

@@ -1,7 +1,7 @@
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 def test_gradients() -> None:

@@ -9,7 +9,7 @@ from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 def body(channels: int = 3, stride: int = 1) -> dict[str, Layer]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hpctrain.backend.kernels.numpy.adaptive_pool import averaging_matrix
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec
-from hpctrain.testing.gradient import assert_close, check_gradient
+from hpctrain.testing.operator_gradients import assert_close, check_gradient
 from hpctrain.testing.operators import OperatorBench
 
 KERNELS = NumpyKernelSet()

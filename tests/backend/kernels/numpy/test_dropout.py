@@ -9,7 +9,7 @@ from hpctrain.backend.kernels.base import StepContext
 from hpctrain.backend.kernels.numpy.dropout import sample_indices
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import DropoutSpec, TensorSpec
-from hpctrain.testing.gradient import check_gradient
+from hpctrain.testing.operator_gradients import check_gradient
 from hpctrain.testing.operators import OperatorBench
 
 KERNELS = NumpyKernelSet()

@@ -6,7 +6,7 @@ import pytest
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
-from hpctrain.testing.gradient import assert_close, check_gradient
+from hpctrain.testing.operator_gradients import assert_close, check_gradient
 from hpctrain.testing.operators import OperatorBench
 
 KERNELS = NumpyKernelSet()

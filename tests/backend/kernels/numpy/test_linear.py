@@ -5,7 +5,7 @@ import pytest
 
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import LinearSpec
-from hpctrain.testing.gradient import assert_close, check_gradient
+from hpctrain.testing.operator_gradients import assert_close, check_gradient
 from hpctrain.testing.operators import OperatorBench, default_parameters
 
 KERNELS = NumpyKernelSet()

@@ -7,7 +7,7 @@ from hpctrain.backend.kernels.base import LossSums
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
 from hpctrain.errors import DataError
-from hpctrain.testing.gradient import assert_close, numerical_gradient
+from hpctrain.testing.operator_gradients import assert_close, numerical_gradient
 
 
 def run(logits: np.ndarray, labels: np.ndarray, smoothing: float = 0.0, global_count: int = 1) -> tuple[LossSums, np.ndarray]:

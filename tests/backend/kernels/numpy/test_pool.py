@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import PoolSpec, Window
-from hpctrain.testing.gradient import assert_close, check_gradient
+from hpctrain.testing.operator_gradients import assert_close, check_gradient
 from hpctrain.testing.operators import OperatorBench
 
 KERNELS = NumpyKernelSet()

@@ -13,7 +13,7 @@ from hpctrain.backend.kernels.specs import (
     SoftmaxCrossEntropySpec,
     Window,
 )
-from hpctrain.testing.gradient import assert_close
+from hpctrain.testing.operator_gradients import assert_close
 from hpctrain.testing.operators import OperatorBench, default_parameters
 
 torch = pytest.importorskip("torch")

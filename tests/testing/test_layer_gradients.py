@@ -8,7 +8,7 @@ from hpctrain.backend.kernels.base import StepContext
 from hpctrain.nn import initialise
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.parameter import ParameterSpec
-from hpctrain.testing.gradients import check_gradients
+from hpctrain.testing.layer_gradients import check_gradients
 
 
 class Scale(ArrayLayer):

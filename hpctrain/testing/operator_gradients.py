@@ -1,4 +1,4 @@
-"""Numerical gradient check in float64: central differences against analytic vector-Jacobian products."""
+"""Numerical gradient check of one operator, in float64: central differences against analytic vector-Jacobian products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numerical gradient check: a layer's backward against central differences of its forward, in float64."""
+"""Numerical gradient check of a layer in a network: its backward against central differences of its forward, in float64."""
 
 from __future__ import annotations
 
