@@ -103,8 +103,7 @@ def run_evaluation(session: Session, source: str) -> None:
     evaluator = build_evaluator(session, parts)
     if evaluator is None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
-    path = _checkpoint_path(session, source)
-    content = raise_alike(session.world, lambda: checkpoint.read(path))
+    path, content = _checkpoint(session, source)
     raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network, parts.shards))
     sums = evaluator.run()
     if session.is_root:
@@ -128,35 +127,37 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
 
 
 def _resumed(session: Session, source: str) -> tuple[RunDirectory, checkpoint.CheckpointContent]:
-    """The directory of the run to go on with, and its checkpoint: found by rank 0, read by all. Collective."""
-    path = _checkpoint_path(session, source)
-    content = raise_alike(session.world, lambda: checkpoint.read(path))
+    """The directory of the run to go on with, and its checkpoint. Collective."""
+    path, content = _checkpoint(session, source)
     return raise_alike(session.world, lambda: RunDirectory.open(path.parent.parent)), content
 
 
-def _find_checkpoint(output: str, name: str, source: str) -> Path:
-    """A checkpoint file from "auto", a run directory or a file.
+def _find_checkpoint(output: str, name: str, source: str) -> tuple[Path, checkpoint.CheckpointContent]:
+    """A checkpoint file from "auto", a run directory or a file, and what is in it.
 
     Raises:
         CheckpointError: there is none.
     """
     if source != "auto" and Path(source).is_file():
-        return Path(source)
+        return Path(source), checkpoint.read(Path(source))
     if source == "auto":
         found = resumable(Path(output), name)
         if found is None:
             raise CheckpointError(f"No run of {name!r} in {output} has a valid checkpoint; train one without --resume first.")
-        return found[1]
-    path = checkpoint.newest_valid(RunDirectory.open(Path(source)).checkpoints)
-    if path is None:
+        return found
+    found = checkpoint.read_newest(RunDirectory.open(Path(source)).checkpoints)
+    if found is None:
         raise CheckpointError(f"The run {source} holds no valid checkpoint; train one without --resume first.")
-    return path
+    return found
 
 
-def _checkpoint_path(session: Session, source: str) -> Path:
-    config = session.config
-    path = raise_alike(session.world, lambda: _find_checkpoint(config.output, config.name, source) if session.is_root else None)
-    return Path(session.world.broadcast_object(path))
+def _checkpoint(session: Session, source: str) -> tuple[Path, checkpoint.CheckpointContent]:
+    """The checkpoint to go on from: found by rank 0, and read once on each rank. Collective."""
+    config, world = session.config, session.world
+    found = raise_alike(world, lambda: _find_checkpoint(config.output, config.name, source) if session.is_root else None)
+    path = Path(world.broadcast_object(None if found is None else str(found[0])))
+    content = raise_alike(world, lambda: found[1] if found is not None else checkpoint.read(path))
+    return path, content
 
 
 def _save(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:

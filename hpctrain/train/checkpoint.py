@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
-from hpctrain.train.hdf5_store import read_store, verify_store, write_store
+from hpctrain.train.hdf5_store import read_store, write_store
 
 _log = get_logger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
@@ -120,15 +120,16 @@ def read(path: Path) -> CheckpointContent:
     return CheckpointContent(tensors, meta)
 
 
-def newest_valid(directory: Path) -> Path | None:
-    """The checkpoint of the highest step whose every checksum holds; None where there is none. Damaged ones are logged."""
+def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
+    """The checkpoint of the highest step whose every checksum holds, and its content; None where there is none.
+
+    Each file is read once. Damaged ones are logged.
+    """
     for _, path in reversed(checkpoints(directory)):
         try:
-            verify_store(path)
+            return path, read(path)
         except CheckpointError as error:
             _log.warning("Skipping a checkpoint. %s", error)
-        else:
-            return path
     return None
 
 

@@ -12,17 +12,15 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
 
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError
-
-Result = TypeVar("Result")
 
 FORMAT = "hpctrain-checkpoint"
 FORMAT_VERSION = 1
@@ -181,22 +179,13 @@ def read_store(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     Raises:
         CheckpointError: missing, truncated, not a checkpoint, of another format version, or damaged (the message names what).
     """
-    return _with_file(path, _read)
-
-
-def verify_store(path: Path) -> None:
-    """Verify every checksum, one tensor in memory at a time. Raises as `read_store`."""
-    _with_file(path, _verify)
-
-
-def _with_file(path: Path, work: Callable[[Path, h5py.File], Result]) -> Result:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {path}.")
     try:
         # Many parallel file systems have no locks, and a finished checkpoint is never written again.
         with h5py.File(path, "r", locking=False) as file:
             _check_header(path, file)
-            return work(path, file)
+            return _read(path, file)
     except _DAMAGE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
@@ -224,11 +213,6 @@ def _check_header(path: Path, file: h5py.File) -> None:
 def _read(path: Path, file: h5py.File) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     tensors = dict(_tensors(path, file))
     return tensors, json.loads(file[_META][()])
-
-
-def _verify(path: Path, file: h5py.File) -> None:
-    for _ in _tensors(path, file):
-        pass
 
 
 def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:

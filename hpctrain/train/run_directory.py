@@ -29,7 +29,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
-from hpctrain.train.checkpoint import newest_valid
+from hpctrain.train.checkpoint import CheckpointContent, read_newest
 
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
@@ -221,13 +221,10 @@ def latest(output: Path, name: str) -> RunDirectory | None:
     return next(iter(runs(output, name)), None)
 
 
-def resumable(output: Path, name: str) -> tuple[RunDirectory, Path] | None:
-    """The newest run of that name that has a valid checkpoint, and that checkpoint; None where there is none.
+def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
+    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
 
-    A run that ended before its first checkpoint is passed over. One rank only: it reads all of the file.
+    A run that ended before its first checkpoint is passed over.
     """
-    for run in runs(output, name):
-        checkpoint = newest_valid(run.checkpoints)
-        if checkpoint is not None:
-            return run, checkpoint
-    return None
+    found = (read_newest(run.checkpoints) for run in runs(output, name))
+    return next((each for each in found if each is not None), None)

@@ -83,6 +83,34 @@ def test_eval_gives_what_training_gave(job: Job, folder: Path) -> None:
     assert "21 samples" in outcome.stdout
 
 
+# The program; each rank prints a line for every checkpoint that it opens to read.
+SAYS_WHAT_IT_READS = """
+import runpy, sys
+import h5py
+opened = h5py.File.__init__
+def said(self, name, mode="r", *arguments, **options):
+    if mode == "r" and "checkpoint-" in str(name):
+        sys.stderr.write("reads a checkpoint\\n")
+    opened(self, name, mode, *arguments, **options)
+h5py.File.__init__ = said
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_checkpoint_is_read_once_by_each_rank(job: Job, folder: Path, ranks: int) -> None:
+    (folder / "says.py").write_text(SAYS_WHAT_IT_READS)
+    assert _train(job, ranks, folder, "--steps", "2").code == 0
+    run, (path,) = _run(folder), _run(folder).checkpoints.iterdir()
+    sources: list[list[str]] = [["eval", "tiny.yaml"]]
+    sources += [["eval", "tiny.yaml", "--checkpoint", str(each)] for each in (run.path, path)]
+    sources.append(["train", "tiny.yaml", "--steps", "1", "--resume", "auto"])
+    for arguments in sources:
+        outcome = job(ranks, ["says.py", *arguments], cwd=folder)
+        assert outcome.code == 0, outcome.output
+        assert outcome.stderr.count("reads a checkpoint") == max(1, ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
     """7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
@@ -155,9 +183,9 @@ def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Pat
 
 
 def _last(run: Any) -> checkpoint.CheckpointContent:
-    newest = checkpoint.newest_valid(run.checkpoints)
+    newest = checkpoint.read_newest(run.checkpoints)
     assert newest is not None
-    return checkpoint.read(newest)
+    return newest[1]
 
 
 def _assert_same(ours: checkpoint.CheckpointContent, theirs: checkpoint.CheckpointContent) -> None:

@@ -18,11 +18,11 @@ from hpctrain.train.checkpoint import (
     CheckpointContent,
     checkpoint_path,
     checkpoints,
-    newest_valid,
     optimizer_key,
     parameter_key,
     prune,
     read,
+    read_newest,
     refuse_others,
     restore,
     statistic_key,
@@ -51,6 +51,15 @@ def listing(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
+def newest(directory):
+    """The path of the newest valid checkpoint, which holds what reading it gives; None where there is none."""
+    found = read_newest(directory)
+    if found is None:
+        return None
+    assert_same(found[1], read(found[0]))
+    return found[0]
+
+
 def damage(path):
     data = bytearray(path.read_bytes())
     at = data.index(content(int(path.stem.split("-")[1])).tensors["parameters/fc.weight"].tobytes())
@@ -74,10 +83,10 @@ def test_steps_beyond_eight_digits_still_sort(tmp_path):
     for step in (7, 99_999_999, 100_000_000, 225):
         write(checkpoint_path(tmp_path, step), content(step))
     assert [step for step, _ in checkpoints(tmp_path)] == [7, 225, 99_999_999, 100_000_000]
-    assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 100_000_000)
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 100_000_000)
 
 
-def test_newest_valid_passes_over_damage_with_a_line_each(tmp_path, caplog):
+def test_the_newest_valid_one_passes_over_damage_with_a_line_each(tmp_path, caplog):
     for step in (7, 9, 25, 225):
         write(checkpoint_path(tmp_path, step), content(step))
     damage(checkpoint_path(tmp_path, 225))
@@ -88,7 +97,7 @@ def test_newest_valid_passes_over_damage_with_a_line_each(tmp_path, caplog):
     logger = logging.getLogger("hpctrain.train.checkpoint")
     logger.addHandler(caplog.handler)
     try:
-        assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 9)
+        assert newest(tmp_path) == checkpoint_path(tmp_path, 9)
     finally:
         logger.removeHandler(caplog.handler)
     lines = [record.getMessage() for record in caplog.records]
@@ -97,11 +106,11 @@ def test_newest_valid_passes_over_damage_with_a_line_each(tmp_path, caplog):
 
 
 def test_nothing_valid(tmp_path):
-    assert newest_valid(tmp_path / "absent") is None
-    assert newest_valid(tmp_path) is None
+    assert newest(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
     write(checkpoint_path(tmp_path, 7), content(7))
     damage(checkpoint_path(tmp_path, 7))
-    assert newest_valid(tmp_path) is None
+    assert newest(tmp_path) is None
 
 
 def test_prune_keeps_what_was_written_last(tmp_path):
@@ -117,7 +126,7 @@ def test_prune_keeps_what_was_written_last(tmp_path):
     os.utime(checkpoint_path(tmp_path, 25), (25, 25))
     written(11, 30)  # resumed from step 9, because 25 is damaged
     prune(tmp_path, 1)
-    assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 11)
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 11)
     assert listing(tmp_path) == ["checkpoint-00000011.h5"]
     with pytest.raises(AssertionError):
         prune(tmp_path, 0)
@@ -193,9 +202,9 @@ def test_an_error_at_any_stage_leaves_the_previous_one_and_nothing_else(tmp_path
     assert_same(read(old), content(7))
     renamed = stage == "directory sync"
     assert listing(tmp_path) == [old.name] + [new.name] * renamed
-    assert newest_valid(tmp_path) == (new if renamed else old)
+    assert newest(tmp_path) == (new if renamed else old)
     write(new, content(9))
-    assert_same(read(newest_valid(tmp_path)), content(9))
+    assert_same(read(newest(tmp_path)), content(9))
 
 
 def test_an_interrupted_overwrite_leaves_the_old_content(tmp_path, monkeypatch):
@@ -280,7 +289,7 @@ def assert_recovers(directory):
     assert len(partial) <= 1
     write(checkpoint_path(directory, 10**6), content(10**6))
     assert not [name for name in listing(directory) if name.endswith(".partial")]
-    assert newest_valid(directory) == checkpoint_path(directory, 10**6)
+    assert newest(directory) == checkpoint_path(directory, 10**6)
     return partial
 
 
@@ -289,9 +298,9 @@ def test_sigkill_at_a_stage(tmp_path, stage):
     done = child(tmp_path, stage)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == "ready\n"
-    newest = newest_valid(tmp_path)
-    assert newest == checkpoint_path(tmp_path, 2 if stage == "directory sync" else 1)
-    assert_valid_step(newest)
+    last = newest(tmp_path)
+    assert last == checkpoint_path(tmp_path, 2 if stage == "directory sync" else 1)
+    assert_valid_step(last)
     assert bool(assert_recovers(tmp_path)) == (stage != "directory sync")
 
 
@@ -303,10 +312,10 @@ def test_sigkill_at_any_moment(tmp_path, delay):
         time.sleep(delay)
         writer.kill()
         last = (writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or last).strip()
-    newest = newest_valid(tmp_path)
+    found = newest(tmp_path)
     # every write that was reported is there, and at most one more
-    assert checkpoints(tmp_path)[-1][1] == newest
-    assert int(newest.stem.split("-")[1]) - int(last) in (0, 1)
+    assert checkpoints(tmp_path)[-1][1] == found
+    assert int(found.stem.split("-")[1]) - int(last) in (0, 1)
     for _, path in checkpoints(tmp_path):
         assert_valid_step(path)
     assert_recovers(tmp_path)
@@ -324,8 +333,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         assert "cannot be written" in line
         assert "File too large" in line
         assert line.endswith("['checkpoint-00000001.h5']")
-    assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 2)
-    assert_valid_step(newest_valid(tmp_path))
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 2)
+    assert_valid_step(newest(tmp_path))
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

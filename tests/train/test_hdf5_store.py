@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hpctrain.errors import CheckpointError
-from hpctrain.train.hdf5_store import read_store, verify_store, write_store
+from hpctrain.train.hdf5_store import read_store, write_store
 
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", ">f4")
 
@@ -56,7 +56,6 @@ def test_round_trip_keeps_every_bit_shape_and_dtype(tmp_path, tensors):
     native = {name: array.astype(array.dtype.newbyteorder("=")) for name, array in tensors.items()}
     assert meta == {}
     assert same(read, native)
-    verify_store(path)
 
 
 def test_arrays_that_are_not_contiguous(tmp_path):
@@ -108,9 +107,8 @@ def test_every_truncation_is_found(tmp_path):
     cut = tmp_path / "cut.h5"
     for length in [0, 1, 7, 8, 48, *range(97, len(whole), 225), len(whole) - 1]:
         cut.write_bytes(whole[:length])
-        for reader in (read_store, verify_store):
-            with pytest.raises(CheckpointError, match=r"cut\.h5"):
-                reader(cut)
+        with pytest.raises(CheckpointError, match=r"cut\.h5"):
+            read_store(cut)
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -184,11 +182,10 @@ def test_the_sentence_names_what_is_damaged(tmp_path):
     for edit, words in cases.items():
         path = tmp_path / f"{edit.__name__}.h5"
         small_store(path)
-        verify_store(path)
+        read_store(path)
         change(path, edit)
-        for reader in (read_store, verify_store):
-            with pytest.raises(CheckpointError, match=words):
-                reader(path)
+        with pytest.raises(CheckpointError, match=words):
+            read_store(path)
 
 
 def test_files_of_others(tmp_path):
@@ -226,12 +223,8 @@ def test_a_lazy_mapping_is_never_in_memory_as_a_whole(tmp_path):
     tracemalloc.start()
     write_store(tmp_path / "s.h5", lazy, {})
     _, writing = tracemalloc.get_traced_memory()
-    tracemalloc.reset_peak()
-    verify_store(tmp_path / "s.h5")
-    _, verifying = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert lazy.asked == list(lazy)
     assert writing < 5_000_000
-    assert verifying < 5_000_000
     tensors, _ = read_store(tmp_path / "s.h5")
     assert all(np.array_equal(array, np.full(125_000, float(name.split("/")[1]))) for name, array in tensors.items())

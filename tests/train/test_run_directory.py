@@ -96,9 +96,9 @@ def test_resumable_is_the_newest_run_with_a_valid_checkpoint(tmp_path):
     damaged = at(tmp_path, "net-20240102-000000", 25)
     checkpoint_path(damaged.checkpoints, 25).write_bytes(b"half")
     at(tmp_path, "net-20240103-000000")
-    run, checkpoint = resumable(tmp_path, "net")
-    assert run.path.name == "net-20240101-000000"
-    assert checkpoint == checkpoint_path(run.checkpoints, 9)
+    path, content = resumable(tmp_path, "net")
+    assert path == checkpoint_path(tmp_path / "net-20240101-000000" / "checkpoints", 9)
+    assert np.array_equal(content.tensors["parameters/a"], np.ones(3))
 
 
 def test_metrics_round_trip(tmp_path):
