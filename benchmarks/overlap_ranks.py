@@ -30,7 +30,7 @@ from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.two_level import node_numbers
+from hpctrain.comm.two_level import levels, node_numbers
 from hpctrain.data.loader import Batch, Share
 from hpctrain.experiment.build import AVERAGERS
 from hpctrain.models import catalogue
@@ -269,21 +269,22 @@ class Rank:
         grad[...] = 0
         return {kind: float(np.median(seconds)) for kind, seconds in found.items()}
 
-    def factored_bytes(self) -> int:
-        """What a rank exchanges in a step by formula, each linear layer's gradients or factors, whichever is less.
+    def formula_bytes(self, parties: int) -> dict[str, int]:
+        """What each of so many ranks exchanges in a step by formula: of gradients, and with factors where these are less.
 
         With n words of a layer and P ranks: 2 (P-1)/P n; for the inputs, errors and weights of a layer of K inputs and M outputs
-        at b samples a rank (P-1)/P (K b + M b P + K M).
+        at b samples a rank (P-1)/P (K b + M b P + K M). In two levels a node sends what one rank of as many as nodes would.
         """
-        ranks, b = self.world.size, self.shape.batch
-        words = 2 * self.network.groups["all"].size
+        samples = self.batch.global_count
+        gradients = 2 * self.network.groups["all"].size
+        factors = float(gradients)
         for node in self.network.graph(1).nodes:
             if isinstance(node.spec, LinearSpec):
                 roles = node.parameters
                 k, m = self.network.parameters[roles["weight"]].spec.shape
-                gradients = 2 * sum(self.network.parameters[name].size for name in roles.values())
-                words += min(0, k * b + m * b * ranks + k * m - gradients)
-        return round(4 * words * (ranks - 1) / ranks)
+                whole = 2 * sum(self.network.parameters[name].size for name in roles.values())
+                factors += min(0, k * samples / parties + m * samples + k * m - whole)
+        return {kind: round(4 * n * (parties - 1) / parties) for kind, n in (("gradients", gradients), ("factors", factors))}
 
 
 class Peer:
@@ -321,8 +322,8 @@ def measure(rank: Rank) -> dict[str, Any]:
     """All rounds; the order within a round moves on by one each time, so that nobody always comes after the same one."""
     settings = rank.settings
     rank.say("link")
-    payloads = {"gradients": 8 * rank.network.groups["all"].size * (rank.world.size - 1) // rank.world.size}
-    payloads["factors"] = rank.factored_bytes()
+    payloads = rank.formula_bytes(rank.world.size)
+    two_level = levels(rank.nodes)
     turns: dict[str, Callable[[], dict[str, float]]] = {
         name: partial(rank.turn, variant) for name, variant in rank.variants.items()
     }
@@ -331,6 +332,7 @@ def measure(rank: Rank) -> dict[str, Any]:
     turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
     facts = {
         "payload_bytes": payloads,
+        "wire_bytes": payloads if two_level is None else rank.formula_bytes(two_level.nodes),
         "parameters": rank.network.groups["all"].size,
         "link_bytes_per_second": rank.link_bytes_per_second(),
         "allreduce_seconds": rank.allreduce_seconds(),

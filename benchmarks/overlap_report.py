@@ -20,7 +20,8 @@ class Analysis:
     """The figures of one run at one bandwidth; each is a median over rounds of what was measured in the same round.
 
     limit = max(compute-only + c, wire): c is the CPU time of the bare operations of as many bytes, wire those bytes over the
-    measured rate of the link. The cheapest strategy's bytes, unless it says "own".
+    measured rate of the link (where hosts have several ranks: the bytes that leave a host in two levels). The cheapest
+    strategy's bytes, unless it says "own".
     """
 
     def __init__(self, run: dict[str, Any]) -> None:
@@ -29,6 +30,7 @@ class Analysis:
         self.rate: float = facts["link_bytes_per_second"]
         self.parameters: int = facts["parameters"]
         self.payload: dict[str, int] = facts["payload_bytes"]
+        self._wire_bytes: dict[str, int] = facts.get("wire_bytes", self.payload)
         self.cheapest = min(self.payload, key=lambda kind: self.payload[kind])
         self.names = [name for name in self._rounds if not name.startswith(("bare ", "peer "))]
         self.has_peer = _PEER in self._rounds
@@ -44,7 +46,7 @@ class Analysis:
 
     def wire_seconds(self, kind: str) -> float:
         """Of "gradients" or "factors"."""
-        return self.payload[kind] / self.rate
+        return self._wire_bytes[kind] / self.rate
 
     def kind(self, name: str) -> str:
         """Which payload a strategy sends."""
