@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
-from hpctrain.experiment.build import AVERAGERS
+from hpctrain.experiment.averager import AVERAGERS
 from hpctrain.testing.jobs import clean_environment, find_mpiexec
 
 # name -> (averager, options); None: the local update only

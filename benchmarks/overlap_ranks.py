@@ -32,7 +32,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.two_level import levels, node_numbers
 from hpctrain.data.loader import Batch, Share
-from hpctrain.experiment.build import AVERAGERS
+from hpctrain.experiment.averager import AVERAGERS
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,8 +17,9 @@ from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Boxes, Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
-from hpctrain.errors import ConfigError, DataError, ShapeError
-from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.errors import DataError, ShapeError
+from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.grid import grid_plan
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
@@ -153,29 +153,15 @@ def build_averagers(session: Session, network: Network) -> dict[str, GradientAve
     """One averager, with an optimiser of its own, per parameter group.
 
     Raises:
-        ConfigError: norms of split layers are asked for, and the averager does not know how to add them up.
+        ConfigError: an option of the averager, or norms of split layers, which it cannot add up.
     """
     config, groups = session.config, session.groups
-    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
-    known: dict[str, object] = {"nominal_batch": config.batch, "micro_batches": config.micro_batches}
-    if MODEL in network.groups:
-        known["norms"] = JointNorms(groups.norms, session.progress)
+    norms = JointNorms(groups.norms, session.progress) if MODEL in network.groups else None
     averagers = {}
     for name, group in network.groups.items():
         optimizer = traced_optimizer(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options), session.progress.trace)
-        if optimizer.needs_norms and "norms" in known and "norms" not in accepted:
-            raise ConfigError(
-                f"The averager {config.averager.name} cannot add up the norms of layers that are split; leave "
-                f"optimizer.clip_norm out and use sgd, use another averager, or no layer that is model in the plan."
-            )
-        averagers[name] = AVERAGERS.create(
-            config.averager.name,
-            config.averager.options,
-            group=group,
-            optimizer=optimizer,
-            comm=groups.gradients[name],
-            progress=session.progress,
-            **{key: value for key, value in {**known, "nodes": groups.nodes[name]}.items() if key in accepted},
+        averagers[name] = make_averager(
+            config, group, optimizer, groups.gradients[name], session.progress, norms=norms, nodes=groups.nodes[name]
         )
     return averagers
 

@@ -9,23 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.data import augment
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.experiment import grid
+from hpctrain.experiment.averager import make_averager
 from hpctrain.models import catalogue
+from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim import schedules
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.sgd import Sgd
 from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.registry import OptionError, Registry, check_options
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
-AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
 
-# What the program gives these constructors itself.
-_AVERAGER_GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nominal_batch", "micro_batches")
+# What the program gives the constructor itself.
 _SCHEDULE_GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
 
 Options = Mapping[str, Any]
@@ -89,7 +92,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     # An optimiser is made, not only checked: its constructor knows the ranges and allocates nothing before it is bound.
     yield from _fault(("optimizer",), optimizer.options, partial(OPTIMIZERS.create, optimizer.name))
     yield from _fault(("schedule",), schedule.options, partial(_make_schedule, config))
-    yield from _fault(("averager",), averager.options, partial(AVERAGERS.check, averager.name, reserved=_AVERAGER_GIVEN))
+    yield from _fault(("averager",), averager.options, partial(_make_averager, config, grid.splits_parameters(config)))
     yield from _augment_faults("augment", config.data.augment)
     yield from _augment_faults("evaluate_augment", config.data.evaluate_augment)
 
@@ -97,6 +100,22 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _augment_faults(key: str, steps: tuple[AugmentConfig, ...]) -> Iterator[tuple[KeyPath, str]]:
     for index, step in enumerate(steps):
         yield from _fault(("data", key, index), step.options, partial(augment.check, step.name))
+
+
+def _optimizer(config: Config) -> Optimizer:
+    """The configured one; any, where that has a fault, which is told at its own place."""
+    try:
+        return OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    except HpctrainError:
+        return Sgd()
+
+
+def _make_averager(config: Config, splits_parameters: bool, options: Options) -> None:
+    """Over no parameters and on one process: the constructor knows the ranges, and has nothing to allocate or to post."""
+    alone, group = SingleCommunicator(), FlatGroup({}, config.dtype)
+    progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=alone.abort)
+    norms = JointNorms(alone, progress) if splits_parameters else None
+    make_averager(config, group, _optimizer(config), alone, progress, norms=norms, options=options)
 
 
 def _make_schedule(config: Config, options: Options) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from hpctrain.backend.kernels.graph import GraphBuilder
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
+from hpctrain.parallel.distribute import distribute
 from hpctrain.parallel.plan import GridPlan, RowUse
 
 
@@ -32,15 +33,33 @@ def grid_plan(config: Config, cols: int) -> GridPlan:
 
 def layer_names(config: Config) -> tuple[str, ...]:
     """Dotted names of the model's layers, which no image's size changes; none where the model itself has a fault."""
+    graph = _graph(config)
+    return () if graph is None else tuple(node.name for node in graph.nodes)
+
+
+def splits_parameters(config: Config) -> bool:
+    """True where the ranks of a column each hold a part of some layer's parameters; False where model or plan have a fault."""
+    graph, rows = _graph(config), config.grid.rows
+    if graph is None or rows == 1:
+        return False
+    try:
+        distributed = distribute(graph, grid_plan(config, config.grid.cols or 1), (1, *(0,) * (rows - 1)))
+    except HpctrainError:
+        return False
+    placed = ((step.node, step.placement) for step in distributed.steps)
+    return any(node and node.parameters and placement and placement.shard for node, placement in placed)
+
+
+def _graph(config: Config) -> Graph | None:
+    """The model for one image of its usual size; None where the model has a fault."""
     name, options = config.model.name, config.model.options
     try:
         height, width, channels = catalogue.image_shape(name)
         channels = int(catalogue.check(name, options).get("channels_in", channels))
         builder = GraphBuilder(TensorSpec((1, height, width, channels), "float32"))
-        graph = builder.build(catalogue.build(name, options).lower(builder, 0, ""))
+        return builder.build(catalogue.build(name, options).lower(builder, 0, ""))
     except HpctrainError:
-        return ()
-    return tuple(node.name for node in graph.nodes)
+        return None
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,8 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import grid
-from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.model import model_options
 from hpctrain.models import catalogue
 from hpctrain.nn.network import ALL, MODEL, declared, local_spec
@@ -152,7 +152,11 @@ def micro_counts(task: Task) -> tuple[int, ...]:
 
 
 def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
-    """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node."""
+    """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+
+    Raises:
+        ConfigError: an averager that a run would refuse.
+    """
     found: list[GroupSchedule] = []
     for row in range(task.plan.rows):
         for made in _row_schedules(task, row, link, ranks_per_node):
@@ -173,22 +177,12 @@ def _row_schedules(task: Task, row: int, link: LinkModel, ranks_per_node: int | 
     world = _imagined(0, plan.rows * plan.cols)
     norms = JointNorms(world, progress) if MODEL in groups else None
     optimizer = _Unbound(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options))
-    known: dict[str, object] = {"nominal_batch": config.batch, "micro_batches": config.micro_batches, "norms": norms}
-    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
     made = []
     for name, group in groups.items():
         comm = world if name == ALL else _imagined(0, plan.cols)
         places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
-        known["nodes"] = [node_of[place] for place in places]
-        averager = AVERAGERS.create(
-            config.averager.name,
-            config.averager.options,
-            group=group,
-            optimizer=optimizer,
-            comm=comm,
-            progress=progress,
-            **{key: value for key, value in known.items() if key in accepted},
-        )
+        nodes = [node_of[place] for place in places]
+        averager = make_averager(config, group, optimizer, comm, progress, norms=norms, nodes=nodes)
         samples = task.counts if name == ALL else _by_column(task.counts, plan.rows)
         made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link), averager.order))
     return made

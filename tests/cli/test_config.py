@@ -42,6 +42,7 @@ def test_show_gives_what_would_run() -> None:
         ("model=resnet51", ["resnet50"]),
         ("schedule=cosinus", ["cosine"]),
         ("averager=blockin", ["blocking"]),
+        ("averager={name: sharded, bucket_bytes: 0}", ["bucket_bytes is 0", "at least 1"]),
         ("data.augment=[{name: flipp}]", ["flip"]),
         ("micro_batches=100000", ["micro_batches"]),
         ("schedule.warmup_epochs=1000", ["warmup_epochs"]),

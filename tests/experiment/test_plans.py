@@ -11,7 +11,8 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.config.load import load
-from hpctrain.experiment.check import AVERAGERS, OPTIMIZERS
+from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.plans import Task, averaging_bytes, group_schedules, prepare
 from hpctrain.models import catalogue
 from hpctrain.nn.network import MODEL, Network

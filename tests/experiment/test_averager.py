@@ -1,0 +1,111 @@
+"""One way to make an averager: what it refuses is refused alike in a check, in a plan and in a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.cli.main import cli
+from hpctrain.comm.link import LinkModel
+from hpctrain.config.load import load
+from hpctrain.errors import ConfigError
+from hpctrain.experiment import averager
+from hpctrain.experiment.grid import splits_parameters
+from hpctrain.experiment.plans import group_schedules, prepare
+from hpctrain.registry import Registry
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
+SPLIT = ("plan.classifier.*=model",)
+WHOLE = ("plan.features.*=domain",)
+NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
+NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
+SENTENCE = (
+    "The averager plain cannot add up the norms of layers that are split; leave optimizer.clip_norm out and use sgd, "
+    "use another averager, or no layer that is model in the plan."
+)
+
+#: a strategy of somebody's own that has never heard of norms over several groups
+PLAIN = '''
+from hpctrain.averaging.base import GradientAverager
+
+class Plain(GradientAverager):
+    def __init__(self, group, optimizer, comm, progress, *, pieces: int = 1) -> None:
+        super().__init__(group, optimizer, comm, progress)
+
+    def begin_step(self, lr, counts=None): ...
+    def grad_ready(self, parameter): ...
+    def end_backward(self): ...
+    def before_forward(self, parameters): ...
+    def drain(self): ...
+'''
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Overrides for a strategy that cannot add up norms of several groups."""
+    package = tmp_path / "own_strategies"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "plain.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(averager, "AVERAGERS", Registry("own_strategies", "averager", GradientAverager))
+    return (*SMALL, "averager=plain")
+
+
+def _check(*overrides: str) -> None:
+    """As `hpctrain config check` does."""
+    result = CliRunner().invoke(cli, ["config", "check", str(CONFIG), *overrides])
+    if result.exit_code:
+        assert result.exit_code == 2, result.output
+        raise ConfigError(result.stderr)
+
+
+def _plan(command: str) -> Callable[..., None]:
+    def run(*overrides: str) -> None:
+        result = CliRunner().invoke(cli, ["plan", command, str(CONFIG), *overrides, "--image", "35", "35", "3", "--classes", "9"])
+        if result.exit_code:
+            assert result.exit_code == 2, result.output
+            assert result.stdout == ""
+            raise ConfigError(result.stderr)
+
+    return run
+
+
+def _schedules(*overrides: str) -> None:
+    """The plan itself, without the command's checks before it."""
+    config, _ = load(CONFIG, overrides)
+    group_schedules(prepare(config, 2, (35, 35, 3), 9), LinkModel(1e-5, 1e-9))
+
+
+@pytest.mark.parametrize("use", [_check, _plan("show"), _plan("schedule"), _schedules], ids=["check", "show", "schedule", "plan"])
+def test_norms_of_split_layers_are_refused_in_one_sentence_everywhere(
+    plain: tuple[str, ...], use: Callable[..., None]
+) -> None:
+    for norms in NORMS.values():
+        with pytest.raises(ConfigError) as caught:
+            use(*plain, norms, *SPLIT)
+        assert str(caught.value).strip().endswith(SENTENCE)
+        assert len(str(caught.value).strip().splitlines()) == 1
+    for legal in ((NO_NORMS, *SPLIT), (NORMS["lars"], *WHOLE), (NORMS["lars"], *SPLIT, "grid.rows=1", "grid.cols=2")):
+        use(*plain, *legal)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "split"),
+    [
+        (SPLIT, True),
+        (WHOLE, False),
+        (("plan.default=model",), True),
+        (("plan.default=model", "grid.rows=1"), False),
+        (("plan.features.*=model", "plan.features.*=batch"), False),
+        (("plan.features.1=model",), False),  # a ReLU
+        ((*SPLIT, "model.width=-1"), False),  # a fault of its own
+        ((*SPLIT, "grid.tiles=[3, 2]"), False),
+    ],
+)
+def test_it_is_known_before_a_run_whether_parameters_are_split(overrides: tuple[str, ...], split: bool) -> None:
+    config, _ = load(CONFIG, [*SMALL, *overrides])
+    assert splits_parameters(config) is split
