@@ -32,15 +32,17 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
     found = _resumed(session, resume) if resume is not None else None
     start = found[1] if found is not None else None
     posting.agree(session, parts, start)
+    position = snapshot.put(start, parts.network, parts.averagers, parts.shards) if start is not None else Position()
     directory = found[0] if found is not None else _new_directory(session, parts)
-    reporter = _reporter(session, directory)
+    if found is not None:
+        _cut_records(session, parts, directory, position)
+    reporter = _reporter(session, directory, position.global_step)
     try:
         _introduce(session, parts, directory, start, reporter)
         posting.keep(session, parts, directory)
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        position = snapshot.put(start, parts.network, parts.averagers, parts.shards) if start is not None else Position()
         trainer = build_trainer(
             session,
             parts,
@@ -132,6 +134,17 @@ def _resumed(session: Session, source: str) -> tuple[RunDirectory, checkpoint.Ch
     return raise_alike(session.world, lambda: RunDirectory.open(path.parent.parent)), content
 
 
+def _cut_records(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
+    """Rank 0 takes out of the run's records what this resume will record again. Collective."""
+    evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
+
+    def cut() -> None:
+        if session.is_root:
+            directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
+
+    raise_alike(session.world, cut)
+
+
 def _find_checkpoint(output: str, name: str, source: str) -> tuple[Path, checkpoint.CheckpointContent]:
     """A checkpoint file from "auto", a run directory or a file, and what is in it.
 
@@ -182,7 +195,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
     raise_alike(session.world, write)
 
 
-def _reporter(session: Session, directory: RunDirectory) -> Reporter:
+def _reporter(session: Session, directory: RunDirectory, done_steps: int = 0) -> Reporter:
     if not session.is_root:
         return SilentReporter()
     metrics = session.config.metrics
@@ -190,6 +203,7 @@ def _reporter(session: Session, directory: RunDirectory) -> Reporter:
         directory,
         interval_seconds=metrics.interval_seconds,
         tensorboard=directory.path / "tensorboard" if metrics.tensorboard else None,
+        done_steps=done_steps,
     )
 
 

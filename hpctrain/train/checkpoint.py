@@ -84,7 +84,7 @@ def write(path: Path, content: CheckpointContent) -> None:
             left.unlink(missing_ok=True)
         write_store(partial, content.tensors, content.meta)
         os.replace(partial, path)
-        _synchronise_directory(path.parent)
+        synchronise_directory(path.parent)
     except (OSError, RuntimeError) as error:
         _remove(partial)
         reason = " ".join(str(error).split())
@@ -101,7 +101,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _synchronise_directory(directory: Path) -> None:
+def synchronise_directory(directory: Path) -> None:
     """Wait until the directory's entries, a new name among them, are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

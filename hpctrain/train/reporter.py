@@ -21,7 +21,8 @@ class ConsoleReporter:
 
     Args:
         directory: receives metrics. interval_seconds: between two lines where there is no terminal. tensorboard: directory of
-        TensorBoard files, or None. console: where to print.
+        TensorBoard files, or None. console: where to print. done_steps: of an earlier part of this run; TensorBoard hides what
+        that wrote of later ones.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class ConsoleReporter:
         interval_seconds: float = 10.0,
         tensorboard: Path | None = None,
         console: Console | None = None,
+        done_steps: int = 0,
     ) -> None:
         self._console = console if console is not None else Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._directory = directory
         self._interval_seconds = interval_seconds
-        self._board = _board(tensorboard) if tensorboard is not None else None
+        self._board = _board(tensorboard, done_steps) if tensorboard is not None else None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._epochs = 0
@@ -101,11 +103,11 @@ class ConsoleReporter:
             self._board = None
 
 
-def _board(directory: Path) -> Any:
+def _board(directory: Path, done_steps: int) -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "metrics.tensorboard is true, but tensorboardX is not installed; install hpctrain[export] or set it to false."
         ) from error
-    return SummaryWriter(str(directory))
+    return SummaryWriter(str(directory), purge_step=done_steps + 1 if done_steps else None)

@@ -4,7 +4,7 @@
         config.yaml      the resolved configuration
         versions.json    versions of everything that computes
         git.json         revision of the directory that the run was started in; {} outside a repository
-        metrics.jsonl    one JSON object a line
+        metrics.jsonl    one JSON object a line; a resume cuts it back to its checkpoint
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         checkpoints/
 
@@ -29,6 +29,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
+from hpctrain.train import metrics_file
 from hpctrain.train.checkpoint import CheckpointContent, read_newest
 
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
@@ -152,6 +153,10 @@ class RunDirectory:
         with open(self.metrics_path, "ab+") as file:
             _cut_torn_line(file.fileno())
             file.write(line.encode())
+
+    def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False) -> None:
+        """Before a run goes on from a checkpoint: the metrics end where it was taken (see `metrics_file.cut_back`)."""
+        metrics_file.cut_back(self.metrics_path, epoch, step, evaluates=evaluates)
 
     def metrics(self) -> list[dict[str, object]]:
         """All complete lines; a last one that a kill has torn is left out.

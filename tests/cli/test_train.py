@@ -197,6 +197,77 @@ def _assert_same(ours: checkpoint.CheckpointContent, theirs: checkpoint.Checkpoi
         assert np.array_equal(tensor, theirs.tensors[key]), key
 
 
+# The program; it is killed where a record of a kind and step has been appended, and half of another line.
+KILLED = """
+import os, runpy, signal, sys
+from hpctrain.train.run_directory import RunDirectory
+kind, step, torn = sys.argv.pop(1), int(sys.argv.pop(1)), b'{"kind": "inter'
+append = RunDirectory.append_metrics
+def killed(self, record):
+    append(self, record)
+    if (record["kind"], record.get("step", 0)) == (kind, step):
+        with open(self.metrics_path, "ab") as file:
+            file.write(torn)
+        os.kill(os.getpid(), signal.SIGKILL)
+RunDirectory.append_metrics = killed
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "every_steps", "kills"),
+    [
+        (0, 3, [("interval", 8)]),
+        # Killed again before the next checkpoint, then at an epoch's end behind one.
+        (2, 4, [("evaluation", 5), ("progress", 0), ("interval", 7), ("epoch", 10)]),
+        # A checkpoint inside the last step of an epoch is older than the epoch's record and its evaluation.
+        (0, 5, [("evaluation", 5), ("evaluation", 10)]),
+    ],
+)
+def test_a_killed_and_resumed_run_has_each_step_once(
+    job: Job, folder: Path, ranks: int, every_steps: int, kills: list[tuple[str, int]]
+) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    options = ["metrics.interval_seconds=1e-9", f"checkpoint.every_steps={every_steps}", "progress=test"]
+    whole = _train(job, ranks, folder, *options, f"output={folder}/whole")
+    assert whole.code == 0, whole.output
+    resume: list[str] = []
+    for kind, step in kills:
+        outcome = job(ranks, ["killed.py", kind, str(step), "train", "tiny.yaml", *options, *resume], cwd=folder)
+        assert outcome.code != 0
+        assert "Traceback" not in outcome.output
+        resume = ["--resume", "auto"]
+    run = _run(folder)
+    assert run.metrics_path.read_bytes().endswith(b'"inter')
+    last = _train(job, ranks, folder, *options, *resume)
+    assert last.code == 0, last.output
+    assert _run(folder).path == run.path
+    records = _without_times(run.metrics())
+    assert records == _without_times(_run(folder, "whole").metrics())
+    assert [record["step"] for record in records if record["kind"] == "interval"] == [2, 3, 4, 5, 7, 8, 9, 10]
+    again = _train(job, ranks, folder, *options, *resume)  # nothing to train: evaluated once more, in place of the last time
+    assert again.code == 0, again.output
+    assert _without_times(run.metrics()) == records
+    assert not list(run.path.glob("*unreadable*"))
+
+
+def _without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is the same in every run, starts left out."""
+    times = ("time", "images_per_second")
+    kept = [record for record in records if record["kind"] != "progress"]
+    return [{key: value for key, value in record.items() if key not in times} for record in kept]
+
+
+def test_a_resume_that_is_refused_leaves_the_metrics_alone(job: Job, folder: Path) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    options = ["metrics.interval_seconds=1e-9", "checkpoint.every_steps=3"]
+    job(0, ["killed.py", "interval", "5", "train", "tiny.yaml", *options], cwd=folder)
+    before = _run(folder).metrics_path.read_bytes()
+    outcome = _train(job, 0, folder, "model.hidden=11", "--resume", "auto")
+    assert "CheckpointError" in outcome.stderr
+    assert _run(folder).metrics_path.read_bytes() == before
+
+
 def test_float64_training_does_not_depend_on_the_number_of_ranks(job: Job, folder: Path) -> None:
     options = ["dtype=float64", "batch_norm.statistics=synchronised"]
     ends = []

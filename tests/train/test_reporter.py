@@ -18,8 +18,12 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "run", config="a: 1\n", versions={}, git={})
 
 
-def _run(directory: RunDirectory, console: Console, interval_seconds: float, tensorboard: Path | None = None) -> None:
-    reporter = ConsoleReporter(directory, interval_seconds=interval_seconds, console=console, tensorboard=tensorboard)
+def _run(
+    directory: RunDirectory, console: Console, interval_seconds: float, tensorboard: Path | None = None, done_steps: int = 0
+) -> None:
+    reporter = ConsoleReporter(
+        directory, interval_seconds=interval_seconds, console=console, tensorboard=tensorboard, done_steps=done_steps
+    )
     reporter.start(2, 20, 0)
     for step in range(3):
         reporter.step(0, step, SUMS, 0.1, 1234.0)
@@ -56,3 +60,20 @@ def test_tensorboard_files_hold_the_scalars(directory: RunDirectory, tmp_path: P
     events = list((tmp_path / "board").glob("events.*"))
     assert len(events) == 1
     assert b"epoch/loss" in events[0].read_bytes()
+
+
+@pytest.mark.parametrize(("done_steps", "starts"), [(0, []), (7, [8])])
+def test_a_resumed_runs_tensorboard_files_take_over_behind_its_checkpoint(
+    directory: RunDirectory, tmp_path: Path, done_steps: int, starts: list[int]
+) -> None:
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    _run(directory, Console(file=io.StringIO()), 1e9, tmp_path / "board", done_steps)
+    (path,) = (tmp_path / "board").glob("events.*")
+    content, events, place = path.read_bytes(), [], 0
+    while place < len(content):  # length (8 bytes), its checksum (4), the event, its checksum (4)
+        size = int.from_bytes(content[place : place + 8], "little")
+        events.append(Event.FromString(content[place + 12 : place + 12 + size]))
+        place += size + 16
+    assert [event.step for event in events if event.session_log.status == SessionLog.START] == starts
