@@ -176,8 +176,8 @@ def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkMode
         yield f"exchanged: {_range(each.exchanged)} elements a rank and step"
         yield "slice  [start, stop)  elements of ranks 0, 1, ..."
         for number, part in enumerate(each.schedule.slices):
-            owned = part.counts(each.ranks) if _has_owners(each) else (part.size,)
-            yield f"{number:5}  [{part.start}, {part.stop})  {_runs(owned) if _has_owners(each) else 'all of it, on every rank'}"
+            owned = _runs(each.owned(part)) if _has_owners(each) else "all of it, on every rank"
+            yield f"{number:5}  [{part.start}, {part.stop})  {owned}"
 
 
 def _has_owners(each: GroupSchedule) -> bool:
@@ -205,6 +205,7 @@ def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
         "ranks": each.ranks,
         "elements": each.elements,
         "samples": list(each.samples),
+        "order": list(each.order or range(each.ranks)),
         "exchanged_elements": list(each.exchanged),
         "hash": None if schedule is None else schedule.digest(),
         "schedule": None if schedule is None else json.loads(schedule.to_json()),

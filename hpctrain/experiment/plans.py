@@ -9,6 +9,7 @@ import numpy as np
 
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.schedule import Schedule
+from hpctrain.averaging.slices import Slice
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
@@ -79,7 +80,15 @@ class GroupSchedule:
             return tuple(2 * (self.elements - share) for share in shares)
         order = self.order or tuple(range(self.ranks))
         samples = [self.samples[rank] for rank in order]
-        found = {rank: sum(self.schedule.exchanged(place, samples).values()) for place, rank in enumerate(order)}
+        return self._by_rank([sum(self.schedule.exchanged(place, samples).values()) for place in range(self.ranks)])
+
+    def owned(self, part: Slice) -> tuple[int, ...]:
+        """Elements of a slice that each rank of the group owns."""
+        return self._by_rank(part.counts(self.ranks))
+
+    def _by_rank(self, by_place: Sequence[int]) -> tuple[int, ...]:
+        """What the schedule counts in `order`, in the ranks' own."""
+        found = dict(zip(self.order or range(self.ranks), by_place, strict=True))
         return tuple(found[rank] for rank in range(self.ranks))
 
 

@@ -109,6 +109,21 @@ def test_the_schedules_json_gives_the_same_hash() -> None:
     assert group["schedule"]["ranks"] == group["ranks"] == 5
 
 
+def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
+    averager = "averager={name: sharded, bucket_bytes: 40, fc_exchange: never}"
+    small = ("model={name: small, channels: [3, 4], hidden: 9}", "--image", "9", "8", "1", "--classes", "10")
+    arguments = ("--schedule", VGG, averager, *small, "--ranks", "4")
+    last = run(*arguments).output.rstrip().splitlines()[-1]  # the last layer's bias
+    assert last.endswith("  2 x 3, 2 x 2")
+    nodes = ("--ranks-per-node", "2")
+    assert run(*arguments, *nodes).output.rstrip().splitlines()[-1].endswith("  3, 2, 3, 2")
+    (group,) = json.loads(run(*arguments, *nodes, "--json").output)
+    assert group["order"] == [0, 2, 1, 3]
+    sizes = [each["stop"] - each["start"] for each in group["schedule"]["slices"]]
+    for place, rank in enumerate(group["order"]):
+        assert group["exchanged_elements"][rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)
+
+
 @pytest.mark.parametrize("averager", ["blocking", "overlap", "bucketed", "lazy", "priority"])
 def test_every_strategy_has_a_plan(averager: str) -> None:
     result = run("--schedule", VGG, f"averager={averager}", "--ranks", "4", *IMAGENET)
