@@ -1,4 +1,5 @@
-"""A thread that lets messages move while kernels run. It tests, and does nothing else: it posts, completes and computes nothing.
+"""A thread that lets messages move while kernels run. It tests, and does nothing else: no operation begins, completes or computes
+in it. One of two stages may come to its second.
 
 So no averager ever runs on it, and what the process's own thread sees changes only when that thread looks.
 """

@@ -177,6 +177,24 @@ def test_a_run_says_its_grid_and_traces_all_groups(job: Job, folder: Path) -> No
         assert spent + rank["left_over_seconds"] == pytest.approx(rank["step_seconds"], rel=1e-6)
 
 
+def test_two_nodes_train_as_one_process(job: Job, folder: Path) -> None:
+    """MPICH can take one machine for several nodes."""
+    library = job(1, ["--mpi-lib-version"]).stdout
+    if "MPICH" not in library:
+        pytest.skip(f"only MPICH pretends nodes, and this is {library.splitlines()[0]}")
+    options = ("epochs=1", "optimizer.clip_norm=0.4")
+    _train(job, 0, folder, *options, f"output={folder}/alone")
+    more = ("trace=true", "progress=thread")
+    command = ["-m", "hpctrain", "train", str(folder / "tiny.yaml"), *options, *more]
+    outcome = job(4, command, cwd=folder, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert outcome.code == 0, outcome.output
+    _assert_close(_last(folder), _last(folder, "alone"))
+    run = latest(folder / "runs", "tiny")
+    assert run is not None
+    assert json.loads((run.path / "schedule-all.json").read_text())["request"].endswith("; 2 nodes of 2")
+    assert len(json.loads((run.path / "time_table.json").read_text())["per_rank"]) == 4
+
+
 def test_compute_only_on_a_grid(job: Job, folder: Path) -> None:
     outcome = _train(job, 4, folder, "grid.rows=2", *MIXED, "--compute-only", "--steps", "4")
     assert "compute-only step" in outcome.stdout

@@ -153,3 +153,39 @@ def test_a_handle_says_at_which_stage_it_is() -> None:
         wait(handle)
 
     run_virtual(4, program)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
+def test_equal_sums_on_their_way_have_buffers_of_their_own_and_later_ones_use_them_again(nodes: tuple[int, ...]) -> None:
+    at_once = 4
+
+    def program(comm: ThreadCommunicator) -> int:
+        made = in_levels(comm, levels(nodes), "gradients")
+        assert isinstance(made, TwoLevel)
+        left = []
+        for number in range(30):
+            left.append(_sums(made, [3] * made.size, number))
+            while len(left) == at_once:
+                for handle, received, expected in left:
+                    if handle.test():
+                        np.testing.assert_array_equal(received, expected)
+                left = [each for each in left if not each[0].test()]
+        wait(*(handle for handle, _, _ in left))
+        for _, received, expected in left:
+            np.testing.assert_array_equal(received, expected)
+        return sum(map(len, made._spare.values()))
+
+    for seed in (None, *range(8)):
+        for kept in run_virtual(len(nodes), program, seed=seed):
+            assert 1 <= kept <= at_once, seed
+
+
+def test_buffers_of_one_size_and_two_types_are_not_mixed_up() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        made = in_levels(comm, levels((0, 1, 0, 1)), "gradients")
+        for dtype in (np.float64, np.float32, np.int64, np.float64):
+            whole, received = np.full(8, comm.rank + 0.5).astype(dtype), np.zeros(2, dtype)
+            wait(made.ireduce_scatter(whole, received, [2] * 4))
+            np.testing.assert_array_equal(received, np.full(2, 6 if dtype is np.int64 else 8, dtype))
+
+    run_virtual(4, program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import numpy as np
@@ -48,6 +49,32 @@ def test_two_nodes_equal_blocking(
         alone = _alone(optimizer)
         data = run_steps(Watched(make(strategy, optimizer, world, progress, nodes=nodes)), STEPS)
         assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("strategy", ["sharded, auto", "priority, exchange"])
+@pytest.mark.parallel(4)
+def test_two_nodes_under_a_progress_thread_equal_blocking(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
+    """Second stages begin in whichever thread finds the first complete; the order of postings must not depend on it."""
+    alone = _alone("lars, clipping")
+    averager = make(strategy, "lars, clipping", world, progress, nodes=(0, 0, 1, 1))
+    progress.start_thread()
+    try:
+        for step in range(STEPS):
+            with progress.computing():
+                one_step(averager, step)
+                time.sleep(1e-3)  # as a kernel would: the thread has messages to itself
+        averager.drain()
+    finally:
+        progress.stop_thread()
+    assert np.linalg.norm(averager.group.data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("strategy", ["sharded, exchange", "priority"])
+@pytest.mark.parallel(4)
+def test_two_nodes_repeat_and_agree_bit_by_bit_in_float32(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
+    first, second = (run_steps(make(strategy, "clipping", world, progress, "float32", (1, 0, 0, 1)), STEPS) for _ in range(2))
+    assert np.array_equal(first, world.broadcast_object(first))
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
