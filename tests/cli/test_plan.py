@@ -119,6 +119,7 @@ def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
     assert run(*arguments, *nodes).output.rstrip().splitlines()[-1].endswith("  3, 2, 3, 2")
     (group,) = json.loads(run(*arguments, *nodes, "--json").output)
     assert group["order"] == [0, 2, 1, 3]
+    assert [each["order"] for each in shown(*arguments[1:], *nodes)["averaging"]] == [group["order"]]
     sizes = [each["stop"] - each["start"] for each in group["schedule"]["slices"]]
     for place, rank in enumerate(group["order"]):
         assert group["exchanged_elements"][rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)

@@ -13,12 +13,13 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.launcher import Launcher
+from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
-from hpctrain.experiment import compute_only, posting
+from hpctrain.experiment import compute_only, plans, posting
 from hpctrain.experiment.build import build, build_trainer
 from hpctrain.experiment.session import Session
 from hpctrain.parallel.groups import GridGroups
@@ -54,6 +55,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], set[str]]] = {
     "6 on 3 nodes, priority": (6, 2, ("averager={name: priority, slice_parameters: 90}",), {"all"}),
     "2 x 4 on 2 nodes": (8, 4, ("grid.rows=2", "plan.classifier.*=model"), {"all", "model"}),
     "3 x 2 on 2 nodes": (6, 3, ("grid.rows=3", "plan.stage1.*=domain", "plan.classifier.*=model"), {"all"}),
+    "2 x 4 on unlike nodes": (8, 5, ("grid.rows=2", "plan.classifier.*=model"), {"model"}),  # the second row's 0 0 1 1
     "5 on unlike nodes": (5, 2, (), set()),
 }
 STEPS = 8  # operations are ordered by measured times after the fifth
@@ -121,8 +123,9 @@ def _train(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nodes_train_what_one_rank_does(file: Path, alone: Trained, layout: str) -> None:
     ranks, per_node, overrides, in_levels = LAYOUTS[layout]
-    for found in _train(file, ranks, per_node, *overrides, seed=ranks):
-        assert found.in_levels == in_levels
+    every = _train(file, ranks, per_node, *overrides, seed=ranks)
+    assert set().union(*(found.in_levels for found in every)) == in_levels
+    for found in every:
         found.assert_close(alone)
 
 
@@ -170,3 +173,28 @@ def test_the_exchange_alone_is_an_averagers(file: Path, ranks: int, per_node: in
     _, repeats, whole = found[0]
     assert bool(repeats) is crosses
     assert sum(crossing for crossing, _, _ in found) == 2 * whole * repeats  # two nodes, each 2 (N - 1) / N of the whole
+
+
+@pytest.mark.parametrize("fc_exchange", ["always", "never"])
+def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) -> None:
+    """14 samples on 4 ranks, so that ranks differ, and not in the order in which a schedule counts them."""
+    config, _ = load(file, (f"averager.fc_exchange={fc_exchange}",))
+
+    def program(comm: ThreadCommunicator) -> int:
+        counters = Counters()
+        session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
+        parts = build(session)
+        posting.agree(session, parts)
+        before = counters.snapshot()
+        trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=1)
+        trainer.run(Position())
+        trainer.drain()
+        counted = counters.since(before)
+        kinds = ("ireduce_scatter", "iallgather", "ialltoall")
+        names = {name for name, _ in counted if name.startswith(("column gradients", "column parameters"))}
+        return sum(counted.total(name, kind).exchanged_bytes for name in names for kind in kinds)
+
+    task = plans.prepare(config, 4)
+    planned = plans.averaging_bytes(task, plans.group_schedules(task, LinkModel(1e-5, 1e-9), 2))
+    assert len(set(planned)) > 1
+    assert run_virtual(4, program, ranks_per_node=2) == list(planned)

@@ -40,7 +40,7 @@ def task_of(*overrides: str, ranks: int) -> Task:
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("rows", "ranks", "per_node"), [(1, 3, None), (2, 4, None), (3, 6, None), (1, 4, 2), (2, 8, 4), (2, 8, 2)]
+    ("rows", "ranks", "per_node"), [(1, 3, None), (2, 4, None), (3, 6, None), (1, 4, 2), (2, 8, 4), (2, 8, 5)]
 )
 def test_planned_schedules_are_those_of_the_ranks(
     strategy: str, rows: int, ranks: int, per_node: int | None, optimizer: str
@@ -49,11 +49,14 @@ def test_planned_schedules_are_those_of_the_ranks(
     found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
     planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
     for row, schedules in found:
-        assert {each.group: each.schedule for each in planned if row in each.rows} == schedules
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.rows} == schedules
 
 
-def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedule | None]]:
-    """This rank's row, and what its averagers have agreed on."""
+Agreed = dict[str, tuple[Schedule | None, tuple[int, ...] | None]]
+
+
+def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, Agreed]:
+    """This rank's row, and by group the schedule that its averager has agreed on, and the order of ranks in it."""
     config, plan, progress = task.config, task.plan, virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
     axis = groups.row_axis(progress)
@@ -63,7 +66,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedul
     norms = JointNorms(groups.samples, progress) if MODEL in network.groups else None
     given = {"nominal_batch": config.batch, "norms": norms}
     accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
-    schedules: dict[str, Schedule | None] = {}
+    schedules: Agreed = {}
     averagers = {}
     for name, group in network.groups.items():
         averagers[name] = AVERAGERS.create(
@@ -77,7 +80,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, dict[str, Schedul
         )
     for name, averager in averagers.items():
         averager.agree()
-        schedules[name] = averager.schedule
+        schedules[name] = averager.schedule, averager.order
     return groups.row, schedules
 
 

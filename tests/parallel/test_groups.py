@@ -46,3 +46,17 @@ def test_counts_of_columns() -> None:
         assert column == ((3, 2, 2) if rank < 3 else (2, 1, 0))
         assert every == list(counts)
         assert model == [7, 3]
+
+
+@pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 4, 2), (2, 2, 2), (2, 4, 4), (2, 3, 3)])
+def test_nodes_are_those_of_the_ranks_that_average(rows: int, cols: int, per_node: int) -> None:
+    """Also where the launcher has dealt out ranks to nodes in turn, so that positions are not ranks."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        world = comm.split(0, comm.rank % per_node, "world")
+        assert world is not None
+        groups = GridGroups(ProcessGrid(world, rows, cols))
+        for name, group in groups.gradients.items():
+            assert list(groups.nodes[name]) == group.allgather_object(comm.rank // per_node)
+
+    run_virtual(rows * cols, program, ranks_per_node=per_node)
