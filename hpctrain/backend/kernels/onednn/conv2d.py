@@ -18,7 +18,7 @@ from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.onednn.reorder import Copy
-from hpctrain.backend.kernels.onednn.winograd import Work
+from hpctrain.backend.kernels.onednn.tiles import Work
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 
 

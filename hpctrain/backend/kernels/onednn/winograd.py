@@ -1,8 +1,8 @@
 """3x3 convolutions of stride 1 with 16 multiplications where 36 are usual (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
 
 oneDNN has no such kernel in float32 on x86-64, but it has the parts: an image's overlapping 4x4 tiles are gathered by strided
-reorders, the transforms are products with small constant matrices, and between them stand 16 convolutions of 1x1, its fastest
-kernels. All of it runs on oneDNN's threads. With images in blocks of channels everything moves whole blocks.
+reorders, the transforms are products with small constant matrices (`tiles.py`), and between them stand 16 convolutions of 1x1,
+its fastest kernels. All of it runs on oneDNN's threads. With images in blocks of channels everything moves whole blocks.
 
 Written over tile positions (Kronecker products make the two-sided transforms one product):
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
@@ -12,8 +12,7 @@ The input's gradient is the forward convolution of dy with the turned and transp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -23,16 +22,12 @@ from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.geometry import convolution_geometry
 from hpctrain.backend.kernels.onednn.layouts import vector
-from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.reorder import Copy
-from hpctrain.backend.kernels.onednn.tiling import Room, Scratch, Tiling
+from hpctrain.backend.kernels.onednn.tiles import Matrix, OutputGradients, Outputs, Patches, Work
+from hpctrain.backend.kernels.onednn.tiling import Form, Room, Scratch, Tiling
 from hpctrain.backend.kernels.specs import Pair, Window
 
-Work = Callable[[], object]
-
-_BT = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], np.float32)
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
-_AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
 
 _BIAS_POSITION = 5  # tile position (1, 1): adds to all four outputs alike, and is the sum of all four of dy
 
@@ -48,121 +43,13 @@ class Works:
             work()
 
 
-class _Matrix:
-    """target (rows, items) = matrix (rows, columns) @ source (columns, items), then ReLU, or added to the target."""
-
-    def __init__(
-        self, engine: Engine, what: str, matrix: np.ndarray, items: int, *, relu: bool = False, add: bool = False
-    ) -> None:
-        rows, columns = matrix.shape
-        self._constant = allocate(matrix.nbytes).view(np.float32).reshape(matrix.shape)
-        self._constant[...] = matrix
-        self._formats = [Descriptor.strided(engine, s, (s[1], 1)) for s in ((rows, columns), (columns, items), (rows, items))]
-        left, source, target = self._formats
-        attributes = Attributes(engine, relu=relu, accumulate=add)
-        self.primitive = Primitive(engine, "matmul", f"{what}, transform", left, source, None, target, attributes)
-
-    def bind(self, source: Array, target: Array, library: Array) -> Work:
-        arrays = (self._constant, source, target)
-        arguments = zip((c.ARG_SRC, c.ARG_WEIGHTS, c.ARG_DST), self._formats, arrays, strict=True)
-        return self.primitive.bind({kind: (form, array) for kind, form, array in arguments}, library)
-
-
-class _Blocks:
-    """Images (count, channels, rows, columns) in blocks: strides in elements, and copies between such grids."""
-
-    def __init__(self, engine: Engine, what: str, shape: Sequence[int], block: int) -> None:
-        self._engine, self._what = engine, what
-        count, channels, rows, columns = shape
-        self._shape = (count, channels // block, rows, columns, block)
-
-    def copy(self, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """Between memories with these strides of (image, block, row, column)."""
-        forms = [Descriptor.strided(self._engine, self._shape, (*strides, 1)) for strides in (source, target)]
-        return Copy(self._engine, f"{self._what}, tiles", forms[0], forms[1], accumulate=accumulate)
-
-
-class _Chunk:
-    """What is done to the tiles of `count` images."""
-
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, count: int) -> None:
-        self._engine, self._what, self._tiling, self.count = engine, what, tiling, count
-        (self._rows, self._columns), self.tiles = tiling.tiles, tiling.count(count)
-        block = tiling.block
-        image = self._rows * self._columns * block
-        self._by_tile = (image, self.tiles * block, self._columns * block, block)
-
-    def _image_strides(self, channels: int, size: Pair, spread: int = 1) -> tuple[int, ...]:
-        block = self._tiling.block
-        row = size[1] * block
-        return channels * math.prod(size), size[0] * row, spread * row, spread * block
-
-    def read(self, x: Array, room: Room) -> list[Work]:
-        """room.left = (Bt x Bt) patches of these images."""
-        tiling, count, channels = self._tiling, self.count, self._tiling.channels_in
-        height, width = tiling.padded
-        room_of_all = room.padded[: count * channels * height * width]
-        inside = _Blocks(self._engine, self._what, (count, channels, *tiling.size), tiling.block)
-        padded = self._image_strides(channels, tiling.padded)
-        copy = inside.copy(self._image_strides(channels, tiling.size), padded)
-        corner = tiling.padding[0] * padded[2] + tiling.padding[2] * padded[3]
-        works: list[Work] = [partial(room_of_all.fill, 0.0), copy.bind(x, room.padded[corner:])]
-        grid = _Blocks(self._engine, self._what, (count, channels, *tiling.tiles), tiling.block)
-        gather = grid.copy(self._image_strides(channels, tiling.padded, 2), self._by_tile)
-        for position in range(16):
-            start = position // 4 * padded[2] + position % 4 * padded[3]
-            works.append(gather.bind(room.padded[start:], room.plain[position * channels * self.tiles :]))
-        transform = _Matrix(self._engine, self._what, np.kron(_BT, _BT), channels * self.tiles)
-        return [*works, transform.bind(room.plain, room.left, room.library)]
-
-    def _corners(self) -> Iterator[tuple[int, int, Pair]]:
-        """(elements from the tiles' start, elements from an image's start, rows and columns) of the four outputs of each tile.
-
-        oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself.
-        """
-        (height, width), block = self._tiling.output_size, self._tiling.block
-        for number in range(4):
-            down, right = number // 2, number % 2
-            rows, columns = (height + 1 - down) // 2, (width + 1 - right) // 2
-            together = rows if 2 * rows <= height else rows - 1
-            for first, count in ((0, together), (together, rows - together)):
-                if count and columns:
-                    tile = number * self._tiling.channels_out * self.tiles + first * self._columns * block
-                    yield tile, ((2 * first + down) * width + right) * block, (count, columns)
-
-    def write(self, y: Array, room: Room, *, relu: bool, accumulate: bool) -> list[Work]:
-        """y = (At x At) room.right."""
-        k = self._tiling.channels_out
-        transform = _Matrix(self._engine, self._what, np.kron(_AT, _AT), k * self.tiles, relu=relu)
-        works: list[Work] = [transform.bind(room.right, room.plain, room.library)]
-        strides = self._image_strides(k, self._tiling.output_size, 2)
-        for tile, start, size in self._corners():
-            grid = _Blocks(self._engine, self._what, (self.count, k, *size), self._tiling.block)
-            scatter = grid.copy(self._by_tile, strides, accumulate=accumulate)
-            works.append(scatter.bind(room.plain[tile:], y[start:]))
-        return works
-
-    def read_gradient(self, dy: Array, room: Room) -> list[Work]:
-        """room.right = (A x A) dy."""
-        k = self._tiling.channels_out
-        strides = self._image_strides(k, self._tiling.output_size, 2)
-        works: list[Work] = []
-        if any(size % 2 for size in self._tiling.output_size):
-            works.append(partial(room.plain[: 4 * k * self.tiles].fill, 0.0))
-        for tile, start, size in self._corners():
-            gather = _Blocks(self._engine, self._what, (self.count, k, *size), self._tiling.block).copy(strides, self._by_tile)
-            works.append(gather.bind(dy[start:], room.plain[tile:]))
-        transform = _Matrix(self._engine, self._what, np.kron(_AT.T, _AT.T), k * self.tiles)
-        return [*works, transform.bind(room.plain, room.right, room.library)]
-
-
 class _Products:
     """The 16 convolutions of 1x1 between the tiles of one chunk, forward or for the weights' gradient."""
 
     def __init__(
-        self, engine: Engine, what: str, tiling: Tiling, count: int, *, weights: Descriptor | None, bias: bool, backward: bool
+        self, engine: Engine, what: str, tiling: Tiling, tiles: int, *, weights: Descriptor | None, bias: bool, backward: bool
     ) -> None:
-        self._tiling, self._tiles = tiling, tiling.count(count)
+        self._tiling, self._tiles = tiling, tiles
         k, channels = tiling.channels_out, tiling.channels_in
         self._left = Descriptor.tagged(engine, (1, channels, self._tiles, 1), tiling.tag)
         self._right = Descriptor.tagged(engine, (1, k, self._tiles, 1), tiling.tag)
@@ -212,7 +99,7 @@ class _Products:
 
 
 class _Winograd:
-    """What both directions have: primitives for each size of chunk, places in the scratch, the weights tap by tap.
+    """What both directions have: kernels for each form of chunk, places in the scratch, the weights tap by tap.
 
     Args:
         strides: of the weights' (out, in) in elements. first, step: elements from the weights' start to tap (0, 0), and from
@@ -224,31 +111,24 @@ class _Winograd:
     ) -> None:
         self._engine, self._what, self._tiling = engine, f"{what} by Winograd", tiling
         self._taps = [first + tap * step for tap in range(9)]
-        self._chunks = {count: _Chunk(engine, self._what, tiling, count) for _, count in tiling.chunks()}
+        self._chunks = tiling.chunks()
+        self._forms: list[Form] = list(dict.fromkeys(chunk.form for chunk in self._chunks))
+        self._patches = {form: Patches(engine, self._what, tiling, form) for form in self._forms}
         self._products: dict[int, _Products] = {}
         weights: Descriptor | None = None
-        for count in self._chunks:
-            made = _Products(engine, self._what, tiling, count, weights=weights, bias=bias, backward=backward)
-            self._products[count], weights = made, made.weights
+        for tiles in dict.fromkeys(form.tiles for form in self._forms):
+            made = _Products(engine, self._what, tiling, tiles, weights=weights, bias=bias, backward=backward)
+            self._products[tiles], weights = made, made.weights
         assert weights is not None
         self._weights, self._items = weights, weights.size_bytes // 4
         shape = (tiling.channels_out, tiling.channels_in, 1, 1)
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
-        primitives = [each for products in self._products.values() for each in products.primitives]
-        taps_alone = not backward or tiling.chunk == tiling.batch  # gradients of several chunks add up while tiles come and go
-        self._scratch = Scratch(tiling, self._items, [*primitives, *self._transforms()], taps_alone)
+
+    def _place(self, own: Sequence[Primitive], *, taps_alone: bool) -> None:
+        """Divides the scratch, given the direction's own primitives that may need some of the library's."""
+        shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
+        self._scratch = Scratch(self._tiling, self._forms, self._items, [*shared, *own], taps_alone)
         self.scratch_bytes = self._scratch.total_bytes
-
-    def _transforms(self) -> list[Primitive]:
-        """Stand-ins that tell how much of the library's scratch the transforms need."""
-        tiling, tiles = self._tiling, self._tiling.count(self._tiling.chunk)
-        items = (tiles * tiling.channels_in, tiles * tiling.channels_out, self._items)
-        shapes = [(16, 16), (4, 16), (16, 4), (16, 9), (9, 16)]
-        return [_Matrix(self._engine, self._what, np.zeros(shape, np.float32), n).primitive for shape in shapes for n in items]
-
-    def _images(self, array: Array, start: int, channels: int, size: Pair) -> Array:
-        """A flat view from image `start` on."""
-        return array.reshape(-1)[start * channels * math.prod(size) :]
 
 
 class Product(_Winograd):
@@ -267,22 +147,28 @@ class Product(_Winograd):
         relu: bool = False,
     ) -> None:
         super().__init__(engine, what, tiling, strides, first, step, bias=bias, backward=False)
-        self._relu = relu
+        self._outputs = {form: Outputs(engine, self._what, tiling, form, relu=relu) for form in self._forms}
+        self._transform = Matrix(engine, self._what, np.kron(_G, _G), self._items)
+        own = [each for outputs in self._outputs.values() for each in outputs.primitives]
+        self._place([*own, self._transform.primitive], taps_alone=True)
 
     def bind(self, x: Array, weight: Array, bias: Array | None, y: Array, scratch: Array, *, accumulate: bool = False) -> Work:
         """The convolution on fixed memory, weights included."""
-        room, tiling, plain = self._scratch.room(scratch), self._tiling, weight.reshape(-1)
+        room, plain = self._scratch.room(scratch), weight.reshape(-1)
         load = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
         works: list[Work] = [load.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
-        transform = _Matrix(self._engine, self._what, np.kron(_G, _G), self._items)
-        works.append(transform.bind(room.taps, room.weights, room.library))
-        for start, count in tiling.chunks():
-            chunk = self._chunks[count]
-            works += chunk.read(self._images(x, start, tiling.channels_in, tiling.size), room)
-            works += self._products[count].bind(room, bias)
-            target = self._images(y, start, tiling.channels_out, tiling.output_size)
-            works += chunk.write(target, room, relu=self._relu, accumulate=accumulate)
+        works.append(self._transform.bind(room.taps, room.weights, room.library))
+        between = {form: self._between(form, bias, room) for form in self._forms}
+        for chunk in self._chunks:
+            works += self._patches[chunk.form].load(chunk, x, room)
+            works += between[chunk.form]
+            works += self._outputs[chunk.form].store(chunk, y, room, accumulate=accumulate)
         return Works(works)
+
+    def _between(self, form: Form, bias: Array | None, room: Room) -> list[Work]:
+        """What does not depend on where a chunk lies, so that all of one form share it."""
+        transforms, products = self._patches[form].transform(room), self._products[form.tiles].bind(room, bias)
+        return [*transforms, *products, *self._outputs[form].transform(room)]
 
 
 class WeightGradient(_Winograd):
@@ -292,20 +178,32 @@ class WeightGradient(_Winograd):
         self, engine: Engine, what: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool = False
     ) -> None:
         super().__init__(engine, f"{what} backward weights", tiling, strides, first, step, bias=bias, backward=True)
+        self._gradients = {form: OutputGradients(engine, self._what, tiling, form) for form in self._forms}
+        own = [each for gradients in self._gradients.values() for each in gradients.primitives]
+        back = np.kron(_G.T, _G.T)
+        self._write, self._add = (Matrix(engine, self._what, back, self._items, add=add) for add in (False, True))
+        # The gradients of several chunks add up while tiles come and go.
+        self._place([*own, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, scratch: Array) -> Work:
         """The gradients on fixed memory."""
-        room, tiling, plain = self._scratch.room(scratch), self._tiling, weight.reshape(-1)
+        room, plain = self._scratch.room(scratch), weight.reshape(-1)
+        patches = {form: self._patches[form].transform(room) for form in self._forms}
+        adding = {form: self._behind(form, bias, room, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}
         works: list[Work] = []
-        for start, count in tiling.chunks():
-            chunk = self._chunks[count]
-            works += chunk.read(self._images(x, start, tiling.channels_in, tiling.size), room)
-            works += chunk.read_gradient(self._images(dy, start, tiling.channels_out, tiling.output_size), room)
-            works += self._products[count].bind(room, bias if start == 0 else room.bias)
-            if start and bias is not None:
-                works.append(partial(np.add, bias, room.bias, bias))
-            transform = _Matrix(self._engine, self._what, np.kron(_G.T, _G.T), self._items, add=start > 0)
-            works.append(transform.bind(room.weights, room.taps, room.library))
+        for number, chunk in enumerate(self._chunks):
+            works += [*self._patches[chunk.form].load(chunk, x, room), *patches[chunk.form]]
+            works += self._gradients[chunk.form].load(chunk, dy, room)
+            works += adding[chunk.form] if number else self._behind(chunk.form, bias, room, add=False)
         store = Copy(self._engine, f"{self._what} weights", self._weights, self._plain_weights)
         works += [store.bind(room.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
         return Works(works)
+
+    def _behind(self, form: Form, bias: Array | None, room: Room, *, add: bool) -> list[Work]:
+        """What follows the reading of a chunk: writes the gradients, or adds to those of earlier chunks."""
+        products = self._products[form.tiles].bind(room, room.bias if add else bias)
+        works = [*self._gradients[form].transform(room), *products]
+        if add and bias is not None:
+            works.append(partial(np.add, bias, room.bias, bias))
+        transform = self._add if add else self._write
+        return [*works, transform.bind(room.weights, room.taps, room.library)]

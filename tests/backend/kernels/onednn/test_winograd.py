@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.onednn import winograd
+from hpctrain.backend.kernels.onednn import tiling
 from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
+from hpctrain.backend.kernels.onednn.tiling import Tiling
 from hpctrain.backend.kernels.specs import Conv2dSpec, Edges, TensorSpec, Window
 from hpctrain.testing.kernel_pairs import assert_close, difference, run
 
@@ -27,12 +28,14 @@ def chosen(onednn: KernelSet, spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple
     return tuple(way is not None for way in (plan.winograd, plan.winograd_data, plan.winograd_weights))
 
 
-@pytest.fixture(params=["whole", "chunks"])
+CHUNK_BYTES = {"whole": 1 << 30, "two images": 250_000, "two rows": 50_000, "single rows": 1}
+
+
+@pytest.fixture(params=CHUNK_BYTES)
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Winograd whatever it costs; in chunks: of two images, so that three leave a smaller one."""
-    monkeypatch.setattr(winograd.Tiling, "pays", lambda self, speed: True)
-    if request.param == "chunks":
-        monkeypatch.setattr(winograd.Tiling, "chunk", property(lambda self: min(2, self.batch)))
+    """Winograd whatever it costs, in chunks of about so much at these tests' sizes."""
+    monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
+    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[request.param])
 
 
 def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
@@ -47,9 +50,7 @@ def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[s
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("padding", [SAME, (0, 0, 0, 0), (0, 2, 1, 0)])
 @pytest.mark.parametrize(("size", "bias"), [((9, 7), True), ((8, 6), False), ((3, 16), True)])
-def test_equals_the_reference(
-    onednn: KernelSet, reference: KernelSet, padding: Edges, size: tuple[int, int], bias: bool
-) -> None:
+def test_equals_the_reference(onednn: KernelSet, reference: KernelSet, padding: Edges, size: tuple[int, int], bias: bool) -> None:
     spec = conv(16, 32, padding, bias=bias)
     shape = (3, *size, 16)
     assert chosen(onednn, spec, shape) == (True, True, True)
@@ -79,6 +80,67 @@ def test_relu_behind_it(onednn: KernelSet, reference: KernelSet) -> None:
     wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
     wanted.output = np.maximum(before, 0)
     assert_close(ours, wanted)
+
+
+def forms(size: tuple[int, int], padding: Edges, channels: tuple[int, int]) -> set[tuple[int, int]]:
+    made = Tiling(3, size, *channels, padding, 8, "aBcd8b")
+    return {(chunk.form.images, chunk.form.rows) for chunk in made.chunks()}
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [("whole", {(3, 5)}), ("two images", {(2, 5), (1, 5)}), ("two rows", {(1, 2), (1, 1)}), ("single rows", {(1, 1)})],
+)
+def test_budgets_cut_as_they_are_called(monkeypatch: pytest.MonkeyPatch, budget: str, expected: set[tuple[int, int]]) -> None:
+    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[budget])
+    assert forms((9, 7), SAME, (16, 32)) == expected
+
+
+@pytest.mark.parametrize("budget", ["two rows", "single rows"])
+@pytest.mark.parametrize("size", [(8, 10), (9, 7)])
+@pytest.mark.parametrize("top", [0, 1, 2])
+@pytest.mark.parametrize("bottom", [0, 1, 2])
+def test_rows_of_tiles_equal_the_reference(
+    onednn: KernelSet,
+    reference: KernelSet,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: str,
+    size: tuple[int, int],
+    top: int,
+    bottom: int,
+) -> None:
+    """All paddings above and below, beside other ones left and right."""
+    monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
+    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[budget])
+    spec = conv(16, 16, (top, bottom, bottom, 2 - top))
+    x, parameters, dy = arrays(spec, (2, *size, 16))
+    assert chosen(onednn, spec, x.shape) == (True, True, True)
+    before = np.random.default_rng(1).standard_normal(x.shape)
+    layouts = [in_layout(TensorSpec(x.shape), onednn.make(spec, (TensorSpec(x.shape),), training=True).inputs[0].layout)]
+    wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64")
+    assert_close(run(onednn, spec, [x], parameters=parameters, output_grad=dy, layouts=layouts, steps=2), wanted)
+    wanted.input_grads[0] = wanted.input_grads[0] + before
+    added = run(onednn, spec, [x], parameters=parameters, output_grad=dy, layouts=layouts, accumulate=[before])
+    assert_close(added, wanted)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_bitwise_the_same_again(onednn: KernelSet) -> None:
+    spec = conv(16, 32)
+    x, parameters, dy = arrays(spec, (3, 9, 7, 16))
+    first, again = (run(onednn, spec, [x], parameters=parameters, output_grad=dy).arrays() for _ in range(2))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("size", [(9, 7), (12, 8)])
+def test_errors_are_those_of_float32(onednn: KernelSet, reference: KernelSet, size: tuple[int, int]) -> None:
+    spec = conv(64, 32)
+    x, parameters, dy = arrays(spec, (3, *size, 64))
+    x, dy = x.astype(np.float32), dy.astype(np.float32)
+    parameters = {role: value.astype(np.float32) for role, value in parameters.items()}
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
+    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"), 2e-6)
 
 
 def test_wide_layers_take_it_and_equal_the_reference(onednn: KernelSet, reference: KernelSet) -> None:
