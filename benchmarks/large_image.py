@@ -78,9 +78,11 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
     step = TrainingStep(
         network, averagers, progress, message := SmallMessage(groups.messages, progress, 0), counts_of=groups.counts_of
     )
-    for group in network.groups.values():
-        group.data += 0.0  # touch the weights, so that they are resident before activations are
-        group.grad += 0.0
+    for name, group in network.groups.items():
+        averagers[name].agree()
+        state = [view for each in averagers[name].owned() for view in averagers[name].optimizer.state(each).values()]
+        for array in (group.data, group.grad, *state):  # touched, so that they are resident before activations are
+            array += 0.0
     before = resident_bytes()
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes,) * 2)

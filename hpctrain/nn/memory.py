@@ -10,17 +10,17 @@ ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 @dataclass(frozen=True)
 class Block:
-    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and again in those of `again`."""
+    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and in each interval of `again`."""
 
     size_bytes: int
     first: int
     last: int
-    again: tuple[int, int] | None = None
+    again: tuple[tuple[int, int], ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The intervals of time slots in which it is live."""
-        return ((self.first, self.last),) if self.again is None else ((self.first, self.last), self.again)
+        return ((self.first, self.last), *self.again)
 
     @property
     def slots(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -24,7 +23,6 @@ class BoundStep:
     name: str
     operator: Operator
     parameters: tuple[Parameter, ...]
-    input_first: bool
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
     factors: tuple[Array, Array] | None
@@ -44,32 +42,42 @@ class Action(Enum):
     FREE = auto()  # parameters are no longer read
 
 
-def backward_actions(plan: ExecutionPlan, steps: Sequence[BoundStep]) -> tuple[tuple[Action, int], ...]:
-    """The order of backward as data: (action, position of the step).
+def backward_actions(plan: ExecutionPlan) -> tuple[tuple[Action, int], ...]:
+    """The order of backward as data: (action, position of the step). Nothing in evaluation.
 
     Last step first, parameters before the input; where `input_first` is set the input comes first and its gradient starts to
     travel, so that it does under the parameters' gradients.
     """
+    if not plan.training:
+        return ()
     actions: list[tuple[Action, int]] = []
     done: set[int] = set()
     present: set[int] = set()
-    for k in reversed(range(len(steps))):
+    for k in reversed(range(len(plan.steps))):
+        step = plan.steps[k]
         for tensor in _needed(plan, k):
             for position in plan.recipe(tensor)[1]:
                 made = plan.steps[position].output
                 if made not in present:
                     present.add(made)
                     actions.append((Action.COPY if plan.steps[position].node is None else Action.REBUILD, position))
-        if not steps[k].input_first:
+        if not step.input_first:
             actions.append((Action.PARAMETERS, k))
         if k not in done:
             actions.append((Action.INPUT, k))
-        if steps[k].input_first:
+        if step.input_first:
             actions += _ahead(plan, k, done)
             actions.append((Action.PARAMETERS, k))
-        if not steps[k].shared:
+        if step.node is None or not step.node.shared:
             actions.append((Action.FREE, k))
-    return tuple(action for action in actions if _acts(*action, steps))
+    return tuple(action for action in actions if _acts(plan, *action))
+
+
+def passes_back(plan: ExecutionPlan, k: int) -> bool:
+    """Whether step k has a gradient of its input to make: not where nobody asks, and not where it lies in the output's."""
+    step = plan.steps[k]
+    inside = step.operator.view and plan.grad_storage[step.inputs[0]] == plan.grad_storage[step.output]
+    return any(plan.needs_grad[tensor] for tensor in step.inputs) and not inside
 
 
 def _needed(plan: ExecutionPlan, k: int) -> tuple[int, ...]:
@@ -100,8 +108,7 @@ def forward_actions(plan: ExecutionPlan) -> tuple[tuple[Action, int], ...]:
     return tuple(actions)
 
 
-def _acts(action: Action, k: int, steps: Sequence[BoundStep]) -> bool:
-    step = steps[k]
+def _acts(plan: ExecutionPlan, action: Action, k: int) -> bool:
     if action in (Action.PARAMETERS, Action.FREE):
-        return bool(step.parameters)
-    return step.passes_back or action not in (Action.INPUT, Action.BEGIN)
+        return plan.steps[k].has_parameters
+    return action not in (Action.INPUT, Action.BEGIN) or passes_back(plan, k)

@@ -1,12 +1,10 @@
-"""From a graph to an execution plan: operators in order, reorders where layouts differ, and the lifetime of every buffer.
+"""From a graph to an execution plan: operators in order, reorders where layouts differ, and who shares memory.
 
-Tensors are numbered as in the graph, with those that reorders add behind them. Time: step k of n runs forward in slot k, the
-loss in slot n, backward of step k in slot 2n - k.
+Tensors are numbered as in the graph, with those that reorders add behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +12,6 @@ from hpctrain.backend.kernels.base import KernelSet, Operator
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import BackendError
-from hpctrain.nn.memory import Block
 
 
 @runtime_checkable
@@ -215,55 +212,3 @@ def _share_gradients(plan: ExecutionPlan) -> None:
         same = step.operator.in_place and plan.tensors[source] == plan.tensors[step.output] and not step.input_first
         if alone and (step.operator.view or same):
             plan.grad_storage[source] = plan.grad_storage[step.output]
-
-
-def lifetimes(plan: ExecutionPlan) -> Mapping[tuple[str, int], Block]:
-    """Blocks by ("activation" | "gradient" | "saved", number): tensors by storage, what operators keep by step.
-
-    Time slots: k is step k forward, 2 n - k the same backward, for n steps; n is the loss.
-    """
-    n = len(plan.steps)
-    again: dict[int, list[int]] = {}
-    spans: dict[tuple[str, int], list[int]] = {}
-
-    def live(kind: str, number: int, size_bytes: int, *times: int) -> None:
-        span = spans.setdefault((kind, number), [size_bytes, min(times), max(times)])
-        span[0] = max(span[0], size_bytes)
-        span[1] = min(span[1], *times)
-        span[2] = max(span[2], *times)
-
-    live("activation", 0, plan.tensors[0].bytes, 0)
-    for k, step in enumerate(plan.steps):
-        backward = 2 * n - k
-        operator = step.operator
-        out = plan.storage[step.output]
-        live("activation", out, plan.tensors[step.output].bytes, k)
-        if plan.training and operator.needs_output:
-            live("activation", out, 0, backward)
-        for i, tensor in enumerate(step.inputs):
-            live("activation", plan.storage[tensor], 0, plan.ends(k))
-            if plan.training and operator.needs_inputs[i]:
-                root, recipe = plan.recipe(plan.storage[tensor])
-                for made in (plan.steps[position].output for position in recipe):
-                    again.setdefault(made, []).append(backward)
-                live("activation", plan.storage[root], 0, backward)
-            if plan.needs_grad[tensor]:
-                live("gradient", plan.grad_storage[tensor], plan.tensors[tensor].bytes, backward)
-        for early in plan.ahead(k)[0] if step.input_first else ():
-            source = plan.steps[early].inputs[0]
-            if plan.needs_grad[source]:
-                live("gradient", plan.grad_storage[source], plan.tensors[source].bytes, backward)
-        if plan.needs_grad[step.output]:
-            live("gradient", plan.grad_storage[step.output], plan.tensors[step.output].bytes, backward)
-        if operator.saved_bytes:
-            live("saved", k, operator.saved_bytes, k, *([backward] if plan.training else []))
-    live("activation", plan.storage[plan.output], 0, n)
-    if plan.training:
-        live("gradient", plan.grad_storage[plan.output], plan.tensors[plan.output].bytes, n)
-    if plan.needs_grad[0]:
-        live("gradient", plan.grad_storage[0], 0, 2 * n + 1)  # the caller reads it after backward
-    blocks = {key: Block(size, first, last) for key, (size, first, last) in spans.items()}
-    for tensor, times in again.items():
-        block = blocks["activation", tensor]
-        blocks["activation", tensor] = Block(block.size_bytes, block.first, block.last, (min(times), max(times)))
-    return blocks

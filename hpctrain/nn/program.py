@@ -21,7 +21,8 @@ from hpctrain.backend.kernels.base import (
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.nn.arena import arrange
 from hpctrain.nn.hooks import StepHooks
-from hpctrain.nn.order import Action, BoundStep, backward_actions, forward_actions
+from hpctrain.nn.lifetimes import first_writers
+from hpctrain.nn.order import Action, BoundStep, backward_actions, forward_actions, passes_back
 from hpctrain.nn.parameter import Parameter
 from hpctrain.nn.plan import ExecutionPlan, PlannedStep
 from hpctrain.nn.statistics import FlatStatistics
@@ -38,7 +39,8 @@ class Program:
     Attributes:
         x: input buffer (N, H, W, C), to be filled before each forward. logits: (N, classes).
         x_grad: gradient of the input, where it was asked for at set-up.
-        activation_bytes: size of the arena that this program uses.
+        activation_bytes: size of the arena that this program uses. memory: the arena, which begins with these.
+        plan: what it runs.
 
     Args:
         plan: operators and who shares memory. parameters: by full name. statistics: of all batch norms.
@@ -55,13 +57,14 @@ class Program:
         loss: LossOperator,
         mergers: Mapping[str, StatisticsMerger],
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._loss = loss
         binder = _Binder(plan, parameters, statistics, arena, mergers)
+        self.memory = binder.memory
         self.activation_bytes = binder.total_bytes
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions = forward_actions(plan)
-        self._actions = backward_actions(plan, self.steps) if plan.training else ()
+        self._actions = backward_actions(plan)
         self.x: Array = binder.activation(0)
         self.logits: Array = binder.activation(plan.output)
         self.d_logits: Array | None = binder.gradient(plan.output) if plan.training else None
@@ -75,16 +78,7 @@ class Program:
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
         for action, k in self._forward_actions:
-            step = self.steps[k]
-            if action is Action.BEGIN:
-                step.operator.begin_forward()
-                continue
-            if step.parameters:
-                hooks.before_forward(step.parameters)
-            if step.factors is not None and hooks.takes_factors(step.parameters):
-                hooks.input_ready(step.parameters, step.factors[0])
-            step.operator.forward(context)
-            hooks.operator_done(step.name, "forward")
+            self._act_forward(action, k, context, hooks)
         return self.logits
 
     def loss(self, labels: Array, global_count: int) -> LossSums:
@@ -98,20 +92,35 @@ class Program:
     def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
         """Gradients of all parameters, last layer first, each announced as soon as it is final."""
         for action, k in self._actions:
-            step = self.steps[k]
-            if action is Action.PARAMETERS:
-                self._parameter_gradients(step, hooks)
-            elif action is Action.INPUT:
-                self._input_gradient(step, hooks)
-            elif action is Action.FREE:
-                for parameter in step.parameters:
-                    hooks.data_free(parameter)
-            elif action is Action.BEGIN:
-                step.operator.begin_backward()
-            elif action is Action.REBUILD:
-                step.operator.rebuild_output()
-            else:
-                step.operator.forward(_NO_CONTEXT)
+            self._act_backward(action, k, hooks)
+
+    def _act_forward(self, action: Action, k: int, context: StepContext, hooks: StepHooks) -> None:
+        step = self.steps[k]
+        if action is Action.BEGIN:
+            step.operator.begin_forward()
+            return
+        if step.parameters:
+            hooks.before_forward(step.parameters)
+        if step.factors is not None and hooks.takes_factors(step.parameters):
+            hooks.input_ready(step.parameters, step.factors[0])
+        step.operator.forward(context)
+        hooks.operator_done(step.name, "forward")
+
+    def _act_backward(self, action: Action, k: int, hooks: StepHooks) -> None:
+        step = self.steps[k]
+        if action is Action.PARAMETERS:
+            self._parameter_gradients(step, hooks)
+        elif action is Action.INPUT:
+            self._input_gradient(step, hooks)
+        elif action is Action.FREE:
+            for parameter in step.parameters:
+                hooks.data_free(parameter)
+        elif action is Action.BEGIN:
+            step.operator.begin_backward()
+        elif action is Action.REBUILD:
+            step.operator.rebuild_output()
+        else:
+            step.operator.forward(_NO_CONTEXT)
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
         if step.factors is not None and hooks.takes_factors(step.parameters):
@@ -170,9 +179,9 @@ class _Binder:
         self._shared = self._shares()
         self._partial_gradients: dict[str, Array] = {}
         self._arena = arrange(plan)
-        self._first_writer = self._arena.first_writer
+        self._first_writer = first_writers(plan)
         self.total_bytes = self._arena.total_bytes
-        self._memory = arena(self.total_bytes)
+        self.memory = arena(self.total_bytes)
 
     def activation(self, tensor: int) -> Array:
         """The buffer of a tensor, in its shape (flat in a layout that is not plain)."""
@@ -211,8 +220,7 @@ class _Binder:
             step.name,
             operator,
             parameters,
-            step.input_first,
-            any(grad is not None for grad in grads) and not operator.view,
+            passes_back(plan, k),
             tuple(partials),
             self._factors(step),
             self._gradient_sums(k),
@@ -278,7 +286,7 @@ class _Binder:
         return self._bytes(self._arena.offsets[kind, k], size) if size else None
 
     def _bytes(self, offset: int, size: int) -> Array:
-        return self._memory[offset : offset + size]
+        return self.memory[offset : offset + size]
 
     def _view(self, offset: int, spec: TensorSpec) -> Any:
         flat = self._bytes(offset, spec.bytes).view(spec.dtype)

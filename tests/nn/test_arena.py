@@ -10,11 +10,12 @@ import pytest
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.models import catalogue
-from hpctrain.nn.arena import arrange, scratch
+from hpctrain.nn.arena import arrange
 from hpctrain.nn.layer import Layer
+from hpctrain.nn.lifetimes import lifetimes
 from hpctrain.nn.memory import lower_bound
 from hpctrain.nn.network import Network
-from hpctrain.nn.plan import ExecutionPlan, lifetimes, plan
+from hpctrain.nn.plan import ExecutionPlan, plan
 from hpctrain.nn.program import Program
 
 _RUNS = ("forward", "backward_parameters", "backward_input", "rebuild_output")
@@ -78,22 +79,17 @@ def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> Non
 
 def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     planned = _planned(network)
-    arena, own = arrange(planned).total_bytes, scratch(planned)
-    without = lower_bound(list(lifetimes(planned).values()))
-    assert without <= arena <= without + max(block.size_bytes for block in own.values()) + (without >> 4)
+    blocks = lifetimes(planned)
+    without = lower_bound([block for (kind, _), block in blocks.items() if kind != "scratch"])
+    largest = max(block.size_bytes for (kind, _), block in blocks.items() if kind == "scratch")
+    assert without <= arrange(planned).total_bytes <= without + largest + (without >> 4)
 
 
-def test_evaluation_needs_scratch_in_forward_only(network: Network) -> None:
-    blocks = scratch(_planned(network, training=False))
-    assert all(block.again is None and block.first <= block.last for block in blocks.values())
-
-
-def test_no_scratch_overlaps_what_lives_while_it_is_used(network: Network) -> None:
+def test_nothing_overlaps_what_lives_at_the_same_time(network: Network) -> None:
     planned = _planned(network)
-    offsets = arrange(planned).offsets
-    others = lifetimes(planned)
-    for key, mine in scratch(planned).items():
+    blocks, offsets = lifetimes(planned), arrange(planned).offsets
+    for number, (key, mine) in enumerate(blocks.items()):
         low, high = offsets[key], offsets[key] + mine.size_bytes
-        for other_key, other in others.items():
+        for other_key, other in list(blocks.items())[:number]:
             begin = offsets[other_key]
-            assert not mine.meets(other) or high <= begin or begin + other.size_bytes <= low or not other.size_bytes
+            assert not mine.meets(other) or high <= begin or begin + other.size_bytes <= low

@@ -13,7 +13,7 @@ def _blocks(draw: st.DrawFn) -> list[Block]:
         first = draw(st.integers(0, 30))
         last = first + draw(st.integers(0, 12))
         second = last + draw(st.integers(1, 9))
-        again = draw(st.sampled_from([None, (second, second + draw(st.integers(0, 5)))]))  # live, free, and live once more
+        again = draw(st.sampled_from([(), ((second, second + draw(st.integers(0, 5))),)]))  # live, free, and live once more
         found.append(Block(draw(st.integers(0, 5000)), first, last, again))
     return found
 
@@ -43,7 +43,7 @@ def test_a_chain_reuses_two_buffers() -> None:
 
 def test_memory_between_two_spans_is_used() -> None:
     """What is made again for backward leaves its memory to others in between, and to nobody while it lives."""
-    twice, between, first, second = Block(1024, 0, 1, (8, 9)), Block(1024, 2, 7), Block(1024, 1, 2), Block(1024, 7, 8)
+    twice, between, first, second = Block(1024, 0, 1, ((8, 9),)), Block(1024, 2, 7), Block(1024, 1, 2), Block(1024, 7, 8)
     assert pack([twice, between])[1] == 1024
     for other in (first, second):
         assert twice.meets(other)

@@ -20,10 +20,8 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.memory import lower_bound
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter, ParameterSpec
-from hpctrain.nn.plan import lifetimes, plan
 from hpctrain.testing import nets
 
 SHAPE = (9, 7, 3)
@@ -198,31 +196,6 @@ def test_a_tensor_read_twice_collects_both_gradients() -> None:
     """Identity shortcut of an identity body: y = relu(x + x)."""
     double = Residual({}, None, activation=ReLU())
     _check_gradients(Sequential({"conv": Conv2d(3, 4, 1), "double": double, "flatten": Flatten(), "fc": Linear(252, 5)}))
-
-
-def test_evaluation_needs_much_less_memory() -> None:
-    network = _network(nets.residual())
-    needs = [
-        lower_bound(list(lifetimes(plan(network.graph(8), network.kernels, training=training)).values()))
-        for training in (True, False)
-    ]
-    assert needs[1] < needs[0] / 3
-
-
-def test_lifetimes_cover_every_use() -> None:
-    network = _network(nets.residual())
-    execution = plan(network.graph(3), network.kernels, training=True)
-    blocks = lifetimes(execution)
-    n = len(execution.steps)
-    for k, step in enumerate(execution.steps):
-        for i, tensor in enumerate(step.inputs):
-            block = blocks["activation", execution.storage[tensor]]
-            assert block.first <= k <= block.last
-            if step.operator.needs_inputs[i]:
-                assert block.last >= 2 * n - k
-        if execution.needs_grad[step.output]:
-            block = blocks["gradient", execution.grad_storage[step.output]]
-            assert block.first <= 2 * n - k <= block.last
 
 
 def test_a_model_that_ends_in_an_image_is_refused() -> None:

@@ -87,7 +87,8 @@ class Operator(ABC):
     """One planned computation. What it declares is fixed at construction, so that memory can be planned.
 
     inputs, output: the specs (with layouts) that it wants; the program inserts reorders where a neighbour differs.
-    needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output. What nobody needs is reused.
+    needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output (in the first of its two halves only, where
+        reads_output_once is set). What nobody needs is reused.
     in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
     gives_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N,
@@ -102,6 +103,7 @@ class Operator(ABC):
     output: TensorSpec
     needs_inputs: tuple[bool, ...] = (False,)
     needs_output: bool = False
+    reads_output_once: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False

@@ -35,6 +35,7 @@ class Conv2dOperator(Operator):
     """y = x * weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
+    reads_output_once = True  # the mask
 
     def __init__(self, engine: Engine, spec: Conv2dSpec | WithRelu, plan: Convolution, *, training: bool) -> None:
         self.spec, self._engine, self._plan, self._training = spec, engine, plan, training
