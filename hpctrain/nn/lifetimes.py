@@ -77,7 +77,9 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[Key, Block]:
     _add_activations(plan, line, uses)
     _add_gradients(plan, line, uses)
     _add_own(plan, line, uses)
-    return dict(uses.blocks(line.loss, {("activation", plan.storage[tensor]) for tensor in plan.rebuilt}))
+    # Not all that could be made again is: what an operator has changed in place is kept.
+    remade = {("activation", plan.storage[plan.steps[k].output]) for action, k in backward_actions(plan) if action in _REMAKES}
+    return dict(uses.blocks(line.loss, remade))
 
 
 def _add_activations(plan: ExecutionPlan, line: Timeline, uses: _Uses) -> None:
