@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process import be_nice, cpu_seconds, sent_bytes  # beside this file: there is no package to import from
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,29 +136,6 @@ def timed(work: Callable[[], None]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
-
-
-def sent_bytes() -> int:
-    """What eth0 has sent; 0 where there is no eth0."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
-            return int(numbers.split()[8])
-    return 0
-
-
-def be_nice(nice: int) -> None:
-    """As the rank beside this one is."""
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-        group = Path("/proc/self/autogroup")
-        if group.exists():
-            group.write_text(str(nice))
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def turn(trainer: Trainer, kind: str, lead: int, steps: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a rank of a benchmark asks the system about itself."""
+"""What a rank of a benchmark asks the system about itself. Standard library only: the peer imports it without hpctrain."""
 
 from __future__ import annotations
 

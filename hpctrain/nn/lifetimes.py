@@ -77,8 +77,7 @@ def lifetimes(plan: ExecutionPlan) -> Mapping[Key, Block]:
     _add_activations(plan, line, uses)
     _add_gradients(plan, line, uses)
     _add_own(plan, line, uses)
-    # Not all that could be made again is: what an operator has changed in place is kept.
-    remade = {("activation", plan.storage[plan.steps[k].output]) for action, k in backward_actions(plan) if action in _REMAKES}
+    remade = {("activation", plan.storage[step.output]) for k, step in enumerate(plan.steps) if line.backward(k, _REMAKES)}
     return dict(uses.blocks(line.loss, remade))
 
 

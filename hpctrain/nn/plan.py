@@ -177,7 +177,7 @@ def _share_activations(plan: ExecutionPlan) -> None:
         free = all(last_read[t] <= k and t not in kept for t in members[source])
         once = step.inputs.count(step.inputs[0]) == 1
         keeps_input = step.operator.needs_inputs[0] and plan.training
-        fixed = step.inputs[0] in plan.rebuilt or step.output in plan.rebuilt
+        fixed = source in plan.rebuilt or step.output in plan.rebuilt  # what is made again would be made over what was changed
         if step.operator.view or (fits and source != 0 and free and once and not keeps_input and not fixed):
             plan.storage[step.output] = source
             members[source].append(step.output)

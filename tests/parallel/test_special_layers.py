@@ -134,6 +134,7 @@ def test_adaptive_pools_flatten_and_narrow_shortcuts(ranks: int) -> None:
         Sequential({"conv": conv, "pool": AdaptiveAveragePool((3, 2)), "flatten": Flatten(), "fc": Linear(30, 4)}),
         Sequential({"conv": conv, "pool": AdaptiveAveragePool((7, 9)), "flatten": Flatten(), "fc": Linear(315, 4)}),
         Sequential({"conv": conv, "flatten": Flatten(), "relu": ReLU(), "drop": Dropout(0.4), "fc": Linear(175, 4)}),
+        Sequential({"conv": conv, "flatten": Flatten(), "relu": ReLU(), "fc": Linear(175, 4)}),
         Sequential({"conv": conv, "pad": PadChannels(2, 3), "pool": AveragePool(2, 2)}),
         Residual(
             {"conv1": Conv2d(2, 6, 3, 2, padding=1), "bn": BatchNorm(6, synchronised=True)},
