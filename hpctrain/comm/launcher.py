@@ -36,6 +36,11 @@ class Launcher:
     local_rank: int | None = None
     rank_variable: str | None = None
 
+    @property
+    def starts_mpi(self) -> bool:
+        """True where MPI is to be started: under a known launcher, or where the user says that there are several ranks."""
+        return self.name != "none" or (self.expected_size or 1) > 1
+
 
 @dataclass(frozen=True)
 class _Signature:
@@ -150,8 +155,8 @@ def check_world(launcher: Launcher, world_size: int) -> None:
         return
     if launcher.name == "none":
         raise LaunchError(
-            f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher and has "
-            f"{world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
+            f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher that hpctrain "
+            f"knows, and MPI's world has {world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
         )
     if world_size == 1:
         cause = (

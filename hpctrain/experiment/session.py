@@ -57,7 +57,7 @@ class Session:
     @property
     def mpi_library(self) -> str:
         """Name and version of the MPI library; "none" in a job of one process without MPI."""
-        if self.launcher.name == "none":
+        if not self.launcher.starts_mpi:
             return "none"
         from hpctrain.comm import mpi
 
@@ -66,7 +66,7 @@ class Session:
     @property
     def threads_may_communicate(self) -> bool:
         """True where a second thread of this process may drive messages."""
-        if self.launcher.name == "none":
+        if not self.launcher.starts_mpi:
             return True
         from hpctrain.comm import mpi
 
@@ -79,12 +79,12 @@ class Session:
 
 
 def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
-    """MPI's world under a launcher; one process, and no MPI at all, without one.
+    """MPI's world under a launcher, or where HPCTRAIN_EXPECT_RANKS asks for several ranks; else one process, and no MPI at all.
 
     Raises:
-        LaunchError: the world has another size than the launcher was asked for.
+        LaunchError: the world has another size than the launcher, or HPCTRAIN_EXPECT_RANKS, was asked for.
     """
-    if launcher.name == "none":
+    if not launcher.starts_mpi:
         return SingleCommunicator()
     from hpctrain.comm import mpi
 

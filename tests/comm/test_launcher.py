@@ -61,6 +61,21 @@ def test_the_users_word_overrules(environ: dict) -> None:
     assert detect(environ | {"HPCTRAIN_EXPECT_RANKS": "64"}).expected_size == 64
 
 
+@pytest.mark.parametrize(
+    ("environ", "starts"),
+    [
+        ({}, False),
+        (BATCH_SCRIPT, False),
+        ({"HPCTRAIN_EXPECT_RANKS": "1"}, False),
+        ({"HPCTRAIN_EXPECT_RANKS": "2"}, True),  # by a launcher that nobody here knows
+        (HYDRA, True),
+        (HYDRA | {"HPCTRAIN_EXPECT_RANKS": "1"}, True),
+    ],
+)
+def test_mpi_starts_where_anything_says_that_there_are_ranks(environ: dict, starts: bool) -> None:
+    assert detect(environ).starts_mpi is starts
+
+
 @pytest.mark.parametrize("text", ["", "0", "-1", "four", "2.0"])
 def test_a_user_who_does_not_give_a_number_is_told(text: str) -> None:
     with pytest.raises(LaunchError, match=r"HPCTRAIN_EXPECT_RANKS is .* the smallest is 1"):

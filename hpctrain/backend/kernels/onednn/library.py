@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import os
 import platform
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "HPCTRAIN_ONEDNN_LIBRARY"
 OLDEST_MAJOR = 3
+_FILE_NAME = f"libdnnl.so.{OLDEST_MAJOR}"
 
 
 class Version(ctypes.Structure):
@@ -27,20 +27,23 @@ class Version(ctypes.Structure):
 
 
 def candidates() -> list[str]:
-    """Where the library may lie, most wanted first: the environment's word, this Python's prefix, the system."""
+    """Where the library may lie, most wanted first: the environment's word, this Python's prefix, the dynamic loader's own paths.
+
+    A bare name is the loader's to look up. `ctypes.util.find_library` would start ldconfig, gcc and ld for each look, also in
+    every rank after MPI has started.
+    """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return [named]
-    found = [str(Path(prefix) / "lib" / "libdnnl.so.3") for prefix in (sys.prefix, sys.base_prefix)]
-    system = ctypes.util.find_library("dnnl")
-    return [path for path in dict.fromkeys(found) if Path(path).exists()] + ([system] if system else [])
+    in_prefixes = dict.fromkeys(str(Path(prefix) / "lib" / _FILE_NAME) for prefix in (sys.prefix, sys.base_prefix))
+    return [*(path for path in in_prefixes if Path(path).exists()), _FILE_NAME]
 
 
 def load() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        OSError: absent, older than version 3, or not loadable; the message says which and where was looked.
+        OSError: absent, of another version than 3, or not loadable; the message says for each place why.
     """
     failures = []
     for path in candidates():
@@ -53,7 +56,7 @@ def load() -> ctypes.CDLL:
         if major == OLDEST_MAJOR:
             return library
         failures.append(f"{path} has version {major}, not {OLDEST_MAJOR}")
-    raise OSError("; ".join(failures) or f"libdnnl.so.{OLDEST_MAJOR} is neither in {sys.prefix}/lib nor on the system")
+    raise OSError("; ".join(failures))
 
 
 def version(library: ctypes.CDLL) -> Version:

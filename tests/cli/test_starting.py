@@ -1,0 +1,80 @@
+"""How `train` starts: with the ranks that were asked for, and without starting processes of its own beside MPI's."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.data import format as data_format
+from hpctrain.testing.jobs import Outcome
+
+Job = Callable[..., Outcome]
+
+CONFIG = """
+name: tiny
+seed: 7
+model: {{name: small, channels: [4, 6], hidden: 9}}
+data: {{train: {folder}/train.h5, test: {folder}/train.h5}}
+batch: 12
+epochs: 1
+optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
+schedule: constant
+deadline_seconds: 30
+output: {folder}/runs
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration and 24 small images: 2 steps an epoch."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
+    data_format.write(tmp_path / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--compute-only"], ["eval"]])
+def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: Job, folder: Path, command: list[str]) -> None:
+    outcome = job(0, ["-m", "hpctrain", *command, "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "2"})
+    assert outcome.code == 2, outcome.output
+    assert "LaunchError: HPCTRAIN_EXPECT_RANKS asks for 2 ranks, but" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_process_that_is_alone_trains_where_one_rank_is_expected(job: Job, folder: Path) -> None:
+    outcome = job(0, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "1"})
+    assert outcome.code == 0, outcome.output
+
+
+# Tells of every process that Python code of a rank starts, and whether MPI had started then.
+_WATCHED = """
+import sys
+
+STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "os.exec", "os.spawn"}
+
+def tell(event, arguments):
+    if event in STARTS:
+        mpi = sys.modules.get("mpi4py.MPI")
+        when = "before" if mpi is None or not mpi.Is_initialized() else "after"
+        sys.stderr.write(f"a process {when} MPI: {event} {arguments[:2]}\\n")
+
+sys.addaudithook(tell)
+from hpctrain.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("more", [["trace=true", "metrics.tensorboard=true"], ["backend=numpy", "progress=thread"]])
+def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: list[str]) -> None:
+    """MPI's memory and connections do not survive a fork on every network, and a thousand ranks have one file system."""
+    (folder / "watched.py").write_text(textwrap.dedent(_WATCHED))
+    outcome = job(2, ["watched.py", "train", "tiny.yaml", *more], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    told = [line for line in outcome.stderr.splitlines() if line.startswith("a process")]
+    assert not [line for line in told if "after" in line]
+    assert any("git" in line for line in told)  # the watch works: rank 0 asks for the revision before MPI starts
+    assert not [line for line in told if "ldconfig" in line or "gcc" in line]
