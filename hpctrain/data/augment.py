@@ -144,7 +144,7 @@ class RandomResizedCrop(Augmentation):
     def apply_region(
         self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
     ) -> None:
-        """Pillow resizes rows, then columns; so do we, with zeros for what the region does not depend on."""
+        """The two passes of `_resized`, each over its whole length for the same weights; zeros where they do not reach."""
         top, left, height, width = self._box(size, u)
         rows, columns = inside(source, ((top, 0), (left, 0)))
         (above, below), across = region[0], slice(*region[1])
@@ -271,14 +271,24 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
 
 
 def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear resize of (h, w, C) uint8 to (height, width, C)."""
+    """Bilinear resize of (h, w, C) uint8 to (height, width, C): the columns, then the rows, rounded to uint8 after each.
+
+    Two calls, because one call for both leaves the order to Pillow, which takes the rows first where that is less work. The order
+    shows in the rounding, and a region of an image must get the pixels of the whole image.
+    """
     if image.shape[2] == 3:
-        return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BILINEAR))
+        return _in_two_passes(image, height, width)
     target = np.empty((height, width, image.shape[2]), np.uint8)
     for channel in range(image.shape[2]):
-        plane = Image.fromarray(np.ascontiguousarray(image[..., channel]))
-        target[..., channel] = np.asarray(plane.resize((width, height), Image.Resampling.BILINEAR))
+        target[..., channel] = _in_two_passes(image[..., channel], height, width)
     return target
+
+
+def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The same for (h, w, 3), or one channel (h, w)."""
+    stored = Image.fromarray(np.ascontiguousarray(image))
+    narrowed = stored.resize((width, stored.height), Image.Resampling.BILINEAR)
+    return np.asarray(narrowed.resize((width, height), Image.Resampling.BILINEAR))
 
 
 def _filtered(interval: Interval, size: int, resized: int) -> Interval:

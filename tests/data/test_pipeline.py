@@ -1,14 +1,19 @@
 """Regions: the pixels of whole images, made of no more than a region of what is stored."""
 
+import itertools
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.data.augment import check
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.region import clip, hull, inside, is_empty, moved, shape_of
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
 COUNT = 4
+ORIGIN = (0, 0), (0, 0)
 
 
 @st.composite
@@ -36,7 +41,7 @@ def augmentations(draw, shape):
     return specs
 
 
-@given(st.data(), st.integers(1, 25), st.integers(1, 25), st.sampled_from([1, 3, 4]), st.integers(0, 2**62), st.integers(0, 3))
+@given(st.data(), st.integers(1, 60), st.integers(1, 60), st.sampled_from([1, 3, 4]), st.integers(0, 2**62), st.integers(0, 3))
 @settings(max_examples=150, deadline=None)
 def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, seed, epoch):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, channels), np.uint8)
@@ -58,6 +63,46 @@ def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, see
     out = np.full((COUNT, *shape_of(region), channels), np.nan, np.float32)
     pipeline.part(read, shape, np.arange(COUNT), epoch, region, out)
     assert np.array_equal(out, expected[(slice(None), *inside(region, ((0, 0), (0, 0))))])
+
+
+def tiles(size):
+    """Regions of a result of `size` x `size`: halves, 2 x 2 and 3 x 3 tiles, single rows, columns and pixels."""
+    whole_interval, middle = (0, size), size // 2
+    thirds = [(0, size // 3), (size // 3, 2 * size // 3), (2 * size // 3, size)]
+    yield from (((0, middle), whole_interval), ((middle, size), whole_interval), (whole_interval, (middle, size)))
+    yield from ((rows, columns) for rows in thirds for columns in thirds)
+    yield from (((row, row + 1), whole_interval) for row in (0, middle, size - 1))
+    yield from (((middle, middle + 1), (column, column + 1)) for column in (0, middle, size - 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "ratio", "count"),
+    [
+        ((256, 256), 224, (3 / 4, 4 / 3), 25),
+        ((256, 100), 64, (0.1, 10.0), 60),
+        ((100, 256), 64, (0.1, 10.0), 60),
+        ((64, 64), 160, (0.3, 3.0), 40),
+        ((22, 8), 7, (0.2, 5.0), 200),
+        ((300, 7), 9, (0.01, 100.0), 100),
+        ((7, 300), 9, (0.01, 100.0), 100),
+        ((90, 90), 1, (0.5, 2.0), 60),
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, ratio, count, channels):
+    images = np.random.default_rng(1).integers(0, 256, (count, *shape, channels), np.uint8)
+    crop = check("random_resized_crop", {"size": size, "ratio": list(ratio)})
+    draws = np.random.default_rng(2).random((count, crop.draws))
+    expected = np.empty((count, size, size, channels), np.uint8)
+    crop.apply(images, draws, expected)
+    for number, region in zip(range(count), itertools.cycle(dict.fromkeys(tiles(size))), strict=False):
+        if is_empty(region):
+            continue
+        source = crop.source(shape, draws[number], region)
+        result = np.zeros((*shape_of(region), channels), np.uint8)
+        stored = images[(number, *inside(source, ORIGIN))]
+        crop.apply_region(stored, source, shape, draws[number], region, result)
+        assert np.array_equal(result, expected[(number, *inside(region, ORIGIN))]), f"sample {number}, region {region}"
 
 
 def test_what_augmentations_reach_beyond_a_region():
