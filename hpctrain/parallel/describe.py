@@ -54,15 +54,18 @@ def describe(
     plan.check([node.name for node in sample.nodes])
     columns = {share: _Column(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
     ordered = [columns[share] for share in shares]
-    entries = tuple(_join(parts) for parts in zip(*(column.entries for column in ordered), strict=True))
+    entries = _in_a_row([column.entries for column in ordered], plan.rows)
     memory = None if kernels is None else tuple(one for column in ordered for one in column.memory)
     item_bytes = sample.tensors[0].item_bytes
     groups = _groups(plan, ordered, parameters)
     return Description(plan, tuple(counts), sample.tensors[0].dtype, item_bytes, entries, groups, memory)
 
 
+_Key = tuple[str, str]  # the step's name and that of its input's producer: the same in every column
+
+
 class _Column:
-    """The entries of one column, over its Pr ranks."""
+    """The entries of one column by key, over its Pr ranks."""
 
     def __init__(
         self, graph: Graph, plan: GridPlan, counts: tuple[int, ...], parameters: Mapping[str, Shape], kernels: KernelSet | None
@@ -73,20 +76,21 @@ class _Column:
         self._needs_gradient = _needs_gradient(self._found)
         self._readers = _readers(self._found)
         self.shards = self._found.shards()
-        self.entries = tuple(self._entries())
+        self.entries = dict(self._entries())
         self.memory = tuple(self._memory(rank, kernels) for rank in range(self.ranks)) if kernels is not None else ()
 
-    def _entries(self) -> Iterator[LayerPart | Redistribution]:
+    def _entries(self) -> Iterator[tuple[_Key, LayerPart | Redistribution]]:
         halos: dict[str, list[Step]] = {}
+        producers = {step.output: step.name for step in self._found.steps}
         for step in self._found.steps:
             if step.move is not None:
                 reader = self._readers.get(step.output, "output")
                 if step.summed or not _is_halo(step):
-                    yield self._redistribution(step, reader)
+                    yield (step.name, producers.get(step.inputs[0], "input")), self._redistribution(step, reader)
                 else:
                     halos.setdefault(reader, []).append(step)
             elif step.node is not None and step.placement is not None:
-                yield self._layer(step.node, step, halos.get(step.node.name, []))
+                yield (step.node.name, ""), self._layer(step.node, step, halos.get(step.node.name, []))
 
     def _redistribution(self, step: Step, reader: str) -> Redistribution:
         assert step.move is not None
@@ -131,9 +135,13 @@ class _Column:
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
     def _statistics(self, node: Node, step: Step) -> Traffic:
-        """Count, mean and M2 of every other rank forward, two sums backward, per channel; see `batch_norm.RankStatistics`."""
+        """Count, mean and M2 of every other rank forward, two sums backward, per channel; see `batch_norm.RankStatistics`.
+
+        The sums are those that the input's gradient needs: a batch norm of the images themselves sends none.
+        """
         none = nothing(self.ranks)
         assert step.placement is not None
+        passes_back = any(self._needs_gradient[tensor] for tensor in step.inputs)
         sizes = {"world": self._plan.rows * self._plan.cols, "column": self._plan.cols, "row": self._plan.rows}
         forward, backward = [], []
         for spec in step.placement.specs:
@@ -141,7 +149,7 @@ class _Column:
             if isinstance(spec, BatchNormSpec) and spec.synchronised:
                 others, channels = sizes[spec.merge] - 1, spec.channels
             forward.append(others * (2 * channels + 1))
-            backward.append(others * 2 * channels)
+            backward.append(others * 2 * channels if passes_back else 0)
         return replace(none, statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[Step], rank: int) -> tuple[int, int]:
@@ -200,6 +208,21 @@ def _groups(plan: GridPlan, columns: Sequence[_Column], parameters: Mapping[str,
             everywhere.append(sum(sizes.values()) - split[-1])
     parts = (GroupPart("all", plan.rows * plan.cols, tuple(everywhere)), GroupPart("model", plan.cols, tuple(split)))
     return tuple(part for part in parts if any(part.elements))
+
+
+def _in_a_row(columns: Sequence[Mapping[_Key, LayerPart | Redistribution]], rows: int) -> tuple[LayerPart | Redistribution, ...]:
+    """The entries of all columns, each with what goes by position put in a row.
+
+    A column without samples has fewer moves than the others: its empty tensors lie the same in layouts that differ elsewhere.
+    """
+    fullest = max(columns, key=len)
+    assert all(column.keys() <= fullest.keys() for column in columns)
+    return tuple(_join([column.get(key, _unmoved(entry, rows)) for column in columns]) for key, entry in fullest.items())
+
+
+def _unmoved(entry: LayerPart | Redistribution, rows: int) -> LayerPart | Redistribution:
+    """The same move in a column where it moves nothing."""
+    return replace(entry, traffic=nothing(rows), activations=(0,) * rows)
 
 
 def _join(parts: Sequence[LayerPart | Redistribution]) -> LayerPart | Redistribution:

@@ -1,14 +1,18 @@
 """docs/grid.md: its worked examples are what the program finds, and what its formulas give, worked out here a second time."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpctrain.backend.kernels.graph import Node
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.parallel.description import LayerPart, Redistribution
 from hpctrain.parallel.layout import Kind
-from hpctrain.parallel.plan import RowUse
+from hpctrain.parallel.plan import GridPlan, RowUse
 from hpctrain.testing.grid_tables import Example, examples, table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()
@@ -45,25 +49,31 @@ def test_every_entry_is_what_the_formulas_give(name: str) -> None:
 
 
 def halo(node: Node, image: tuple[int, ...], layer: LayerPart, batch: int, rows: int) -> Words:
-    """B W' C times rows that others read of this rank's, and that this rank reads of others'."""
+    """B C sum over q of W'_q rows that rank q reads of this rank's; back, of W'_r rows that this rank reads of rank q's."""
     window = getattr(node.spec, "window", None)
     if window is None or layer.use is not RowUse.DOMAIN or layer.kind is not Kind.ROWS or node.inputs[0] == 0:
         return [0] * rows, [0] * rows
     height, width, channels = image
     (_, ho, wo, _) = layer.shape
     (stride, stride_wide), (extent, extent_wide) = window.stride, window.extent
-    top, left = window.padding[0], window.padding[2]
-    own, made = parts(height, rows), parts(ho, rows)
-    need = [(max(0, begin * stride - top), min(height, (end - 1) * stride - top + extent)) for begin, end in made]
-    wide = min(width, (wo - 1) * stride_wide - left + extent_wide)
-    words = batch * wide * channels
-    return others(own, need, words), others(need, own, words)
+    top, bottom, left, right = window.padding
+    own, outputs = parts(height, rows), parts(ho, rows)
+    need, columns = [], []
+    for begin, end in outputs:
+        last, last_wide = (end - 1) * stride - top + extent, (wo - 1) * stride_wide - left + extent_wide
+        need.append((max(0, begin * stride - top), min(height, last)) if begin < end else (0, 0))
+        hangs_over = last > height + bottom and last_wide <= width + right
+        columns.append(min(width, last_wide) if hangs_over else width)
+    words = [batch * channels * wide for wide in columns]
+    back = others(need, own, [1] * rows)
+    return others(own, need, words), [words[rank] * back[rank] for rank in range(rows)]
 
 
-def others(mine: list[tuple[int, int]], theirs: list[tuple[int, int]], words: int) -> list[int]:
-    """By rank: what of its interval the other ranks' intervals share, times words."""
+def others(mine: list[tuple[int, int]], theirs: list[tuple[int, int]], words: list[int]) -> list[int]:
+    """By rank: what of its interval the other ranks' intervals share, each times the other rank's words."""
     return [
-        words * sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for q, b in enumerate(theirs) if q != r) for r, a in enumerate(mine)
+        sum(words[q] * max(0, min(a[1], b[1]) - max(a[0], b[0])) for q, b in enumerate(theirs) if q != r)
+        for r, a in enumerate(mine)
     ]
 
 
@@ -100,6 +110,30 @@ def _parts(size: int, ranks: int) -> Iterator[tuple[int, int]]:
         end = begin + size // ranks + (rank < size % ranks)
         yield begin, end
         begin = end
+
+
+def test_halos_of_random_windows_are_what_the_formula_gives() -> None:
+    """Strides that leave rows and columns out, windows that hang over the edge, images of any shape, ranks without rows."""
+    chance = random.Random(0)
+    seen: set[tuple[bool, bool]] = set()
+    for _ in range(400):
+        kernel, stride = (chance.randint(1, 5), chance.randint(1, 5)), (chance.randint(1, 4), chance.randint(1, 4))
+        padding = (chance.randint(0, kernel[0] // 2), chance.randint(0, kernel[1] // 2))
+        ceil = chance.random() < 0.5
+        image, ranks, batch = (chance.randint(5, 24), chance.randint(5, 24), 2), chance.randint(2, 5), chance.randint(1, 3)
+        layer = MaxPool(kernel, stride, padding, ceil) if ceil else Conv2d(2, 3, kernel, stride, padding)
+        model = Sequential({"first": Conv2d(2, 2, 1), "second": layer})
+        example = Example("random", model, image, GridPlan(ranks, 1, RowUse.DOMAIN), batch)
+        graph, description = example.graph(1), example.describe()
+        second = next(layer for layer in description.layers if layer.name == "second")
+        moves = [second, *(move for move in description.redistributions if move.name == "second.halo")]
+        expected = halo(graph.nodes[1], image, second, batch, ranks)
+        forward = [sum(move.traffic.forward[rank] for move in moves) for rank in range(ranks)]
+        backward = [sum(move.traffic.backward[rank] for move in moves) for rank in range(ranks)]
+        assert (forward, backward) == expected, (image, ranks, kernel, stride, padding, ceil)
+        left_out = (second.shape[2] - 1) * stride[1] - padding[1] + kernel[1] < image[1]
+        seen.add((ceil, left_out and any(forward)))
+    assert len(seen) == 4
 
 
 def test_batch_statistics_are_counted_by_their_formula() -> None:
