@@ -127,11 +127,13 @@ def layers(group: FlatGroup) -> list[tuple[Parameter, list[Parameter]]]:
 def exchanging_layers(
     group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
 ) -> dict[str, tuple[str, ...]]:
-    """Weight -> biases of the linear layers that exchange inputs and errors."""
+    """Weight -> biases of the linear layers that exchange inputs and errors; never one of which these ranks hold nothing."""
     if choice == "never" or micro_batches > 1:
         return {}
     found = {}
     for weight, biases in layers(group):
+        if not weight.size:  # fewer features than the grid has rows
+            continue
         inputs, outputs = weight.spec.shape
         less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
         if choice == "always" or (ranks > 1 and less):

@@ -6,8 +6,8 @@ copies are, counts on one rank of all. So one small allreduce a step over all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -38,9 +38,12 @@ class _GroupNorms(Norms):
         return float(np.sqrt(self._all_squares[:, 1].sum()))
 
 
-@dataclass
+@dataclass(frozen=True)
 class JointStep:
     """The norms of one step.
+
+    Every member contributes as soon as its own sums are there, driven by whatever its rank waits for, and never only because
+    somebody asks: a rank may hold no element of what the others are waiting to update.
 
     Attributes:
         ticket: complete once all norms are; posted, so that it may stand among what updates come after.
@@ -51,22 +54,13 @@ class JointStep:
     norms: Sequence[Norms]
     _progress: ProgressEngine
     _gates: Sequence[Gate]
-    _fillers: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def contribute(self, member: int) -> None:
         """The member's squares of what is its own are in place. Never waits."""
         self._gates[member].open()
 
-    def fill_on_demand(self, member: int, fill: Callable[[], None]) -> None:
-        """For a member whose sums are complete only when it waits for them: `fill` waits, and puts its squares in place."""
-        self._fillers[member] = fill
-
     def complete(self) -> None:
-        """Wait for all norms of the step, after what members fill on demand."""
-        for member in sorted(self._fillers):
-            if not self._gates[member].done:
-                self._fillers[member]()
-                self._gates[member].open()
+        """Wait for all norms of the step; every member has announced all its gradients."""
         self._progress.wait(self.ticket)
 
 
@@ -74,7 +68,7 @@ class JointNorms:
     """Shared by the averagers of one network's groups; each joins once, in the same order on every rank.
 
     Its message is posted on a communicator of its own, one a step, so its order depends on nothing else. What is sent holds
-    until the step after the next: two buffers take turns.
+    until the step after the next: two buffers take turns, and a step waits for the message that left its buffer.
 
     Args:
         comm: all ranks that hold a part of the network, or a copy of one. Each group's ranks are some of them or all.
@@ -87,6 +81,7 @@ class JointNorms:
         self._comm: Communicator | None = None
         self._queue: PostingQueue | None = None
         self._buffers: list[tuple[np.ndarray, tuple[Norms, ...]]] = []
+        self._sent: list[Ticket | None] = [None, None]
         self._begun: list[int] = []
         self._step: JointStep | None = None
         self._steps = 0
@@ -112,7 +107,10 @@ class JointNorms:
             self._buffers.append((squares, tuple(views)))
 
     def begin_step(self, member: int) -> JointStep:
-        """The step that this member begins: every member begins one before any begins the next. Queues the message."""
+        """The step that this member begins: every member begins one before any begins the next. Queues the message.
+
+        May wait for the message of the step before last: a rank that updates nothing has never waited for it.
+        """
         self.agree()
         if self._begun[member] == self._steps:
             self._step = self._queued()
@@ -128,9 +126,13 @@ class JointNorms:
         if self._queue is None:
             # Made after the averagers' queues, it is served after them: what they complete leaves in the same pass.
             self._queue = self._progress.queue(comm)
-        squares, views = self._buffers[self._steps % 2]
+        turn = self._steps % 2
+        left = self._sent[turn]
+        if left is not None:
+            self._progress.wait(left)
+        squares, views = self._buffers[turn]
         gates = [Gate(f"squares of group {member}") for member in range(len(self._groups))]
-        ticket = self._queue.post(lambda: comm.iallreduce(squares), WHAT, gates)
+        ticket = self._sent[turn] = self._queue.post(lambda: comm.iallreduce(squares), WHAT, gates)
         return JointStep(ticket, views, self._progress, gates)
 
 

@@ -16,6 +16,7 @@ from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
 from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.single import Complete
 from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.optim.base import Norms, Optimizer
 
@@ -117,7 +118,8 @@ class AllreduceAverager(GradientAverager):
             step.pending[k] = self._queue.post(partial(self._start, k), f"{operation.kind} of {each.name}", after)
         if self._joint is not None:
             step.joint = self._joint.begin_step(self._member)
-            step.joint.fill_on_demand(self._member, partial(self._fill_share, step))
+            own_sums = tuple(step.pending.values())
+            self._queue.post(partial(self._contribute, step.joint), "squares of all gradients", own_sums)
 
     def _operations_of_step(self) -> tuple[Operation, ...]:
         """What the step that begins posts, in the schedule's order; slices that it leaves out are not updated."""
@@ -162,9 +164,12 @@ class AllreduceAverager(GradientAverager):
         return previous is None or not any(k in previous.pending for k in self._touching[parameter.name])
 
     def _settle(self, step: ReductionStep | None) -> None:
-        if step is not None:
-            for k in list(step.pending):
-                self._update(step, k)
+        if step is None:
+            return
+        for k in list(step.pending):
+            self._update(step, k)
+        if step.joint is not None:  # where this rank updates nothing, too: others wait for its part
+            step.joint.complete()
 
     def _update(self, step: ReductionStep | None, k: int) -> None:
         """Wait for a slice's sum and update it, unless that has been done."""
@@ -195,8 +200,8 @@ class AllreduceAverager(GradientAverager):
             step.norms_complete = True
         return norms
 
-    def _fill_share(self, step: ReductionStep) -> None:
-        """This rank's part in the norms of all groups."""
-        assert step.joint is not None
-        self.progress.wait(step.pending.values())
-        fill_share(step.joint.norms[self._member], self.group, self.comm, self._names)
+    def _contribute(self, joint: JointStep) -> Handle:
+        """Give this rank's part in the norms of all groups; the engine calls it once all sums are there."""
+        fill_share(joint.norms[self._member], self.group, self.comm, self._names)
+        joint.contribute(self._member)
+        return Complete()

@@ -298,8 +298,12 @@ class ShardedAverager(GradientAverager):
                 self.progress.wait(self._previous.gathered[k])
 
     def drain(self) -> None:
-        if self._step is not None:
-            self.progress.wait(self._step.gathered.values())
+        step = self._step
+        if step is None:
+            return
+        self.progress.wait(step.gathered.values())
+        if step.joint is not None:  # where nothing is gathered, too: others wait for this rank's part
+            step.joint.complete()
 
     # -- starts of operations: called by the engine when their turn has come; they may compute, and must not wait ----
 
