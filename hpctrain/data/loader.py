@@ -41,7 +41,7 @@ class Batch:
         x: (N, H, W, C) normalised images: of its own samples, or what it reads of all of its column's.
         y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the column, in order.
         counts: samples of every part, this one's included. global_count: their sum, what the loss divides by.
-        epoch, step: step counts from 0 within the epoch.
+        epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
         share: the column's samples; this part's alone where there is one row.
     """
 
@@ -117,7 +117,7 @@ class Loader:
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images = file.images
         self._cached: Region = whole(*file.shape[:2])
-        self._to_read = cache
+        self._cache = self._to_read = cache
         self._cache_limit_bytes = cache_limit_bytes
         self._ring: list[_Slot] = []
         self._raw = np.empty((0, *file.shape), np.uint8)
@@ -131,28 +131,31 @@ class Loader:
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch from `start_step` on; every part yields the same number of them.
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch from its sample `first` on; every part yields the same number of them.
 
         An error in the thread is raised here. Closing the generator early ends the thread. One epoch at a time.
         """
         assert not self._in_use, "an epoch of this loader is still being read; close it first"
         self._in_use = True
         try:
-            self._allocate()
-            steps = range(start_step, len(self))
+            self._allocate(first)
+            steps = range(self.sampler.steps(first))
             if self._prefetch == 0:
                 for step in steps:
-                    yield self._make(self._ring[0], epoch, step)
+                    yield self._make(self._ring[0], epoch, step, first)
             else:
-                yield from _ahead(self._ring, steps, lambda slot, step: self._make(slot, epoch, step))
+                yield from _ahead(self._ring, steps, lambda slot, step: self._make(slot, epoch, step, first))
         finally:
             self._in_use = False
 
-    def _allocate(self) -> None:
-        if self._ring:
+    def _allocate(self, first: int) -> None:
+        """Memory for the batches of whole epochs and of one that begins at `first`, whose last batch may have another size."""
+        shares = {share.counts: share for start in (0, first) for share in self._shares(start)}
+        if self._ring and shares.keys() <= self._box_of.keys():
             return
-        self._box_of = {share.counts: self._box(share) for share in (self._share(0), self._share(len(self) - 1))}
+        self._box_of |= {counts: self._box(share) for counts, share in shares.items()}
+        self._to_read = self._cache
         boxes = self._box_of.values()
         samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
         self._raw = np.empty((samples, *self.file.shape), np.uint8)
@@ -161,9 +164,14 @@ class Loader:
             _Slot(np.empty(size, self._pipeline.dtype), np.empty(self.max_count, np.int64)) for _ in range(self._prefetch + 1)
         ]
 
-    def _share(self, step: int) -> Share:
+    def _shares(self, first: int) -> list[Share]:
+        """Of every size of batch from the epoch's sample `first` on."""
+        steps = self.sampler.steps(first)
+        return [self._share(self.sampler.global_count(step, first)) for step in {0, steps - 1} if 0 <= step < steps]
+
+    def _share(self, global_count: int) -> Share:
         first = self.part - self.part % self.rows
-        every = counts(self.sampler.global_count(step), self.parts, self.rows)
+        every = counts(global_count, self.parts, self.rows)
         return Share(every[first : first + self.rows], self.part - first)
 
     def _box(self, share: Share) -> Box:
@@ -175,11 +183,12 @@ class Loader:
     def _is_whole(self, box: Box) -> bool:
         return box[1:] == tuple((0, size) for size in self.image_shape)
 
-    def _make(self, slot: _Slot, epoch: int, step: int) -> Batch:
+    def _make(self, slot: _Slot, epoch: int, step: int, begin: int) -> Batch:
         if self._to_read:
             self._fill_cache()
-        total, share = self.sampler.global_count(step), self._share(step)
-        every = self.sampler.ids(epoch, step)
+        total = self.sampler.global_count(step, begin)
+        share = self._share(total)
+        every = self.sampler.ids(epoch, step, begin)
         own = part_of(every, self.part, self.parts, self.rows)
         all_counts = counts(total, self.parts, self.rows)
         first = sum(all_counts[: self.part - share.row])
@@ -194,7 +203,8 @@ class Loader:
             self._pipeline(raw, ids, epoch, x)
         else:
             self._make_region(ids, epoch, box, x)
-        return Batch(x, slot.y[: len(own)], column, all_counts, total, epoch, step, share)
+        number = -(-begin // self.sampler.batch) + step
+        return Batch(x, slot.y[: len(own)], column, all_counts, total, epoch, number, share)
 
     def _make_region(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
         """What `box` holds of images, in x; zeros where it reaches beyond them."""
@@ -218,7 +228,7 @@ class Loader:
         return part
 
     def _fill_cache(self) -> None:
-        """Read what this part may ever need, once."""
+        """Read what this part may need of any batch known so far, once."""
         self._to_read = False
         height, width, _ = self.image_shape
         source = partial(self._pipeline.source, self.file.shape)
@@ -226,6 +236,7 @@ class Loader:
         if any(map(self._is_whole, self._box_of.values())):
             region = whole(*self.file.shape[:2])
         size_bytes = len(self.file) * int(np.prod(shape_of(region))) * self.file.shape[2]
+        self._images, self._cached = self.file.images, whole(*self.file.shape[:2])
         if size_bytes <= self._cache_limit_bytes:
             images: np.ndarray = self.file.images[(slice(None), *(slice(*interval) for interval in region))]
             self._images, self._cached = np.array(images), region

@@ -1,4 +1,4 @@
-"""Which samples a step takes: a pure function of (seed, epoch, step), the same on every rank and after every restart."""
+"""Which samples a step takes: a pure function of (seed, epoch, place in it), the same on every rank and after every restart."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def part_of(ids: NDArray[np.int64], part: int, parts: int, rows: int = 1) -> NDA
 class Sampler:
     """Global batches of an epoch: every sample exactly once, the last batch short where `batch` does not divide.
 
+    The order of an epoch does not depend on the batch. So whoever has seen its first samples can take the rest in batches of
+    any size: steps are counted from the sample `first`.
+
     Args:
         samples: size of the data set.
         batch: samples of a step over all ranks.
@@ -53,12 +56,16 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch, the short one included."""
-        return -(-self.samples // self.batch)
+        """Batches of a whole epoch, the short one included."""
+        return self.steps()
 
-    def global_count(self, step: int) -> int:
-        """Samples of one step of an epoch over all ranks."""
-        return max(0, min(self.batch, self.samples - step * self.batch))
+    def steps(self, first: int = 0) -> int:
+        """Batches of an epoch from its sample `first` on, the short one included; 0 where none is left."""
+        return max(0, -(-(self.samples - first) // self.batch))
+
+    def global_count(self, step: int, first: int = 0) -> int:
+        """Samples of one step over all ranks; the steps begin at the epoch's sample `first`."""
+        return max(0, min(self.batch, self.samples - first - step * self.batch))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """All sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's is kept."""
@@ -69,10 +76,11 @@ class Sampler:
             cached = self._cached = (epoch, order)
         return cached[1]
 
-    def ids(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """Sample ids of one global batch, (global_count(step),) int64, a read-only view."""
-        assert 0 <= step < self.steps_per_epoch, f"step {step} of {self.steps_per_epoch}"
-        return self.order(epoch)[step * self.batch : (step + 1) * self.batch]
+    def ids(self, epoch: int, step: int, first: int = 0) -> NDArray[np.int64]:
+        """Sample ids of one global batch, (global_count(step, first),) int64, a read-only view."""
+        assert 0 <= step < self.steps(first), f"step {step} of {self.steps(first)} from sample {first}"
+        begin = first + step * self.batch
+        return self.order(epoch)[begin : begin + self.batch]
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         # Sorting 64-bit random words, not a generator's permutation: NumPy may change that one between versions.

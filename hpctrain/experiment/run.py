@@ -177,7 +177,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
     """Write a checkpoint on rank 0; all ranks go on once it is on disk. Collective."""
     meta: dict[str, Any] = {
         "epoch": position.epoch,
-        "step_in_epoch": position.step_in_epoch,
+        "samples": position.samples,
         "global_step": position.global_step,
         "seed": session.config.seed,
         "config": dump(session.config),

@@ -61,8 +61,8 @@ class Schedule(ABC):
         """Steps of the whole training."""
         return self.epochs * self.steps_per_epoch
 
-    def lr(self, step: int) -> float:
-        """The learning rate of `step`; past the end of training the last value holds."""
+    def lr(self, step: float) -> float:
+        """The learning rate of `step`, which may lie between two; past the end of training the last value holds."""
         warmup = self.warmup_steps
         if step < warmup:
             return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * (step / warmup))
@@ -70,7 +70,7 @@ class Schedule(ABC):
         return self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0)
 
     @abstractmethod
-    def after_warmup(self, step: int, progress: float) -> float:
+    def after_warmup(self, step: float, progress: float) -> float:
         """The rate of `step`, which lies behind the warm-up; `progress` of the remaining steps, in [0, 1]."""
 
 
@@ -78,7 +78,7 @@ class Schedule(ABC):
 class Constant(Schedule):
     """base_lr throughout."""
 
-    def after_warmup(self, step: int, progress: float) -> float:
+    def after_warmup(self, step: float, progress: float) -> float:
         return self.base_lr
 
 
@@ -113,7 +113,7 @@ class Step(Schedule):
         if not 0.0 < self.gamma <= 1.0:
             raise ConfigError(f"gamma {self.gamma} is outside (0, 1]; the usual value is 0.1.")
 
-    def after_warmup(self, step: int, progress: float) -> float:
+    def after_warmup(self, step: float, progress: float) -> float:
         passed = sum(step >= round(epoch * self.steps_per_epoch) for epoch in self.milestones_epochs)
         return self.base_lr * self.gamma**passed
 
@@ -138,7 +138,7 @@ class _Decay(Schedule):
 class Cosine(_Decay):
     """final_lr + (base_lr - final_lr) * (1 + cos(pi * progress)) / 2 (Loshchilov and Hutter, ICLR 2017, equation 5)."""
 
-    def after_warmup(self, step: int, progress: float) -> float:
+    def after_warmup(self, step: float, progress: float) -> float:
         return self._between(0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
@@ -153,7 +153,7 @@ class Polynomial(_Decay):
         if not (self.power > 0.0 and math.isfinite(self.power)):
             raise ConfigError(f"power {self.power} must be positive; 1 decays linearly, 2 is the usual value.")
 
-    def after_warmup(self, step: int, progress: float) -> float:
+    def after_warmup(self, step: float, progress: float) -> float:
         return self._between((1.0 - progress) ** self.power)
 
 

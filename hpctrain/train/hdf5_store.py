@@ -23,7 +23,9 @@ from hpctrain import __version__
 from hpctrain.errors import CheckpointError
 
 FORMAT = "hpctrain-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: 1: the position in an epoch was counted in steps
+_READABLE_VERSIONS = (1, 2)
 _META = "meta"
 #: from this version on HDF5 keeps checksums of its own structures, so that damage to them is found instead of followed; its
 #: heap of variable-length values has none even then (a flipped bit there can make it loop for ever), hence `np.bytes_` below
@@ -203,10 +205,10 @@ def _check_header(path: Path, file: h5py.File) -> None:
     if _text(file, "format") != FORMAT:
         raise CheckpointError(f"The file {path} is HDF5 but no checkpoint of hpctrain.")
     version = file.attrs.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in _READABLE_VERSIONS:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version}, written by hpctrain {_text(file, 'hpctrain')}; "
-            f"hpctrain {__version__} reads version {FORMAT_VERSION}."
+            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}."
         )
 
 

@@ -20,13 +20,30 @@ from hpctrain.train.shards import Shards
 class Position:
     """Where training stands: everything that is not a tensor. Sample order and masks follow from it alone.
 
-    epoch, step_in_epoch: the next step's. global_step: steps done. sums: of the current epoch so far.
+    It counts samples, not steps, so that training can go on with another batch.
+
+    epoch: the next step's. samples: of this epoch, in its order, that steps have taken. global_step: steps done. sums: of the
+    current epoch so far.
     """
 
     epoch: int = 0
-    step_in_epoch: int = 0
+    samples: int = 0
     global_step: int = 0
     sums: RunningSums = field(default_factory=RunningSums)
+
+    def in_steps(self, samples_per_epoch: int, batch: int) -> float:
+        """How far training is, in steps of `batch`, had all been of it: a whole number where they were, to the last bit."""
+        return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> Position:
+        """The position in a checkpoint's metadata."""
+        values = dict(meta["position"])
+        values["sums"] = RunningSums(**values["sums"])
+        if "step_in_epoch" in values:  # format version 1 counted steps; the sums were complete when it was written
+            del values["step_in_epoch"]
+            values["samples"] = values["sums"].count
+        return cls(**values)
 
 
 def take(
@@ -61,7 +78,7 @@ def take(
 def put(
     content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards
 ) -> Position:
-    """Restore a snapshot, whatever grid and plan it was taken on; give the position to go on from.
+    """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype, or that the model does not have.
@@ -74,8 +91,7 @@ def put(
                 for key in averager.full_state(parameter)
             }
             averager.load_state(parameter, state)
-    values = dict(content.meta["position"])  # type: ignore[call-overload]
-    return Position(**{**values, "sums": RunningSums(**values["sums"])})
+    return Position.from_meta(content.meta)
 
 
 def put_weights(content: CheckpointContent, network: Network, shards: Shards) -> None:

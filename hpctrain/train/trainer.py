@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class Trainer:
     """Drives training on this rank. Every public method is collective.
 
     Args:
-        step: runs one update. message: its sums, read one step later. schedule: learning rate by global step.
+        step: runs one update. message: its sums, read one step later. schedule: learning rate by steps of the configured batch.
         save: writes a checkpoint at a position (drained before). stop_requested: this rank was asked to stop.
         trace: records whole steps, and what is done in them beside the update.
     """
@@ -75,6 +76,7 @@ class Trainer:
         self._stop = False
         self._saved_step = -1
         self._steps_run = 0
+        self._lr = 0.0
 
     def run(self, position: Position) -> Outcome:
         """Train from `position` to the last epoch, or until some rank is asked to stop.
@@ -85,6 +87,7 @@ class Trainer:
         samples = self._loader.sampler.samples
         self._reporter.start(self._cadence.epochs, samples, position.epoch * samples + position.sums.count)
         self._saved_step = position.global_step
+        self._lr = self._rate_before(position)
         evaluation: RunningSums | None = None
         stopped = False
         while position.epoch < self._cadence.epochs and not stopped:
@@ -114,8 +117,7 @@ class Trainer:
     def _run_epoch(self, position: Position) -> bool:
         """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
-        begin = position.step_in_epoch
-        batches = traced_steps(self._loader.epoch(position.epoch, begin), self._trace)
+        batches = traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace)
         try:
             for batch in batches:
                 self._run_step(batch, position)
@@ -127,7 +129,7 @@ class Trainer:
         return self._stop
 
     def _run_step(self, batch: Batch, position: Position) -> None:
-        lr = self._schedule.lr(position.global_step)
+        lr = self._rate_at(position)
         self._step.run(batch, position.global_step, lr)
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
@@ -135,7 +137,8 @@ class Trainer:
         enough = 0 < self._cadence.steps <= self._steps_run
         self._message.post(stop=enough or self._stop_requested())
         position.global_step += 1
-        position.step_in_epoch += 1
+        position.samples += batch.global_count
+        self._lr = lr
         self._reporter.step(position.epoch, position.global_step, position.sums, lr, self._rate.per_second())
         every = self._cadence.checkpoint_steps
         if enough or (every and position.global_step % every == 0):
@@ -145,6 +148,16 @@ class Trainer:
         if self._trace is not None:
             self._trace.add(Category.WORK, "bookkeeping", begin_ns, self._trace.clock_ns())
 
+    def _rate_at(self, position: Position) -> float:
+        """The learning rate of the step that begins at a position: by samples, so that another batch makes no jump in it."""
+        sampler = self._loader.sampler
+        return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
+
+    def _rate_before(self, position: Position) -> float:
+        """The learning rate of the step before a position: what is recorded of an epoch that ended with a checkpoint's step."""
+        sampler = self._loader.sampler
+        return self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
+
     def _settle(self, position: Position) -> None:
         """Read the message on its way, if any: sums, running statistics, and whether to go on."""
         totals = self._message.read()
@@ -153,7 +166,7 @@ class Trainer:
         if totals.non_finite:
             raise DivergedError(
                 f"The loss is not finite on {totals.non_finite} of the ranks by step {position.global_step}; lower optimizer.lr "
-                f"({self._schedule.lr(max(0, position.global_step - 1)):g} there), warm up longer, or set optimizer.clip_norm."
+                f"({self._lr:g} there), warm up longer, or set optimizer.clip_norm."
             )
         self._network.statistics.blend(totals.statistics, totals.count)
         position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
@@ -162,10 +175,10 @@ class Trainer:
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
-        lr = self._schedule.lr(max(0, position.global_step - 1))
-        self._reporter.record("epoch", {"epoch": position.epoch, "step": position.global_step, "lr": lr, **values})
+        record = {"epoch": position.epoch, "step": position.global_step, "lr": self._lr, **values}
+        self._reporter.record("epoch", record)
         line = f"epoch {position.epoch + 1}/{self._cadence.epochs}: train loss {values['loss']:.4f}, top1 {values['top1']:.2%}"
-        position.epoch, position.step_in_epoch, position.sums = position.epoch + 1, 0, RunningSums()
+        position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
         last = position.epoch == self._cadence.epochs
         evaluation = None
         if _due(position.epoch, self._cadence.evaluate_epochs, last):

@@ -22,10 +22,10 @@ def make_loader(file, batch, *, specs=SPECS, shuffle=True, samples=None, **optio
     return Loader(file, sampler, Pipeline(specs, 5, file.mean, file.std, "float64"), **options)
 
 
-def read(loader, epoch=0, start_step=0):
+def read(loader, epoch=0, first=0):
     """Copies of an epoch: (step, x, y, ids, counts, global count)."""
     return [
-        (b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, start_step)
+        (b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, first)
     ]
 
 
@@ -77,12 +77,47 @@ def test_a_part_without_samples_gets_empty_arrays_of_the_right_shape(make_file):
 def test_resuming_within_an_epoch_continues_the_stream(make_file):
     file, _, _ = make_file()
     whole = read(make_loader(file, 3), epoch=4)
-    rest = read(make_loader(file, 3), epoch=4, start_step=2)
+    rest = read(make_loader(file, 3), epoch=4, first=6)
     assert [step[0] for step in rest] == [2, 3, 4]
     for first, second in zip(whole[2:], rest, strict=True):
         assert np.array_equal(first[1], second[1])
         assert np.array_equal(first[3], second[3])
-    assert read(make_loader(file, 3), start_step=5) == []
+    assert read(make_loader(file, 3), first=13) == []
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_other_batches_and_parts_go_on_with_the_next_sample(make_file, batch, other, steps, parts, others, data):
+    """Whoever took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
+    file, _, labels = make_file()
+    order = Sampler(13, 1, 5).order(3)
+    seen = [read(make_loader(file, batch, part=part, parts=parts), epoch=3)[:steps] for part in range(parts)]
+    first = sum(step[5] for step in seen[0])
+    options = {"cache": data.draw(st.booleans()), "prefetch": data.draw(st.integers(0, 2))}
+    rest = [read(make_loader(file, other, part=part, parts=others, **options), 3, first) for part in range(others)]
+    ids = [share[step][3] for shares in (seen, rest) for step in range(len(shares[0])) for share in shares]
+    assert np.array_equal(np.concatenate([np.empty(0, np.int64), *ids]), order)
+    for share in (*seen, *rest):
+        for step in share:
+            assert np.array_equal(step[2], labels[step[3]])
+
+
+def test_a_region_is_read_for_batches_of_every_size(make_file):
+    """What a part reads may depend on the batch's size: the last one of an epoch that began elsewhere is another."""
+    file, _, _ = make_file()
+
+    def boxes(column):
+        return [((0, sum(column)), (0, 1 + sum(column)), (0, 9), (0, 3))]
+
+    loader = make_loader(file, 4, cache=True, boxes=boxes)
+    whole = read(make_loader(file, 4, prefetch=0), epoch=1)
+    for first, number in ((0, 4), (11, 1)):
+        batches = read(loader, 1, first)
+        assert len(batches) == number
+        images = np.concatenate([step[1] for step in whole])[first:]
+        for step in batches:
+            assert np.array_equal(step[1], images[: step[5], : 1 + step[5]])
+            images = images[step[5] :]
 
 
 def test_epochs_differ_and_repeat(make_file):

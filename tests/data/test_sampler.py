@@ -58,6 +58,18 @@ def test_the_stream_does_not_depend_on_the_batch(samples, first, second, epoch):
     assert np.array_equal(*streams)
 
 
+@given(sizes, st.lists(st.tuples(sizes, st.integers(0, 5)), max_size=4), sizes, st.integers(0, 5))
+def test_an_epoch_that_goes_on_in_other_batches_has_every_sample_once_in_its_order(samples, beginnings, last_batch, epoch):
+    seen = np.empty(0, np.int64)
+    for batch, steps in (*beginnings, (last_batch, samples)):
+        sampler, first = Sampler(samples, batch, 7), len(seen)
+        every = [sampler.ids(epoch, step, first) for step in range(sampler.steps(first))]
+        assert [len(ids) for ids in every] == [sampler.global_count(step, first) for step in range(len(every))]
+        assert all(len(ids) == batch for ids in every[:-1])
+        seen = np.concatenate([seen, *every[:steps]])
+    assert np.array_equal(seen, Sampler(samples, 1, 7).order(epoch))
+
+
 def test_order_is_a_pure_function_of_seed_and_epoch():
     sampler = Sampler(1000, 10, 3)
     first = sampler.order(0).copy()

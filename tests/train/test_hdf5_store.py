@@ -228,3 +228,16 @@ def test_a_lazy_mapping_is_never_in_memory_as_a_whole(tmp_path):
     assert writing < 5_000_000
     tensors, _ = read_store(tmp_path / "s.h5")
     assert all(np.array_equal(array, np.full(125_000, float(name.split("/")[1]))) for name, array in tensors.items())
+
+
+def test_the_first_version_can_be_read(tmp_path):
+    small_store(tmp_path / "a.h5")
+    expected = read_store(tmp_path / "a.h5")
+
+    def first_version(file):
+        file.attrs["format_version"] = 1
+
+    change(tmp_path / "a.h5", first_version)
+    tensors, meta = read_store(tmp_path / "a.h5")
+    assert same(tensors, expected[0])
+    assert meta == expected[1]

@@ -28,7 +28,7 @@ from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 
-POSITION = Position(2, 3, 17, RunningSums(1.5, 4, 5, 6))
+POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
 MIXED = {
     "plain": {"conv1": RowUse.DOMAIN, "conv2": RowUse.MODEL, "fc*": RowUse.MODEL},
     "residual": {"*1": RowUse.DOMAIN, "layer2.*": RowUse.MODEL, "fc": RowUse.MODEL},
@@ -125,3 +125,17 @@ def test_a_snapshot_of_another_model_is_refused_by_its_whole_shape() -> None:
 
     for message in run_virtual(2, put):
         assert "parameters/fc2.weight has shape (11, 6) in the checkpoint and (11, 5) here" in message
+
+
+def test_positions_of_the_first_format_counted_steps():
+    sums = {"loss": 1.5, "top1": 4, "top5": 5, "count": 48}
+    meta = {"position": {"epoch": 2, "step_in_epoch": 3, "global_step": 17, "sums": sums}}
+    assert Position.from_meta(meta) == Position(2, 48, 17, RunningSums(**sums))
+
+
+def test_a_position_in_steps_is_whole_where_all_steps_were_alike():
+    for samples, batch in ((75, 16), (64, 16), (7, 9)):
+        steps = -(-samples // batch)
+        for epoch, step in ((0, 0), (2, 0), (5, steps - 1)):
+            assert Position(epoch, step * batch).in_steps(samples, batch) == epoch * steps + step
+    assert Position(1, 8).in_steps(75, 16) == 5.5
