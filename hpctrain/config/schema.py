@@ -233,7 +233,7 @@ class Config(Section):
     )
     seed: Integer = Field(default=0, ge=0, lt=2**63, description="Seed of weights, sample order, augmentation and dropout.")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters, gradients.")
-    backend: Literal["auto", "numpy", "onednn", "cuda"] = Field(
+    backend: Literal["auto", "numpy", "onednn"] = Field(
         default="auto", description="Kernel set; auto: the fastest that is here and computes this dtype."
     )
     threads: Threads = Field(default="auto", description="Threads per rank; auto: the node's cores over its local ranks.")

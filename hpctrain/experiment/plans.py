@@ -136,7 +136,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         plan = GridPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
-    kernels = make_backend("numpy" if config.backend == "cuda" else config.backend, config.dtype).kernels
+    kernels = make_backend(config.backend, config.dtype).kernels
     return Task(config, plan, image, counts, graph_of, specs, kernels)
 
 

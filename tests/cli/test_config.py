@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from hpctrain.backend.backend import NAMES
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
@@ -61,6 +63,23 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
     result = CliRunner().invoke(cli, ["config", "check", str(path), "dtype=float64", "backend=onednn"])
     assert result.exit_code == 2
     assert "float32 only" in result.output
+
+
+def test_a_backend_that_is_not_there_has_one_answer_everywhere() -> None:
+    path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
+    sentence = "override \"backend=cuda\": backend is cuda, but must be 'auto', 'numpy' or 'onednn'."
+    for command in (("config", "check"), ("config", "show"), ("plan", "show"), ("plan", "schedule")):
+        result = CliRunner().invoke(cli, [*command, path, "backend=cuda"])
+        assert result.exit_code == 2, command
+        assert sentence in result.output, command
+    code = f"from hpctrain.cli.main import cli; cli(['train', {path!r}, 'backend=cuda'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_the_configured_backends_are_those_that_can_be_made() -> None:
+    assert set(get_args(Config.model_fields["backend"].annotation)) == set(NAMES)
 
 
 def test_the_schema_is_json() -> None:

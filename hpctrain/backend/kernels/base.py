@@ -166,7 +166,7 @@ class LossOperator(ABC):
 
 
 class KernelSet(ABC):
-    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32; cuda: CuPy and cuDNN."""
+    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32."""
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
