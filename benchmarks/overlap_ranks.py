@@ -130,6 +130,7 @@ class Rank:
             return ProgressMode(self.settings.progress), "as asked for"
         comm = self._split("progress")
         hiding = progress_mode.measure(comm, self.progress, (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD))
+        assert hiding is not None, "every exchange is worth a measurement"
         return comm.broadcast_object(progress_mode.choose(hiding)), str(hiding)
 
     def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +18,17 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 
-#: a way other than `test` is chosen where its time is less than this share of `test`'s in the median of rounds, and less than
-#: `test`'s in nearly all of them: other work on the machine must not decide
+#: a way other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
+#: that two runs on the same machine differ
 CLEARLY_BETTER = 0.9
-NEARLY_ALL = 0.8
+#: of the one-sided interval that says "surely"
+CONFIDENCE = 0.99
 
 _MESSAGES = 4
 _WIRE_SECONDS = 20e-3  # an exchange is at least so long: long beside a scheduler's tick, short beside a run
-_BUDGET_SECONDS = 0.8
-_MOST_ROUNDS = 15
-_FEWEST_ROUNDS = 3  # of which anything is concluded
+_BUDGET_SECONDS = 2.0
+_MOST_ROUNDS = 25
+_LOOKS = 3  # at an exchange alone: other work on the machine can only make it longer
 _WIDTH = 256  # of the multiplied matrices
 _FIRST_BYTES = 1 << 16
 
@@ -35,6 +37,15 @@ class ProgressMode(StrEnum):
     NONE = "none"
     TEST = "test"
     THREAD = "thread"
+
+    @property
+    def in_words(self) -> str:
+        """For people who have not read the documentation."""
+        return {
+            ProgressMode.NONE: "messages move by themselves while layers compute",
+            ProgressMode.TEST: "messages move whenever a layer is done",
+            ProgressMode.THREAD: "a thread moves messages while layers compute",
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,25 @@ class Hiding:
         saved = self.wire_seconds + self.compute_seconds - self.together_seconds[mode]
         return saved / min(self.wire_seconds, self.compute_seconds)
 
+    def ratio(self, mode: ProgressMode) -> float:
+        """This mode's time over `test`'s: the median of the rounds' ratios."""
+        return float(np.median(self._ratios(mode)))
+
+    def ratio_limit(self, mode: ProgressMode) -> float:
+        """The median ratio is below this with a probability of `CONFIDENCE`; infinite where the rounds are too few to say.
+
+        An order statistic, so that a few rounds that other work disturbed do not count, and no distribution is supposed.
+        """
+        ratios = sorted(self._ratios(mode))
+        for below, ratio in enumerate(ratios):  # the median is above `ratio` where at most `below` rounds lie below it
+            if _at_most(below, len(ratios)) >= CONFIDENCE:
+                return ratio
+        return math.inf
+
+    def _ratios(self, mode: ProgressMode) -> list[float]:
+        usual = self.by_round[ProgressMode.TEST]
+        return [seconds / reference for seconds, reference in zip(self.by_round[mode], usual, strict=True)]
+
     def __str__(self) -> str:
         shares = ", ".join(f"{mode} hides {self.hidden(mode):.0%}" for mode in self.by_round)
         return (
@@ -69,17 +99,16 @@ class Hiding:
         )
 
 
+def _at_most(successes: int, trials: int) -> float:
+    """The probability of at most so many heads of a fair coin."""
+    outcomes: int = sum(math.comb(trials, count) for count in range(successes + 1))
+    return outcomes / float(2**trials)
+
+
 def choose(hiding: Hiding) -> ProgressMode:
-    """`test`, unless another mode is clearly better in enough rounds; then the best one."""
-    usual = np.array(hiding.by_round[ProgressMode.TEST])
-    best, least = ProgressMode.TEST, CLEARLY_BETTER
-    if len(usual) < _FEWEST_ROUNDS:
-        return best
-    for mode, times in hiding.by_round.items():
-        ratio = np.array(times) / usual
-        if np.median(ratio) < least and np.mean(ratio < 1.0) >= NEARLY_ALL:
-            best, least = mode, float(np.median(ratio))
-    return best
+    """`test`, unless other modes are surely and clearly better; then the best of them."""
+    better = [mode for mode in hiding.by_round if mode is not ProgressMode.TEST and hiding.ratio_limit(mode) < CLEARLY_BETTER]
+    return min(better, key=hiding.ratio, default=ProgressMode.TEST)
 
 
 def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
@@ -98,19 +127,26 @@ def measure(
     *,
     operator_seconds: float = 5e-3,
     most_bytes: int = 64 << 20,
+    worth_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> Hiding:
-    """How much each mode hides, in about a second: rounds of all modes in turn, until the time is up. Collective over `comm`.
+) -> Hiding | None:
+    """How much each mode hides, in about two seconds: rounds of all modes in turn, until the time is up. Collective over `comm`.
 
-    The engine is left in the first mode's way; call `apply` afterwards.
+    None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first mode's
+    way; call `apply` afterwards.
 
     Args:
         operator_seconds: length of a typical operator of the run: messages move between operators only, under `test`.
         most_bytes: of all messages of one exchange, as many as the run's gradients have.
+        worth_seconds: an exchange that takes less is not measured.
     """
     begin = clock()
     probe = _Probe(comm, progress, clock)
-    rows, operators = probe.calibrate(operator_seconds, most_bytes)
+    apply(progress, ProgressMode.TEST)
+    wire_alone = probe.grow_messages(most_bytes)
+    if wire_alone < worth_seconds:
+        return None
+    rows, operators = probe.make_operators(operator_seconds, wire_alone)
     wire: list[float] = []
     compute: list[float] = []
     together: dict[ProgressMode, list[float]] = {mode: [] for mode in modes}
@@ -120,7 +156,8 @@ def measure(
         apply(progress, ProgressMode.TEST)
         wire.append(probe.run(0, 0))
         compute.append(probe.run(rows, operators, messages=0))
-        for mode in modes:
+        first = len(wire) % len(modes)  # each mode comes first, second, ... equally often
+        for mode in (*modes[first:], *modes[:first]):
             apply(progress, mode)
             together[mode].append(probe.run(rows, operators))
         now = clock()
@@ -149,8 +186,8 @@ class _Probe:
         """Of all messages of one exchange."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def calibrate(self, operator_seconds: float, most_bytes: int) -> tuple[int, int]:
-        """Rows of a product (this rank's) and number of products (rank 0's, for all). Sets the messages' size.
+    def grow_messages(self, most_bytes: int) -> float:
+        """Set the messages' size; seconds of their exchange alone (rank 0's, for all).
 
         Messages grow until an exchange is long enough: a short one may fit into a buffer on the way and look too quick.
         """
@@ -158,12 +195,16 @@ class _Probe:
         size, wire, grows = _FIRST_BYTES, 0.0, True
         while grows:
             self._buffers = self._make_buffers(min(size, most_bytes))
-            wire = self.run(0, 0)
-            grows = bool(self._comm.broadcast_object(wire < _WIRE_SECONDS and size < most_bytes))
+            wire = min(self.run(0, 0) for _ in range(_LOOKS))
+            wire, grows = self._comm.broadcast_object((wire, wire < _WIRE_SECONDS and size < most_bytes))
             size *= 2
+        return wire
+
+    def make_operators(self, operator_seconds: float, wire_seconds: float) -> tuple[int, int]:
+        """Rows of a product (this rank's) and number of products (rank 0's, for all): as long as an exchange."""
         # Each rank's own rows make its operators as long as the others', however fast its core is and whatever else it does.
         rows = self._rows_of(operator_seconds)
-        operators = int(self._comm.broadcast_object(max(2, min(100, round(wire / operator_seconds)))))
+        operators = int(self._comm.broadcast_object(max(2, min(100, round(wire_seconds / operator_seconds)))))
         self._make_rows(rows)
         return rows, operators
 

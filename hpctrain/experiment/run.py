@@ -229,9 +229,10 @@ def _introduce(
 
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
-    """Choose the way of progress; say and record it. Collective."""
+    """Choose the way of progress; say it where it matters, and record it. Collective."""
     chosen = set_progress(session, parts.network)
-    reporter.say(str(chosen))
+    if chosen.matters:
+        reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())
 
 

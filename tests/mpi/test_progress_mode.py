@@ -20,6 +20,7 @@ from hpctrain.testing.training import Task, train
 def test_all_ways_are_measured_and_all_ranks_agree(world: Communicator, progress: ProgressEngine) -> None:
     assert mpi.threads_may_call()
     hiding = progress_mode.measure(world, progress, tuple(ProgressMode), operator_seconds=1e-3, most_bytes=100_000)
+    assert hiding is not None
     everyone = world.allgather_object(hiding)
     assert all(each == hiding for each in everyone)
     assert hiding.by_round.keys() == set(ProgressMode)
