@@ -25,6 +25,10 @@ class LaunchError(HpctrainError):
     """A job that was not started as asked for: wrong world size, oversubscribed cores."""
 
 
+class MissingLibraryError(LaunchError):
+    """A library that a node lacks: each of its ranks finds that out by itself, and its first rank says so for all of them."""
+
+
 class CheckpointError(HpctrainError):
     """A checkpoint that is missing, damaged, or belongs to another model."""
 

@@ -30,7 +30,8 @@ class GradientAverager(ABC):
     Args:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank owns.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
-        norms: of all groups, where the network has several; None where this one has all parameters.
+        norms: of all groups, where the network has several; None where this one has all parameters. A strategy that has no such
+            keyword adds up no norms, and is refused beside an optimiser that needs them.
 
     Attributes:
         schedule: what a step posts, once agreed on; None where a strategy has none.

@@ -6,9 +6,10 @@ import click
 
 from hpctrain.cli.bench_engine import engine
 from hpctrain.cli.bench_scaling import scaling
+from hpctrain.cli.failure import Commands
 
 
-@click.group()
+@click.group(cls=Commands)
 def bench() -> None:
     """Measure how fast things are on this machine."""
 

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.failure import USER_ERROR
-from hpctrain.errors import HpctrainError
-
 
 @click.command()
 @click.option("--model", default="resnet50", show_default=True, help="Of the catalogue.")
@@ -38,17 +35,13 @@ def engine(
     from hpctrain.comm.launcher import detect
     from hpctrain.threads import set_threads
 
-    try:
-        plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
-        from hpctrain.experiment.engine_bench import compare, measure, print_tables
-        from hpctrain.experiment.engine_step import workload
+    plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
+    from hpctrain.experiment.engine_bench import compare, measure, print_tables
+    from hpctrain.experiment.engine_step import workload
 
-        task = workload(model, batch, pixels)
-        found = measure(task, backend, steps, plan.threads)
-        compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
-    except HpctrainError as error:
-        click.echo(f"hpctrain: {type(error).__name__}: {error}", err=True)
-        raise SystemExit(USER_ERROR) from None
+    task = workload(model, batch, pixels)
+    found = measure(task, backend, steps, plan.threads)
+    compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
     print_tables(found, compared)
     if out is not None:
         content = {**found.as_dict(), "comparison": compared}

@@ -7,9 +7,6 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.failure import USER_ERROR
-from hpctrain.errors import HpctrainError
-
 
 class RankCounts(click.ParamType):
     """Numbers of ranks, as 1,2,4."""
@@ -66,22 +63,18 @@ def scaling(
     """
     from hpctrain.experiment import scaling as study
 
-    try:
-        task = study.Task(
-            file=file,
-            overrides=overrides,
-            mode=mode,
-            steps=steps,
-            launcher=launcher,
-            threads=threads,
-            timeout_seconds=timeout_seconds,
-        )
-        points = study.run(task, ranks, say=click.echo)
-        for line in study.lines(points, mode):
-            click.echo(line)
-        study.write(out, task, points)
-        click.echo(out)
-        click.echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")
-    except HpctrainError as error:
-        click.echo(f"hpctrain: {type(error).__name__}: {error}", err=True)
-        raise SystemExit(USER_ERROR) from None
+    task = study.Task(
+        file=file,
+        overrides=overrides,
+        mode=mode,
+        steps=steps,
+        launcher=launcher,
+        threads=threads,
+        timeout_seconds=timeout_seconds,
+    )
+    points = study.run(task, ranks, say=click.echo)
+    for line in study.lines(points, mode):
+        click.echo(line)
+    study.write(out, task, points)
+    click.echo(out)
+    click.echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.failure import Commands
+
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 
 _INPUT = click.Path(path_type=Path)
@@ -17,7 +19,7 @@ _OUTPUT = click.Path(path_type=Path, dir_okay=False)
 _FITS = click.Choice(["crop", "squash"])
 
 
-@click.group()
+@click.group(cls=Commands)
 def data() -> None:
     """Fetch, convert and check data files."""
 

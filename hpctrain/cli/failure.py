@@ -1,16 +1,23 @@
-"""How a command ends when it fails: a user's error as one sentence from rank 0, a bug as one traceback, the job always ended."""
+"""How a command ends when it fails: a user's error in its own sentences, once a job; a bug in a traceback; the job always ended.
+
+This is the one place where an exception becomes text. Commands and what they call raise; they neither catch nor print.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 
-from hpctrain.errors import HpctrainError
+from hpctrain.comm.launcher import EXPECT_RANKS, Launcher, detect
+from hpctrain.errors import HpctrainError, MissingLibraryError
 
 USER_ERROR = 2
 BUG = 1
@@ -18,6 +25,44 @@ BUG = 1
 # An error that every rank raises is rank 0's to print. A rank that is alone with its error is still alive after this time (rank 0
 # has not ended the job), and prints it itself.
 _ALONE_AFTER_SECONDS = 1.5
+
+# Of an error without a file's name, such as a write to a file that is already open.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Commands(click.Group):
+    """A group of commands that end with sentences on standard error and exit code 2 where the user can mend what is wrong."""
+
+    group_class = type  # groups inside are of this class too
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with user_errors_end_in_sentences():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def user_errors_end_in_sentences(
+    rank: Callable[[], int] | None = None, abort: Callable[[int], None] = lambda code: None
+) -> Iterator[None]:
+    """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
+
+    Args:
+        rank: this process's rank; by default the one that the launcher has given it. abort: ends the job; may return where
+            there is one process only.
+    """
+    try:
+        yield
+    except (HpctrainError, OSError) as error:
+        sentences = _sentences(error)
+        if not sentences:
+            raise
+        launcher = _launcher()
+        if (rank() if rank is not None else launcher.rank or 0) != 0:
+            time.sleep(_ALONE_AFTER_SECONDS)
+        if not (isinstance(error, MissingLibraryError) and launcher.local_rank):
+            for sentence in sentences:
+                click.echo(f"hpctrain: {sentence}", err=True)
+        _leave(abort, USER_ERROR)
 
 
 @contextlib.contextmanager
@@ -28,17 +73,32 @@ def job_ends_on_error(rank: Callable[[], int], abort: Callable[[int], None]) -> 
         rank: this process's rank (0 before there is one). abort: ends the job; may return where there is one process only.
     """
     try:
-        yield
-    except HpctrainError as error:
-        if rank() != 0:
-            time.sleep(_ALONE_AFTER_SECONDS)
-        click.echo(f"hpctrain: {type(error).__name__}: {error}", err=True)
-        _leave(abort, USER_ERROR)
+        with user_errors_end_in_sentences(rank, abort):
+            yield
     except KeyboardInterrupt:
         _leave(abort, 130)
+    except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+        _leave(abort, BUG)
     except Exception:
         sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}")
         _leave(abort, BUG)
+
+
+def _sentences(error: HpctrainError | OSError) -> list[str]:
+    """The lines to print; none where the error is no user's to mend."""
+    if isinstance(error, HpctrainError):
+        return str(error).splitlines()
+    if isinstance(error, BrokenPipeError) or error.strerror is None:
+        return []
+    if error.filename is not None:
+        return [f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}."]
+    return [f"A file cannot be written: {error.strerror}."] if error.errno in _FULL else []
+
+
+def _launcher() -> Launcher:
+    environ = {name: value for name, value in os.environ.items() if name != EXPECT_RANKS}  # which may be what is wrong
+    return detect(environ)
 
 
 def _leave(abort: Callable[[int], None], code: int) -> None:

@@ -7,6 +7,7 @@ import importlib
 import click
 
 from hpctrain import __version__
+from hpctrain.cli.failure import Commands
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {
@@ -19,7 +20,7 @@ _COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Commands):
     """Imports a command's module when the command is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.failure import USER_ERROR
-from hpctrain.errors import HpctrainError
+from hpctrain.cli.failure import Commands
+from hpctrain.cli.loading import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
@@ -48,7 +46,7 @@ _BETA = click.option(
 )
 
 
-class PlanGroup(click.Group):
+class PlanGroup(Commands):
     """`plan --schedule FILE` is `plan schedule FILE`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -90,18 +88,17 @@ def show(
 
     OVERRIDES such as grid.rows=2 win over the file.
     """
-    with _sentences():
-        task = _task(file, overrides, ranks, image, classes)
-        from hpctrain.cli import plan_tables
-        from hpctrain.experiment import plans
+    task = _task(file, overrides, ranks, image, classes)
+    from hpctrain.cli import plan_tables
+    from hpctrain.experiment import plans
 
-        found = plans.description(task)
-        averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-        places = plans.rank_map(task.plan, ranks_per_node)
-        if as_json:
-            click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
-            return
-        plan_tables.print_plan(task, found, averaged, places)
+    found = plans.description(task)
+    averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
+    places = plans.rank_map(task.plan, ranks_per_node)
+    if as_json:
+        click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
+        return
+    plan_tables.print_plan(task, found, averaged, places)
 
 
 @plan.command()
@@ -129,28 +126,26 @@ def schedule(
 
     A run measures alpha and beta, and orders some operations anew by measured times; what it settles on lies in its directory.
     """
-    with _sentences():
-        task = _task(file, overrides, ranks, image, classes)
-        from hpctrain.cli import plan_tables
-        from hpctrain.experiment import plans
+    task = _task(file, overrides, ranks, image, classes)
+    from hpctrain.cli import plan_tables
+    from hpctrain.experiment import plans
 
-        link = _link(alpha_seconds, beta_seconds_per_byte)
-        averaged = plans.group_schedules(task, link, ranks_per_node)
-        if as_json:
-            click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
-            return
-        for line in plan_tables.schedule_lines(task, averaged, link):
-            click.echo(line)
+    link = _link(alpha_seconds, beta_seconds_per_byte)
+    averaged = plans.group_schedules(task, link, ranks_per_node)
+    if as_json:
+        click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
+        return
+    for line in plan_tables.schedule_lines(task, averaged, link):
+        click.echo(line)
 
 
 def _task(
     file: Path, overrides: tuple[str, ...], ranks: int | None, image: tuple[int, int, int] | None, classes: int | None
 ) -> Task:
-    from hpctrain.config.load import load
     from hpctrain.experiment.check import check_names
     from hpctrain.experiment.plans import prepare
 
-    config, source = load(file, overrides)
+    config, source = load_config(file, overrides)
     check_names(config, source)
     return prepare(config, ranks, image, classes)
 
@@ -159,13 +154,3 @@ def _link(alpha_seconds: float, beta_seconds_per_byte: float) -> LinkModel:
     from hpctrain.comm.link import LinkModel
 
     return LinkModel(alpha_seconds, beta_seconds_per_byte)
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """End with the sentences of a user's error on stderr and exit code 2."""
-    try:
-        yield
-    except HpctrainError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(USER_ERROR) from None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.cli.loading import load_config
 from hpctrain.comm.launcher import Launcher, detect
-from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError
 from hpctrain.threads import ThreadPlan, set_threads
@@ -63,7 +63,7 @@ class _Job:
         return Session.start(config, self.launcher, threads, self.world, revision)
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
-        config, source = load(file, overrides)
+        config, source = load_config(file, overrides)
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
 

@@ -19,6 +19,7 @@ from hpctrain.comm import objects
 from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
+from hpctrain.errors import MissingLibraryError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +33,9 @@ def world(deadline_seconds: float) -> MpiCommunicator:
 
     Args:
         deadline_seconds: the longest that start-up, splits and object operations may take.
+
+    Raises:
+        MissingLibraryError: there is no MPI library that mpi4py can load.
     """
     if "mpi4py.MPI" in sys.modules:
         return _world(deadline_seconds)
@@ -44,8 +48,14 @@ def world(deadline_seconds: float) -> MpiCommunicator:
 
 
 def _world(deadline_seconds: float) -> MpiCommunicator:
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
+        reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise MissingLibraryError(
+            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one beside this Python with "
+            f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
+        ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds)

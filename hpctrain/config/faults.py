@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -35,14 +35,41 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
         yield from known_paths((*path, key))
 
 
-def faults(error: ValidationError) -> list[tuple[KeyPath, str]]:
+def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tuple[KeyPath, str]]:
     """(key path, sentence) of each fault, in the order of the schema.
 
-    A key that is missing because it is misspelt beside is one fault, not two.
+    A key that is missing because it is misspelt beside is one fault, not two. What a section lacks is not told where its name
+    is unknown.
+
+    Args:
+        unknown: paths of the sections whose names no registry knows.
     """
     items = error.errors(include_url=False)
     meant = {_meant(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
-    return [_fault(item) for item in items if not (item["type"] == "missing" and tuple(item["loc"]) in meant)]
+    paths = [(tuple(item["loc"]), item["type"] == "missing") for item in items]
+    told = [not (missing and (path in meant or path[:-1] in unknown)) for path, missing in paths]
+    return [_fault(item) for item, tell in zip(items, told, strict=True) if tell]
+
+
+def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:
+    """(path of a section that stands for a registered name, the name) of each in plain data that may not fit the schema."""
+    if not isinstance(data, Mapping):
+        return
+    for key, field in Config.model_fields.items():
+        section = section_at((key,))
+        if section is not None and issubclass(section, Named):
+            yield from _name((key,), data.get(key, field.default))
+    images = data.get("data")
+    for key in ("augment", "evaluate_augment"):
+        steps = images.get(key) if isinstance(images, Mapping) else None
+        for index, step in enumerate(steps if isinstance(steps, list) else ()):
+            yield from _name(("data", key, index), step)
+
+
+def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
+    name = section.get("name") if isinstance(section, Mapping) else section
+    if isinstance(name, str):
+        yield path, name
 
 
 def show(value: Any) -> str:
@@ -93,7 +120,8 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
     if bound is not None:
         return f"{message}; the nearest legal value is {show(bound)}"
     if item["type"] == "literal_error":
-        near = _nearest(str(item["input"]), [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")])
+        legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
+        near = _nearest(str(item["input"]), [value for value in legal if _digits(value) == _digits(str(item["input"]))])
         return f"{message}; the nearest is '{near}'" if near else message
     return message
 
@@ -122,6 +150,11 @@ def _nearest_key(path: KeyPath) -> str:
     if elsewhere is not None:
         return f'the nearest known key is "{dotted(elsewhere)}"'
     return f"known keys are {', '.join(keys)}"
+
+
+def _digits(text: str) -> list[str]:
+    # float16 is no misspelt float64: other digits mean another thing. float46 is one.
+    return sorted(character for character in text if character.isdigit())
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:

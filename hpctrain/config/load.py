@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.faults import faults, nearest_sibling, section_at
+from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.schema import Config, Named, PlanConfig
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
 
+#: (path of a section, its name) -> the sentence that refuses the name; None where a registry has it
+Refusal = Callable[[KeyPath, str], str | None]
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Source]:
+
+def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | None = None) -> tuple[Config, Source]:
     """The configuration in a YAML file, with overrides such as "optimizer.lr=0.2" (each value is YAML) applied in order.
 
-    Names in registries and their options are not checked here; `Source` gives those who do the places for their messages.
+    Options are not checked here, and names in registries only where the configuration is refused for another reason: `Source`
+    gives those who check them the places for their messages.
+
+    Args:
+        refusal: asked about every name once there is a fault, so that an unknown name is told before what follows from it.
 
     Raises:
         ConfigError: one sentence for each fault, each with its file and line or its override.
@@ -28,10 +35,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Sourc
         raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:
         raise ConfigError(f"{path}: The configuration cannot be read: {error.strerror}.") from None
-    return parse(text, str(path), overrides)
+    return parse(text, str(path), overrides, refusal)
 
 
-def parse(text: str, label: str = "configuration", overrides: Sequence[str] = ()) -> tuple[Config, Source]:
+def parse(
+    text: str, label: str = "configuration", overrides: Sequence[str] = (), refusal: Refusal | None = None
+) -> tuple[Config, Source]:
     """As `load`, from text; `label` stands for the file's path in messages."""
     data, places = read_yaml(text, label)
     if data is None:
@@ -42,8 +51,35 @@ def parse(text: str, label: str = "configuration", overrides: Sequence[str] = ()
     try:
         return Config.model_validate(data), source
     except ValidationError as error:
-        found = [str(source.error(path, sentence)) for path, sentence in faults(error)]
-    raise ConfigError("\n".join(dict.fromkeys(found)))
+        sentences = [str(source.error(path, sentence)) for path, sentence in _faults(error, data, source, refusal)]
+    raise ConfigError("\n".join(dict.fromkeys(sentences)))
+
+
+def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each fault: names that no registry knows, then what the schema refuses."""
+    refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
+    unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
+    yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
+    for path, sentence in faults(error, unknown):
+        yield path, sentence + _replaced_hint(path, data, source)
+
+
+def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
+    """How to keep the keys of a section that an override has replaced as a whole, for a key that is now missing."""
+    section = path[:-1]
+    if not source.places.get(section, "").startswith("override"):
+        return ""
+    name = next((name for known, name in names_in(data) if known == section), None)
+    if name is None or path[-1] in _at(data, section):
+        return ""
+    return f" The override replaces the whole of {dotted(section)}; {dotted(section)}.name={name} replaces the name alone."
+
+
+def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
+    """The mapping at a path of plain data; an empty one where there is something else."""
+    for key in path:
+        data = data[key]
+    return data if isinstance(data, Mapping) else {}
 
 
 def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:

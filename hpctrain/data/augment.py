@@ -243,15 +243,24 @@ class Flip(Augmentation):
 AUGMENTATIONS: Mapping[str, type[Augmentation]] = {kind.name: kind for kind in (PadCrop, RandomResizedCrop, CenterCrop, Flip)}
 
 
+def find(name: str) -> type[Augmentation]:
+    """The augmentation of that name.
+
+    Raises:
+        ConfigError: there is none; the sentence names the nearest.
+    """
+    if name not in AUGMENTATIONS:
+        raise ConfigError(f"There is no augmentation {name!r}; {_nearest(name, AUGMENTATIONS)}.")
+    return AUGMENTATIONS[name]
+
+
 def check(name: str, options: Mapping[str, Any]) -> Augmentation:
     """The augmentation that a configuration describes.
 
     Raises:
         ConfigError: an unknown name or option (with the nearest known one), a missing option, a value of a wrong type or range.
     """
-    if name not in AUGMENTATIONS:
-        raise ConfigError(f"There is no augmentation {name!r}; {_nearest(name, AUGMENTATIONS)}.")
-    kind = AUGMENTATIONS[name]
+    kind = find(name)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for option in options:
         if option not in fields:

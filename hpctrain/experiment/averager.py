@@ -37,14 +37,15 @@ def make_averager(
         nodes: of the ranks of `comm`. options: in place of the configured ones.
 
     Raises:
-        ConfigError: an unknown name, an option that is wrong, or norms of split layers, which this averager cannot add up.
+        ConfigError: an unknown name, an option that is wrong, or norms, which an averager without the keyword `norms` does not
+            add up for its optimiser.
     """
     name = config.averager.name
     accepted = inspect.signature(AVERAGERS.find(name)).parameters
-    if norms is not None and optimizer.needs_norms and "norms" not in accepted:
+    if optimizer.needs_norms and "norms" not in accepted:
         raise ConfigError(
-            f"The averager {name} cannot add up the norms of layers that are split; leave optimizer.clip_norm out and use sgd, "
-            f"use another averager, or no layer that is model in the plan."
+            f"The averager {name} adds up no norms (it takes no keyword norms), which optimizer.clip_norm and lars need; leave "
+            f"clip_norm out and use sgd, or use another averager."
         )
     known = {"nominal_batch": config.batch, "micro_batches": config.micro_batches, "norms": norms, "nodes": nodes}
     return AVERAGERS.create(

@@ -16,6 +16,7 @@ from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.data import augment
 from hpctrain.errors import ConfigError, HpctrainError
+from hpctrain.experiment import averager as averagers
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
 from hpctrain.models import catalogue
@@ -43,6 +44,22 @@ def check_names(config: Config, source: Source) -> None:
     found = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
     if found:
         raise ConfigError("\n".join(found))
+
+
+def refusal(path: KeyPath, name: str) -> str | None:
+    """The sentence that refuses the name of a section; None where its registry has it."""
+    lookup: Callable[[str], object] = {
+        "model": catalogue.options,
+        "optimizer": OPTIMIZERS.find,
+        "schedule": schedules.schedule_class,
+        "averager": averagers.AVERAGERS.find,
+        "data": augment.find,
+    }[str(path[0])]
+    try:
+        lookup(name)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

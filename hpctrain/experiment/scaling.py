@@ -23,6 +23,7 @@ from typing import Any, Literal
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError, LaunchError
+from hpctrain.experiment.check import check_names, refusal
 from hpctrain.experiment.compute_only import RESULT_FILE
 from hpctrain.experiment.trace_report import TABLE_FILE
 from hpctrain.threads import physical_cores
@@ -75,7 +76,8 @@ def run(task: Task, ranks: Sequence[int], *, say: Callable[[str], None] = print)
     Raises:
         ConfigError: a configuration that cannot be used. LaunchError: a job that failed, with the end of what it printed.
     """
-    config, _ = load(task.file, task.overrides)
+    config, source = load(task.file, task.overrides, refusal)
+    check_names(config, source)
     threads = task.threads if task.threads is not None else _threads(config, task, max(ranks))
     points = []
     for count in ranks:

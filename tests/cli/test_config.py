@@ -58,6 +58,31 @@ def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str
     assert f'override "{override}"' in result.output
 
 
+def test_an_unknown_name_is_told_before_what_follows_from_it() -> None:
+    """`optimizer=adamw` replaces the section and its lr; that lr is missing is not what is wrong."""
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    overrides = ["optimizer=adamw", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]
+    result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 2
+    assert len(lines) == 3, lines
+    assert 'There is no optimizer "adamw"' in lines[0]
+    assert "There is no augmentation 'crop'" in lines[1]
+    assert "batch is 0" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "hinted"),
+    [("optimizer=lars", True), ("optimizer={name: lars, momentum: 0.9}", True), ("optimizer={name: lars, lr: -1}", False)],
+)
+def test_an_override_that_replaces_a_section_says_so_where_a_key_is_missing(override: str, hinted: bool) -> None:
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    result = CliRunner().invoke(cli, ["config", "check", str(path), override])
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert ("optimizer.name=lars replaces the name alone" in result.stderr) is hinted
+
+
 def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     result = CliRunner().invoke(cli, ["config", "check", str(path), "dtype=float64", "backend=onednn"])

@@ -1,6 +1,7 @@
 """The data commands: what they print, what they write, how they fail."""
 
 import gzip
+import re
 import struct
 import subprocess
 import sys
@@ -14,16 +15,15 @@ from hpctrain.cli.data import data
 from hpctrain.data import fetch as fetching
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
-from hpctrain.errors import DataError
 
 
 def run(*arguments, fails_with=None):
-    """The output of a command; `fails_with`: a pattern of the user error that it must end with."""
-    if fails_with is not None:
-        with pytest.raises(DataError, match=fails_with):
-            CliRunner().invoke(data, [str(a) for a in arguments], catch_exceptions=False)
-        return ""
+    """The output of a command; `fails_with`: a pattern of the sentence that it must end with, and exit code 2."""
     result = CliRunner().invoke(data, [str(a) for a in arguments], catch_exceptions=False)
+    if fails_with is not None:
+        assert result.exit_code == 2, result.output
+        assert re.search(fails_with, result.stderr)
+        return ""
     assert result.exit_code == 0, result.output
     return result.output
 

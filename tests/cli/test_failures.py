@@ -1,0 +1,181 @@
+"""Every command, given what it cannot use: one sentence a fault on standard error, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.failure import USER_ERROR, Commands
+from hpctrain.cli.main import cli
+from hpctrain.errors import DataError
+from hpctrain.testing.jobs import Outcome, clean_environment
+
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+#: command -> arguments with which it must fail by the user's fault, and words that the sentence must have
+MISTAKES: dict[str, list[tuple[list[str], str]]] = {
+    "train": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
+        ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
+        ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
+    ],
+    "eval": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "--checkpoint", "nowhere"], "There is no data file"),
+        ([CONFIG], "There is no"),
+    ],
+    "config show": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "batch"], "must have the form key=value"),
+        (["file"], "file:1: This is not valid YAML"),
+    ],
+    "config check": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        (["bytes"], "is not UTF-8"),
+        ([CONFIG, "dtype=float16"], "dtype is float16, but must be 'float32' or 'float64'.\n"),
+    ],
+    "config schema": [],  # takes nothing
+    "plan show": [
+        (["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "averager=sharted", "--ranks", "2"], 'the nearest is "sharded"'),
+        ([CONFIG, "data.train=file", "--ranks", "2"], "The data file file"),
+    ],
+    "plan schedule": [(["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read")],
+    "bench engine": [(["--model", "resnet51"], 'There is no model "resnet51"')],
+    "bench scaling": [
+        (["--config", "nowhere.yaml", "--ranks", "1"], "nowhere.yaml: The configuration cannot be read"),
+        (["--config", CONFIG, "--ranks", "1", "averager=sharted"], 'the nearest is "sharded"'),
+    ],
+    "data fetch": [(["fashion-mnist", "--out", "file/data"], "file/data")],
+    "data info": [
+        (["nowhere.h5"], "There is no data file nowhere.h5"),
+        (["file"], "The data file file"),
+        (["."], "There is no data file ."),
+    ],
+    "data verify": [(["nowhere.h5"], "There is no data file nowhere.h5"), (["file"], "The data file file")],
+    "data convert idx": [
+        (["nowhere", "nowhere", "out.h5"], "There is no IDX file nowhere"),
+        (["file", "file", "out.h5"], "file"),
+        (["images.idx", "labels.idx", "out.h5", "--class-names", "nowhere.txt"], "nowhere.txt"),
+    ],
+    "data convert cifar": [
+        (["nowhere", "out.h5", "--split", "train"], "nowhere"),
+        ([".", "out.h5", "--split", "test"], "There are no CIFAR batches"),
+    ],
+    "data convert npz": [(["nowhere.npz", "out.h5"], "There is no file nowhere.npz"), (["file", "out.h5"], "file")],
+    "data convert folder": [
+        (["nowhere", "out.h5", "--size", "4"], "There is no directory nowhere"),
+        (["file", "out.h5", "--size", "4"], "file"),
+        (["photos", "file/out.h5", "--size", "4"], "file cannot be used"),
+    ],
+}
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command of the command line, as the words that call it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            assert isinstance(command, Commands), f"the group {name} would print tracebacks"
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_no_command_is_left_out() -> None:
+    assert {" ".join(words) for words in commands(cli)} == set(MISTAKES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with files of the wrong kind, some of the right one, and no launcher in the environment."""
+    import numpy as np
+    from PIL import Image
+
+    from hpctrain.data import format as data_format
+
+    (tmp_path / "file").write_text("neither YAML: nor: data\n")
+    (tmp_path / "bytes").write_bytes(b"name: \xff\n")
+    (tmp_path / "images.idx").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 7]))
+    (tmp_path / "labels.idx").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 1, 0]))
+    (tmp_path / "photos" / "ant").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "photos" / "ant" / "a.png")
+    images, labels = np.zeros((128, 28, 28, 1), np.uint8), np.arange(128) % 10
+    data_format.write(tmp_path / "good.h5", 128, (28, 28, 1), [str(i) for i in range(10)], [(images, labels)])
+    monkeypatch.chdir(tmp_path)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1")  # commands set these
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [(command, arguments, words) for command, cases in MISTAKES.items() for arguments, words in cases],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)
+def test_a_users_mistake_is_a_sentence(folder: Path, command: str, arguments: list[str], words: str) -> None:
+    if command in ("train", "eval"):  # which end their process, and set up its log
+        call = [sys.executable, "-m", "hpctrain", command, *arguments]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False, env=clean_environment())
+        code, output, errors = done.returncode, done.stdout, done.stderr
+    else:
+        result = CliRunner().invoke(cli, [*command.split(), *arguments])
+        code, output, errors = result.exit_code, f"{result.stdout}{result.exception!r}", result.stderr
+    assert code == USER_ERROR, output + errors
+    assert words in errors
+    said = [line for line in errors.splitlines() if not _LOGGED.match(line)]
+    assert all(line.startswith("hpctrain: ") and line.endswith(".") for line in said), errors
+    assert "Traceback" not in output + errors
+    assert not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (DataError("One.\nTwo."), "hpctrain: One.\nhpctrain: Two.\n"),
+        (OSError(errno.EACCES, "Permission denied", "a.h5"), "hpctrain: a.h5 cannot be used: Permission denied.\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "hpctrain: A file cannot be written: No space left on device.\n"),
+    ],
+)
+def test_what_the_user_can_mend_is_said(error: Exception, sentence: str) -> None:
+    result = CliRunner().invoke(_raising(error), ["go"])
+    assert (result.exit_code, result.stderr) == (USER_ERROR, sentence)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("no such luck"), ValueError("x"), OSError("no number")])
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    assert CliRunner().invoke(_raising(error), ["go"]).exception is error
+
+
+def _raising(error: Exception) -> click.Command:
+    def go() -> None:
+        raise error
+
+    return Commands(commands={"go": click.Command("go", callback=go)})
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    command = f"{sys.executable} -m hpctrain config schema | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_missing_mpi_library_is_said_once_a_job(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = job(2, ["-m", "hpctrain", "train", CONFIG], env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
+    assert outcome.code != 0
+    assert outcome.stderr.count("hpctrain: MPI cannot be started") == 1, outcome.output
+    assert "pip install" in outcome.stderr
+    assert "Traceback" not in outcome.output
