@@ -14,6 +14,7 @@ from hpctrain.errors import LaunchError
 
 _VARIABLE = "OMP_NUM_THREADS"
 _VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -84,9 +85,21 @@ def _from_environment(text: str, cores: int) -> ThreadPlan:
 def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> tuple[int, str]:
     """Physical cores that this rank may call its own, at least 1, and how that was found.
 
-    A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly.
+    A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
+    takes no more than it was asked for with --cpus-per-task, bound or not.
     """
     mask = os.sched_getaffinity(0)
+    cores, reason = _cores_by_mask(launcher, mask, environ)
+    asked = _asked_of_slurm(launcher, mask, environ)
+    if asked is None or asked == cores:
+        return cores, reason
+    if asked < cores:
+        return asked, f"{_SLURM_CPUS} is {environ[_SLURM_CPUS]}"
+    return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: give --cpus-per-task to srun, too"
+
+
+def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:
+    """This rank's cores by what it may run on."""
     cores = physical_cores(mask)
     local_size = launcher.local_size or 1
     if local_size == 1:
@@ -96,12 +109,23 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
     return max(1, cores // local_size), f"{local_size} ranks share {cores} cores"
 
 
+def _asked_of_slurm(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
+    """Physical cores of --cpus-per-task, which counts as the mask does: with or without hardware threads. None: nobody asked."""
+    text = environ.get(_SLURM_CPUS, "")
+    if not launcher.name.startswith("Slurm") or not text.isdecimal() or int(text) < 1:
+        return None
+    return max(1, int(text) * physical_cores(mask) // len(mask))
+
+
 def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> bool:
     """True where the launcher gave each rank cores of its own."""
-    if launcher.name.startswith("Slurm"):  # a step's tasks may all be confined to the step's cores; srun says which it is
-        return environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
     outer = _launcher_mask(launcher.rank_variable)
-    return outer is not None and mask < outer
+    confined = outer is not None and mask < outer
+    if launcher.name.startswith("Slurm"):
+        # A step's tasks may all be confined to the step's cores; srun says whether each was to be bound. Where Slurm has no
+        # plugin that binds, it says so too, and binds nothing.
+        return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
+    return confined
 
 
 def _launcher_mask(rank_variable: str | None) -> set[int] | None:

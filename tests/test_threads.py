@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,68 @@ def test_ranks_that_their_launcher_bound_own_their_cores(monkeypatch: pytest.Mon
     assert rank_cores(launcher, {}) == (3, "bound to 3 of the node's cores by MPICH hydra mpiexec")
 
 
+SRUN = Launcher("Slurm srun", 8, 0, 4, 0, "SLURM_PROCID")
+
+
+def _cpus(monkeypatch: pytest.MonkeyPatch, mine: int, launchers: int = 64) -> None:
+    """This rank may run on so many CPUs, its launcher on so many."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1000 + (launchers if process else mine))))
+
+
 @pytest.mark.parametrize(("kind", "share"), [("mask_cpu:", 4), ("cores", 4), ("none", 1), (None, 1)])
 def test_srun_says_whether_it_binds(monkeypatch: pytest.MonkeyPatch, kind: str | None, share: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1004)))
+    _cpus(monkeypatch, 4)
     environ = {} if kind is None else {"SLURM_CPU_BIND_TYPE": kind}
-    assert rank_cores(Launcher("Slurm srun", 4, 0, 4, 0, "SLURM_PROCID"), environ)[0] == share
+    assert rank_cores(SRUN, environ)[0] == share
+
+
+def test_srun_that_cannot_bind_says_that_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Slurm has no plugin for it, the variable is as asked for, and the ranks run on all cores."""
+    _cpus(monkeypatch, 64)
+    assert rank_cores(SRUN, {"SLURM_CPU_BIND_TYPE": "cores"}) == (16, "4 ranks share 64 cores")
+
+
+@pytest.mark.parametrize(
+    ("mine", "kind", "asked", "cores", "reason"),
+    [
+        (64, "none", "8", 8, "SLURM_CPUS_PER_TASK is 8"),  # not bound
+        (64, "cores", "8", 8, "SLURM_CPUS_PER_TASK is 8"),  # nobody there who binds
+        (32, "none", "8", 8, "4 ranks share 32 cores"),  # a job of this size, confined as a whole
+        (8, "cores", "8", 8, "bound to 8 of the node's cores by Slurm srun"),
+        (16, "sockets", "8", 8, "SLURM_CPUS_PER_TASK is 8"),  # bound to more than its own
+        (1, "cores", "8", 1, "bound to 1 of .* although SLURM_CPUS_PER_TASK is 8: give --cpus-per-task to srun, too"),
+        (64, "none", "", 16, "4 ranks share 64 cores"),
+        (64, "none", "0", 16, "4 ranks share 64 cores"),
+    ],
+)
+def test_a_rank_takes_the_cores_that_slurm_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, mine: int, kind: str, asked: str, cores: int, reason: str
+) -> None:
+    _cpus(monkeypatch, mine)
+    environ = {"SLURM_CPU_BIND_TYPE": kind, "SLURM_CPUS_PER_TASK": asked}
+    number, text = rank_cores(SRUN, environ)
+    assert number == cores
+    assert re.search(reason, text)
+    assert set_threads(SRUN, None, environ).threads == cores
+
+
+def test_a_task_of_its_own_node_takes_what_slurm_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cpus(monkeypatch, 64)
+    alone = Launcher("Slurm srun", 2, 0, 1, 0, "SLURM_PROCID")
+    assert rank_cores(alone, {"SLURM_CPUS_PER_TASK": "12"})[0] == 12
+    assert rank_cores(alone, {})[0] == 64
+
+
+def test_another_launcher_inside_of_a_slurm_job_divides_the_cores_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cpus(monkeypatch, 64)
+    hydra = Launcher("MPICH hydra mpiexec", 4, 0, 4, 0, "PMI_RANK")
+    assert rank_cores(hydra, {"SLURM_CPUS_PER_TASK": "2"})[0] == 16
+
+
+def test_hardware_threads_that_slurm_counts_are_not_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cpus(monkeypatch, 64)
+    monkeypatch.setattr("hpctrain.threads.physical_cores", lambda cpus: len(set(cpus)) // 2)
+    assert rank_cores(SRUN, {"SLURM_CPUS_PER_TASK": "8"})[0] == 4
 
 
 def test_the_users_variable_is_respected_and_said() -> None:

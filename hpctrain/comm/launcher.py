@@ -144,8 +144,19 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def check_world(launcher: Launcher, world_size: int) -> None:
+# What srun must be given so that the ranks of an MPI find each other: a word of the library's name, its usual name, the option.
+_SRUN_OPTIONS = (
+    ("CRAY", "Cray MPICH", "--mpi=cray_shasta"),
+    ("MPICH", "MPICH", "--mpi=pmi2"),
+    ("Open MPI", "Open MPI", "--mpi=pmix"),
+)
+
+
+def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
     """Refuse a world of another size than asked for: N jobs of one rank each, all silent, are the usual case.
+
+    Args:
+        library: the name of the MPI library in use, where it is known.
 
     Raises:
         LaunchError: the message names the launcher, both sizes and the likely cause.
@@ -158,11 +169,22 @@ def check_world(launcher: Launcher, world_size: int) -> None:
             f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher that hpctrain "
             f"knows, and MPI's world has {world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
         )
-    if world_size == 1:
+    if world_size != 1:
+        cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"
+    elif launcher.name.startswith("Slurm"):
+        cause = _srun_advice(library)
+    else:
         cause = (
             "most likely mpi4py is linked to another MPI than the launcher's; use the mpiexec of the MPI that "
-            "`python -m mpi4py --mpi-lib-version` names" + (", or another --mpi=... of srun" if "Slurm" in launcher.name else "")
+            "`python -m mpi4py --mpi-lib-version` names"
         )
-    else:
-        cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"
     raise LaunchError(f"{launcher.name} was asked for {expected} ranks, but MPI's world has {world_size}; {cause}.")
+
+
+def _srun_advice(library: str) -> str:
+    """What to give to srun for this MPI library."""
+    others = "it is MPI in jobs/slurm.sbatch, and `srun --mpi=list` names what this Slurm has"
+    for word, name, option in _SRUN_OPTIONS:
+        if word in library:
+            return f"{name} needs `srun {option}` ({others})"
+    return f"give srun the --mpi option of your MPI, pmi2 for MPICH and pmix for Open MPI ({others})"

@@ -14,6 +14,7 @@ from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import compute_only, posting
 from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, grid_plan
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
@@ -210,13 +211,16 @@ def _reporter(session: Session, directory: RunDirectory, done_steps: int = 0) ->
 def _introduce(
     session: Session, parts: Parts, directory: RunDirectory, start: checkpoint.CheckpointContent | None, reporter: Reporter
 ) -> None:
-    """What a run says at its start: where it runs, with what, on what."""
+    """What a run says at its start: where it runs, with what, on what. Collective."""
     config, network = session.config, parts.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
     grid = describe(grid_plan(config, session.grid.cols))
     reporter.say(f"{session.world.size} ranks as {grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
+    cores = cores_of_ranks(session.world, session.grid.node_of)
+    if session.launcher.starts_mpi:
+        reporter.say(cores)
     reporter.say(f"kernels {parts.backend.kernels.name}, {config.dtype}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"

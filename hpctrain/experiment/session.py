@@ -90,5 +90,5 @@ def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
 
     with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
         world = mpi.world(deadline_seconds)
-    check_world(launcher, world.size)
+    check_world(launcher, world.size, mpi.describe())
     return world

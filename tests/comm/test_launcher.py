@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -108,6 +109,21 @@ def test_another_size_is_refused_with_its_cause(launcher: Launcher, size: int, p
     with pytest.raises(LaunchError) as caught:
         check_world(launcher, size)
     assert all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [
+        ("MPICH Version: 5.0.2, thread level serialized", "MPICH needs `srun --mpi=pmi2`"),
+        ("Open MPI v5.0.11, thread level serialized", "Open MPI needs `srun --mpi=pmix`"),
+        ("MPI VERSION : CRAY MPICH version 8.1.28.2", "Cray MPICH needs `srun --mpi=cray_shasta`"),
+        ("", "pmi2 for MPICH and pmix for Open MPI"),
+    ],
+)
+def test_ranks_that_srun_left_alone_are_told_the_option_of_their_mpi(library: str, advice: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(advice)) as caught:
+        check_world(detect(SLURM), 1, library)
+    assert "MPI in jobs/slurm.sbatch" in str(caught.value)
 
 
 def test_neither_numpy_nor_mpi_is_imported() -> None:
