@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.backend import counter_random
 from hpctrain.data.augment import check
 from hpctrain.data.region import Region, is_empty, shape_of
+from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ShapeError
 
 Read = Callable[[int, Region], np.ndarray]
@@ -24,7 +25,10 @@ class Pipeline:
     Args:
         specs: (name, options) pairs, checked by `check`.
         mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
-        dtype: "float32" or "float64" of the result.
+        dtype: "float32" or "float64" of the result, which is finite: augmentations give uint8, and mean and std are checked.
+
+    Raises:
+        ConfigError: see `check`. DataError: mean or std with which pixels would not be finite.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Pipeline:
         self.augmentations = tuple(check(name, options) for name, options in specs)
         self.seed = seed
         self.dtype = np.dtype(dtype)
+        check_statistics("the normalisation", np.asarray(mean), np.asarray(std))
         # A constant channel has std 0 and would turn into NaN.
         spread = np.where(np.asarray(std) > 0, std, 1.0)
         self._scale = 1 / (255 * spread)

@@ -9,9 +9,7 @@ and checksums. The root's checksum is written last: a file without it was never 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError
+from hpctrain.storage.guarded_file import GuardedFile
 
 FORMAT = "hpctrain-checkpoint"
 FORMAT_VERSION = 2
@@ -32,80 +31,6 @@ _META = "meta"
 _LIBVER = ("v110", "v110")
 #: what h5py raises on a damaged file, depending on the byte that is damaged
 _DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
-
-
-class _GuardedFile(io.RawIOBase):
-    """A new file that HDF5 writes through. It takes every write; the first that the system refused is kept in `error`.
-
-    HDF5 cannot give up a file whose disk is full: it tries to flush again at every later chance and ends in a segmentation
-    fault. So it never learns of it, and whoever made the file asks for `error`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.error: OSError | None = None
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._place = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
-        self._place = base + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], self._place + done)):
-            done += count
-        self._place += done
-        return done
-
-    def write(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        done = 0
-        try:
-            while done < len(view) and self.error is None:
-                done += os.pwrite(self._descriptor, view[done:], self._place + done)
-        except OSError as error:
-            self.error = error
-        self._place += len(view)
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        length = self._place if size is None else size
-        try:
-            os.ftruncate(self._descriptor, length)
-        except OSError as error:
-            self.error = self.error or error
-        return length
-
-    def close(self) -> None:
-        """Bring the contents to the disk and let go of the file.
-
-        Raises:
-            OSError: the first error of all, this one's included.
-        """
-        if self.closed:
-            return
-        super().close()
-        try:
-            if self.error is None:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
-        if self.error is not None:
-            raise self.error
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
@@ -144,7 +69,7 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
         OSError, RuntimeError: the file cannot be written.
     """
     digests: dict[str, str] = {}
-    with _GuardedFile(path) as guarded, h5py.File(guarded, "w", libver=_LIBVER) as file:
+    with GuardedFile(path) as guarded, h5py.File(guarded, "w", libver=_LIBVER) as file:
         for name in tensors:
             assert "/" in name, f"{name} has no group"
             digests[name] = _write_tensor(file, name, _little_endian(tensors[name]))

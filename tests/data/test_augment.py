@@ -9,7 +9,7 @@ from PIL import Image
 from hpctrain.backend import counter_random
 from hpctrain.data.augment import check
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.errors import ConfigError, DataError, ShapeError
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
 ALL = [("pad_crop", {"padding": 3}), ("random_resized_crop", {"size": 8}), ("flip", {}), ("center_crop", {"size": 7})]
@@ -219,3 +219,11 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
 def test_wrong_options_are_refused_with_one_sentence(name, options, message):
     with pytest.raises(ConfigError, match=message):
         check(name, options)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(np.nan, 0.2), (np.inf, 0.2), (0.3, np.nan), (0.3, np.inf), (0.3, -0.2), (0.3, 1e-320), (1e300, 0.2)]
+)
+def test_a_normalisation_that_is_not_finite_is_refused(mean, std):
+    with pytest.raises(DataError, match=r"the normalisation channel 1 has mean .*must be finite"):
+        Pipeline([], 0, np.array([0.3, mean]), np.array([0.2, std]))

@@ -1,6 +1,8 @@
 """The data format: round trip, exact statistics, and one sentence for every damaged file."""
 
+import errno
 import fcntl
+import hashlib
 import os
 import threading
 
@@ -217,10 +219,7 @@ def test_files_with_wrong_content_are_refused(make_file, change, message):
         ImageFile.open(changed(file, change))
 
 
-@pytest.mark.parametrize("name", ["images", "labels", "mean", "std", "class_names"])
-def test_verify_names_what_changed(make_file, name):
-    file, _, _ = make_file()
-
+def one_value_changed(name):
     def change(opened):
         values = opened[name][()]
         if name == "class_names":
@@ -229,5 +228,87 @@ def test_verify_names_what_changed(make_file, name):
             values.reshape(-1)[0] = 1 if values.reshape(-1)[0] != 1 else 2
         opened[name][...] = values
 
-    with pytest.raises(DataError, match=rf"In .*images\.h5 {name} changed"):
-        ImageFile.open(changed(file, change)).verify()
+    return change
+
+
+@pytest.mark.parametrize("name", ["labels", "mean", "std", "class_names"])
+def test_all_but_the_images_is_compared_with_its_checksum_when_the_file_is_opened(make_file, name):
+    file, _, _ = make_file()
+    with pytest.raises(DataError, match=rf"In .*images\.h5 {name} changed since the file was written"):
+        ImageFile.open(changed(file, one_value_changed(name)))
+
+
+def test_verify_compares_the_images(make_file):
+    file, _, _ = make_file()
+    opened = ImageFile.open(changed(file, one_value_changed("images")))
+    with pytest.raises(DataError, match=r"In .*images\.h5 images changed"):
+        opened.verify()
+
+
+@pytest.mark.parametrize("name", ["mean", "std"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_statistics_that_are_not_finite_are_refused_though_their_checksum_is_right(make_file, name, value):
+    file, _, _ = make_file()
+
+    def change(opened):
+        values = opened[name][()]
+        values[1] = value
+        opened[name][...] = values
+        opened[name].attrs["sha256"] = np.bytes_(hashlib.sha256(values.tobytes()).hexdigest())
+
+    with pytest.raises(DataError, match=rf"images\.h5 channel 1 has mean .*{value}.*both must be finite"):
+        ImageFile.open(changed(file, change))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    images = random_images(500, (32, 32, 3))
+    for written in (0, 300_000):  # at once, and after some writes went well
+        pwrite, left = os.pwrite, [written]
+
+        def limited(handle, content, place, pwrite=pwrite, left=left):
+            left[0] -= len(content)
+            return pwrite(handle, content, place) if left[0] >= 0 else full()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", limited)
+            with pytest.raises(DataError, match=r"The data file .*a\.h5 cannot be written: No space left on device\."):
+                data_format.write(tmp_path / "a.h5", 500, (32, 32, 3), ["x"], [(images, np.zeros(500, np.int64))])
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (".", "is a directory; give a file to write"),
+        ("file/a.h5", "cannot be written: (Not a directory|File exists)"),
+        ("x" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, place, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=message):
+        data_format.write(tmp_path / place, 1, (1, 1, 1), ["x"], [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff"])
+def test_class_names_that_cannot_be_stored_are_refused(tmp_path, name):
+    with pytest.raises(DataError, match="valid Unicode without zero bytes"):
+        data_format.write(tmp_path / "a.h5", 1, (1, 1, 1), ["x", name], [])
+    assert os.listdir(tmp_path) == []
+
+
+def test_class_names_of_any_script_and_length(tmp_path):
+    names = ["", "ant", "Käfer", "甲虫", "x" * 1000, " spaces "]
+    data_format.write(tmp_path / "a.h5", 1, (1, 1, 1), names, [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
+    assert ImageFile.open(tmp_path / "a.h5").class_names == tuple(names)
+
+
+def test_large_images_start_on_a_page(tmp_path):
+    data_format.write(tmp_path / "a.h5", 30, (32, 32, 3), ["x"], [(random_images(30, (32, 32, 3)), np.zeros(30, np.int64))])
+    with h5py.File(tmp_path / "a.h5", "r") as file:
+        assert file["images"].id.get_offset() % 4096 == 0
+        assert file.attrs["version"] == 2

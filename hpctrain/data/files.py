@@ -1,0 +1,62 @@
+"""Files that users name: what the system refuses becomes one sentence."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain.errors import DataError
+
+
+@contextmanager
+def system_errors_as(sentence: str) -> Iterator[None]:
+    """Raise what the system refuses inside the block (no permission, no space, ...) as "SENTENCE: reason."
+
+    Raises:
+        DataError: in place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{sentence}: {error.strerror or error}.") from error
+
+
+def require_file(path: Path, kind: str, advice: str) -> None:
+    """Make sure that `path` is a file that can be read.
+
+    Args:
+        kind: "data file", as it stands in the sentence. advice: how to get one, after a semicolon.
+
+    Raises:
+        DataError: missing, a directory or device, or not readable by this user.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):  # a pipe would make the opening wait
+            os.close(os.open(path, os.O_RDONLY))
+            return
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"There is no {kind} {path}; {advice}.") from error
+    except OSError as error:
+        raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
+    shown = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+    raise DataError(f"{path} is {shown}, not a {kind}; {advice}.")
+
+
+def require_directory(path: Path, kind: str, advice: str) -> None:
+    """Make sure that `path` is a directory whose contents can be listed; see `require_file`.
+
+    Raises:
+        DataError: missing, a file, or not readable by this user.
+    """
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError as error:
+        raise DataError(f"There is no {kind} {path}; {advice}.") from error
+    except NotADirectoryError as error:
+        raise DataError(f"{path} is not a directory, so it is no {kind}; {advice}.") from error
+    except OSError as error:
+        raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error

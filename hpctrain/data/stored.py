@@ -1,0 +1,184 @@
+"""The contents of a data file as they are stored, and the rules that they keep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.errors import DataError
+
+FORMAT = "hpctrain-images"
+VERSION = 2
+_CHUNK_BYTES = 16 << 20
+_LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
+#: the datasets of a data file that have a checksum: all of them
+DATASETS = ("images", "labels", "class_names", "mean", "std")
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Where the images lie.
+
+    Attributes:
+        shape, dtype: as the file says. offset: of the first byte in the file; None where they do not lie in one block.
+        stored_bytes: that the file keeps for them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int | None
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """All of a data file but its pixels.
+
+    Attributes:
+        labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
+        digests: sha256 of each of `DATASETS`, in hexadecimal.
+    """
+
+    images: StoredImages
+    labels: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    class_names: tuple[str, ...]
+    digests: Mapping[str, str]
+
+
+def text(value: object) -> str:
+    """A text attribute: of fixed length (bytes, since version 2) or of variable length (str, version 1)."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def read(file: h5py.File) -> Stored:
+    """Everything that an open HDF5 file says.
+
+    Raises:
+        Exception: whatever h5py raises where the file is damaged.
+    """
+    images = file["images"]
+    names = np.asarray(file["class_names"][()]).tolist()
+    labels, mean, std = (np.asarray(file[name][()]) for name in ("labels", "mean", "std"))
+    return Stored(
+        StoredImages(images.shape, images.dtype, images.id.get_offset(), images.id.get_storage_size()),
+        labels,
+        mean,
+        std,
+        tuple(name.decode() for name in names),
+        {name: text(file[name].attrs["sha256"]) for name in DATASETS},
+    )
+
+
+def check(path: Path, contents: Stored) -> None:
+    """Make sure that all of it fits together, and that everything but the images has its checksum.
+
+    Raises:
+        DataError: names what is wrong.
+    """
+    images, labels = contents.images, contents.labels
+    if labels.ndim != 1 or labels.dtype.kind != "i" or contents.mean.ndim != 1 or contents.mean.dtype.kind != "f":
+        raise DataError(f"{path} does not hold labels (N,) int64 and means (C,) float64; convert it again.")
+    if len(images.shape) != 4 or images.dtype != np.uint8 or images.offset is None:
+        raise DataError(f"{path} does not hold contiguous uint8 images (N, H, W, C); convert it again.")
+    if not labels.size:
+        raise DataError(f"The data file {path} holds no image; at least one is needed.")
+    if images.shape[0] != len(labels) or images.shape[3] != len(contents.mean):
+        raise DataError(
+            f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels."
+        )
+    check_names(path, contents.class_names)
+    check_labels(path, labels, len(contents.class_names))
+    check_statistics(str(path), contents.mean, contents.std)
+    _check_digests(path, contents)
+    _check_place(path, images)
+
+
+def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
+    """Make sure that uint8 images normalised with mean and std (C,) are finite numbers, in float32 too.
+
+    Raises:
+        DataError: names the channel whose mean or deviation is not finite, or whose deviation is negative or too small.
+    """
+    if mean.shape != std.shape or mean.ndim != 1 or not len(mean):
+        raise DataError(f"{origin} has means of {mean.shape} and deviations of {std.shape}; both must be (C,), one per channel.")
+    for channel, (average, spread) in enumerate(zip(mean.tolist(), std.tolist(), strict=True)):
+        most = _LARGEST if spread == 0 else _LARGEST * spread
+        if not (0 <= spread <= _LARGEST and abs(average) + 1 <= most):  # false for NaN too
+            raise DataError(
+                f"In {origin} channel {channel} has mean {average} and deviation {spread}; both must be finite, and the "
+                "deviation above 0, or 0 where the channel is only to be centred."
+            )
+
+
+def check_names(path: Path, names: Sequence[str]) -> None:
+    """Make sure that class names can be stored.
+
+    Raises:
+        DataError: no name, or one that is not valid Unicode or has a zero byte.
+    """
+    if not names:
+        raise DataError(f"{path} has no class; name at least one.")
+    for name in names:
+        if "\0" in name or name.encode(errors="replace").decode() != name:
+            raise DataError(f"{path} has the class name {name!r}; names are valid Unicode without zero bytes.")
+
+
+def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -> None:
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        raise DataError(
+            f"In {path} sample {first + int(wrong[0])} has label {int(labels[wrong[0]])}, which is outside 0..{classes - 1} "
+            f"({classes} classes, {wrong.size} such labels)."
+        )
+
+
+def changed(path: Path, names: Sequence[str]) -> DataError:
+    """The error for datasets that do not have their checksum."""
+    return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
+
+
+def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the first dim of a uint8 array, of about 16 MiB each."""
+    samples = max(1, _CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
+    for start in range(0, shape[0], samples):
+        yield slice(start, min(start + samples, shape[0]))
+
+
+def digest_of(values: np.ndarray) -> str:
+    """sha256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def names_digest(names: Sequence[str]) -> str:
+    """sha256 of class names."""
+    return hashlib.sha256(json.dumps(list(names), ensure_ascii=False).encode()).hexdigest()
+
+
+def _check_digests(path: Path, contents: Stored) -> None:
+    actual = {
+        "labels": digest_of(contents.labels.astype("<i8", copy=False)),
+        "mean": digest_of(contents.mean.astype("<f8", copy=False)),
+        "std": digest_of(contents.std.astype("<f8", copy=False)),
+        "class_names": names_digest(contents.class_names),
+    }
+    wrong = [name for name, digest in actual.items() if contents.digests[name] != digest]
+    if wrong:
+        raise changed(path, wrong)
+
+
+def _check_place(path: Path, images: StoredImages) -> None:
+    needed = int(np.prod(images.shape, dtype=object))
+    if images.stored_bytes != needed or images.offset is None:
+        raise DataError(
+            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, it has {images.stored_bytes}."
+        )
+    if images.offset + needed > path.stat().st_size:
+        raise DataError(f"The data file {path} is truncated: {images.offset + needed} bytes are needed, it has fewer.")

@@ -1,0 +1,148 @@
+"""Damaged data files: each is refused with a sentence, or loads what was written; none hangs, none kills the process.
+
+Every case runs in a child process, so that a hang or a segmentation fault is a failed case and not the end of the tests. The
+children are this file, run as a script. HPCTRAIN_DAMAGED_FILES sets the number of cases: 300 by default, "all" for every byte of
+the metadata with several values (some 30,000 of version 2 and 150,000 of version 1).
+"""
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import DataError
+
+_NAMES = ("ant", "bée", "cow", "a class of a longer name", "e")
+_BATCH = 500
+_LIMIT_SECONDS = 60  # of one case; it takes about a millisecond
+
+
+def damages(size, images):
+    """All cases for a file of `size` bytes: (kind, start, value) with one byte changed, a range overwritten, or the end lost."""
+    start, stop = images
+    metadata = [*range(start), *range(stop, size)]
+    changes = [1 << bit for bit in range(8)] + [0xFF]
+    yield from (("change", place, value) for place in metadata for value in changes)
+    yield from (("set", place, value) for place in metadata for value in (0, 1, 0xFF))
+    yield from (("zero", place, length) for place in metadata[::3] for length in (2, 4, 8, 64, 512, 4096))
+    yield from (("ones", place, length) for place in metadata[::7] for length in (2, 4, 8, 64))
+    yield from (("truncate", place, 0) for place in (*metadata[::5], start, (start + stop) // 2, stop, size - 1))
+    yield from (("change", place, 1) for place in range(start, stop, 97))
+
+
+def damaged(content, kind, place, value):
+    """A copy of the bytes with one of `damages`."""
+    result = bytearray(content)
+    if kind == "truncate":
+        return result[:place]
+    if kind == "change":
+        result[place] ^= value
+    elif kind == "set":
+        result[place] = value
+    else:
+        end = min(len(result), place + value)
+        result[place:end] = bytes([0 if kind == "zero" else 0xFF]) * (end - place)
+    return result
+
+
+def outcome(path, whole):
+    """How opening a damaged file ends: "refused", "equal", "found by verify", or what is wrong."""
+    try:
+        file = ImageFile.open(path)
+    except DataError as error:
+        return "refused" if str(error).endswith(".") and str(path) in str(error) else f"no sentence: {error}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    same = np.array_equal(file.labels, whole.labels) and file.class_names == whole.class_names
+    if not same or file.mean.tobytes() != whole.mean.tobytes() or file.std.tobytes() != whole.std.tobytes():
+        return "wrong labels, names, mean or deviation"
+    if file.images.shape == whole.images.shape and np.array_equal(file.images, whole.images):
+        return "equal"
+    try:
+        file.verify()
+    except DataError:
+        return "found by verify"
+    return "wrong images"
+
+
+def run_cases(path):
+    """Child: reads cases as lines of JSON, writes the outcome of each as one."""
+    whole, content = ImageFile.open(path), Path(path).read_bytes()
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory, "damaged.h5")
+        for line in sys.stdin:
+            target.write_bytes(damaged(content, *json.loads(line)))
+            print(json.dumps(outcome(target, whole)), flush=True)
+
+
+def outcomes(path, cases):
+    """Case -> outcome; a case that hangs or ends its process has "hangs" or "ends with ..."."""
+    results = {}
+    left = list(cases)
+    while left:
+        batch = left[:_BATCH]
+        child = subprocess.Popen([sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        lines = _lines(child, batch)
+        results.update(zip(batch, lines, strict=False))
+        if len(lines) < len(batch):
+            ending = "hangs" if child.returncode == -9 else f"ends with {child.returncode}"
+            results[batch[len(lines)]] = ending
+        left = left[len(lines) + (len(lines) < len(batch)) :]
+    return results
+
+
+def _lines(child, batch):
+    """Outcomes of a batch until the child ends, or says nothing for too long and is killed."""
+    threading.Thread(target=_feed, args=(child, batch), daemon=True).start()
+    lines = []
+    while len(lines) < len(batch):
+        clock = threading.Timer(_LIMIT_SECONDS, child.kill)
+        clock.start()
+        line = child.stdout.readline()
+        clock.cancel()
+        if not line:
+            break
+        lines.append(json.loads(line))
+    child.stdout.close()
+    child.wait()
+    return lines
+
+
+def _feed(child, batch):
+    try:
+        child.stdin.write("".join(json.dumps(case) + "\n" for case in batch))
+        child.stdin.close()
+    except BrokenPipeError:  # the child ended before it had read all
+        pass
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_damaged_files_are_refused_or_load_what_was_written(tmp_path, as_version_1, version):
+    images, path = np.random.default_rng(0).integers(0, 256, (13, 7, 9, 3), np.uint8), tmp_path / "a.h5"
+    data_format.write(path, 13, (7, 9, 3), _NAMES, [(images, np.arange(13) % 5)])
+    path = path if version == 2 else as_version_1(path)
+    start = path.read_bytes().index(images.tobytes())
+    cases = list(damages(path.stat().st_size, (start, start + images.nbytes)))
+    wanted = os.environ.get("HPCTRAIN_DAMAGED_FILES", "300")
+    if wanted != "all":
+        cases = random.Random(0).sample(cases, int(wanted))
+    results = outcomes(path, cases)
+    bad = {case: result for case, result in results.items() if result not in ("refused", "equal", "found by verify")}
+    assert not bad, f"{len(bad)} of {len(cases)}: {dict(list(bad.items())[:10])}"
+    # Version 1 is mostly the unused ends of HDF5's blocks, where damage does not matter.
+    shares = collections.Counter(results.values())
+    assert shares["refused"] > len(cases) * (0.8 if version == 2 else 0.08), f"the damage does not show: {shares}"
+
+
+if __name__ == "__main__":
+    run_cases(sys.argv[1])
