@@ -1,0 +1,385 @@
+"""Every fenced block of README.md and docs/ is run, or checked as far as possible without minutes, a network or a cluster.
+
+How a new block is classified: its language says what is done with it.
+
+- ```bash       commands, one a line (a backslash goes on): each must match a line of `KINDS`, which says how it is checked, and
+                whether it is run. Commands of one page run in order, in a directory such as a user has after `make train`.
+- ```console    a command after "$ ", then exactly what it prints.
+- ```yaml       a configuration, or keys of one: must be valid together with one of the files in configs/.
+- ```python     run; names that the page does not define come from `GIVEN`.
+- ```text       not checked: needs a line in `TEXTS` that says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+
+import hpctrain.models
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.sharded import Sharded
+from hpctrain.cli.main import cli
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.load import parse
+from hpctrain.data import format as data_format
+from hpctrain.experiment.check import check_names
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.optim.sgd import Sgd
+from hpctrain.testing.jobs import Outcome
+
+ROOT = Path(__file__).parents[2]
+FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
+PAGES = [str(path.relative_to(ROOT)) for path in FILES]
+LANGUAGES = ("bash", "console", "yaml", "python", "text")
+CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with it (its first lines tell how)"
+
+#: (page, words in a ```text block) -> why nothing can be checked
+TEXTS = {
+    ("README.md", "cli            train  eval"): "a picture of the packages",
+    ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it stands and what it holds."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str, *languages: str) -> list[Block]:
+    """The fenced blocks of a page in these languages, all of them without any, in order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    matches = re.finditer(r"^( *)```(\S*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    found = [Block(page, text.count("\n", 0, m.start()) + 1, m[2], re.sub(f"^{m[1]}", "", m[3], flags=re.M)) for m in matches]
+    assert text.count("```") == 2 * len(found), f"{page} has a fence that is not closed"
+    return [block for block in found if not languages or block.language in languages]
+
+
+def all_blocks(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for page in PAGES for block in blocks(page, *languages)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page: str) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block} is of none of the languages {LANGUAGES}; {CLASSIFY}"
+
+
+@pytest.mark.parametrize("block", all_blocks("text"))
+def test_what_is_not_checked_has_a_reason(block: Block) -> None:
+    assert any(page == block.page and words in block.text for page, words in TEXTS), f"{block} is not checked; {CLASSIFY}"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------------
+
+
+def lines(block: Block) -> list[list[str]]:
+    """The words of each command of a ```bash block; `A && B` are two."""
+    joined = block.text.replace("\\\n", " ")
+    commands = [command for line in joined.splitlines() for command in re.split(r"\s&&\s", line)]
+    return [words for words in (shlex.split(command, comments=True) for command in commands) if words]
+
+
+def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line takes these words: the command exists, and has these arguments and options."""
+    with monkeypatch.context() as patch:
+        for command in leaves(cli):
+            patch.setattr(command, "callback", lambda **options: None)
+        try:
+            cli.main(args=words[:], prog_name="hpctrain", standalone_mode=False)
+        except click.ClickException as error:
+            pytest.fail(f"hpctrain {shlex.join(words)}: {error.format_message()}")
+
+
+def leaves(group: click.Group) -> Iterator[click.Command]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from leaves(command)
+        else:
+            yield command
+
+
+def program(words: list[str]) -> tuple[int, list[str]]:
+    """(ranks, 0 without a launcher; what hpctrain is given) of a command that starts it."""
+    for start in (["hpctrain"], ["python", "-m", "hpctrain"]):
+        if words[: len(start)] == start:
+            return 0, words[len(start) :]
+    cut = words.index("hpctrain")
+    assert words[cut - 4 : cut] == ["python", "-m", "mpi4py", "-m"], "without -m mpi4py the others wait where a rank fails"
+    ranks = next((int(after) for word, after in pairwise(words) if word in ("-n", "-np")), 1)
+    return ranks, words[cut + 1 :]
+
+
+def takes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed(program(words)[1], monkeypatch)
+
+
+def is_target(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def is_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module exists, and its text has every option."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = words[words.index("-m") + 1]
+    source = importlib.util.find_spec(module)
+    assert source is not None, f"there is no module {module}"
+    assert source.origin is not None
+    text = Path(source.origin).read_text(encoding="utf-8")
+    assert all(f'"{word}"' in text for word in words if word.startswith("--")), shlex.join(words)
+
+
+def installs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extras and requirement files exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if match := re.fullmatch(r"(?:\.|hpctrain)\[(.*)\]", word):
+            assert set(match[1].split(",")) <= set(extras), word
+    for flag, file in pairwise(words):
+        assert flag != "-r" or (ROOT / file).is_file(), file
+
+
+def names_files(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in words:
+        assert not re.match(r"(configs|jobs)/", word) or (ROOT / word).is_file(), word
+
+
+def nothing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to look at."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Commands that match a pattern: how they are checked, and why they are not run (empty: they are)."""
+
+    pattern: str
+    check: Callable[[list[str], pytest.MonkeyPatch], None]
+    not_run: str = ""
+
+
+#: the first that matches counts
+KINDS = (
+    Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
+    Kind(r"hpctrain ", takes),
+    Kind(r"python -m hpctrain\.\S+", is_module, "takes minutes, or is run by a test of its own"),
+    Kind(r"python -m hpctrain ", takes),
+    Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
+    Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
+    Kind(r"python -m benchmarks\.", is_module, "takes minutes"),
+    Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
+    Kind(r"(python -m )?pip install ", installs, "needs a network"),
+    Kind(r"sbatch ", names_files, "needs Slurm"),
+    Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
+    Kind(r"(cd|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
+)
+
+
+def kind_of(words: list[str]) -> Kind:
+    line = " ".join(words)
+    match = next((kind for kind in KINDS if re.match(kind.pattern, line)), None)
+    assert match is not None, f"The command {line!r} is of no kind that is known; {CLASSIFY}."
+    return match
+
+
+@pytest.mark.parametrize("block", all_blocks("bash"))
+def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in lines(block):
+        kind_of(words).check(words, monkeypatch)
+
+
+# Real trainings, as small as they go: the page's own line, with these behind it, on at most two ranks.
+_SMALL = ("epochs=1", "model.width=0.25", "batch=16", "evaluate.batch=16")
+_STEPS = ("--steps", "2")
+_MOST_RANKS = 2
+
+#: page -> commands that its reader has run before
+BEFORE = {"docs/grid.md": "hpctrain data convert folder imagenet/train data/imagenet/train.h5 --size 256"}
+
+
+def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
+    """Run a command that starts hpctrain; it must end with code 0."""
+    ranks, arguments = program(words)
+    if arguments[0] in ("train", "eval"):  # which end their process
+        small = [*arguments, *_SMALL]
+        if arguments[0] == "train" and "--resume" not in arguments:
+            small += _STEPS
+        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
+        assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
+        return
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, f"{shlex.join(words)}\n{result.output}{result.exception!r}"
+
+
+@pytest.fixture(scope="module")
+def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as a user's after `make train`, with small images of the data sets that the pages speak of."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "my.yaml")
+    numbers = np.random.default_rng(0)
+    (folder / "data" / "fashion-mnist").mkdir(parents=True)
+    for split in ("train", "test"):
+        images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
+        path = folder / "data" / "fashion-mnist" / f"{split}.h5"
+        data_format.write(path, 40, (28, 28, 1), [f"class {i}" for i in range(10)], [(images, labels)])
+    (folder / "cifar-10-batches-bin").mkdir()
+    for name in ("test_batch.bin", *(f"data_batch_{i}.bin" for i in range(1, 6))):
+        records = numbers.integers(0, 256, (8, 3073), np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / "cifar-10-batches-bin" / name)
+    for tree in ("photos/train", "photos/test", "imagenet/train", "imagenet/val"):
+        for name in ("ant", "bee"):
+            (folder / tree / name).mkdir(parents=True)
+            Image.new("RGB", (20, 16), (9, 8, 7)).save(folder / tree / name / "a.jpg")
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash", "console")])
+def test_commands_run(
+    page: str, after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Outcome]
+) -> None:
+    folder = tmp_path / "checkout"
+    shutil.copytree(after_make_train, folder)
+    monkeypatch.chdir(folder)
+    if page in BEFORE:
+        run(shlex.split(BEFORE[page]), folder, job)
+    for block in blocks(page, "bash", "console"):
+        if block.language == "console":
+            command, _, expected = block.text.partition("\n")
+            result = CliRunner().invoke(cli, program(shlex.split(command.removeprefix("$ ")))[1])
+            assert result.output == expected, f"{block} should be:\n{command}\n{result.output}"
+            continue
+        for words in lines(block):
+            if not kind_of(words).not_run:
+                run(words, folder, job)
+
+
+# -- configurations and programs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page_models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the page shows how to add is in the catalogue."""
+    models = [block.text for block in blocks("docs/how-to-add-a-model.md", "python") if "def build(" in block.text]
+    (tmp_path / "plain.py").write_text(models[0])
+    monkeypatch.setattr(hpctrain.models, "__path__", [*hpctrain.models.__path__, str(tmp_path)])
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"))
+@pytest.mark.usefixtures("page_models")
+def test_configurations_are_valid(block: Block) -> None:
+    """With one of the shipped files, whose keys of the same names they replace."""
+    given = yaml.safe_load(block.text)
+    refusals = []
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        text = yaml.safe_dump({**yaml.safe_load(path.read_text()), **given}, sort_keys=False)
+        try:
+            check_names(*parse(text, path.name))
+            return
+        except Exception as error:
+            refusals.append(f"{error}")
+    pytest.fail(f"{block} fits none of configs/:\n" + "\n".join(refusals))
+
+
+def _alone() -> dict[str, Any]:
+    """Names of a process that is alone: communicators, a progress engine, arrays, a group of no parameters."""
+    world = SingleCommunicator()
+    progress = ProgressEngine(rank=0, deadline_seconds=30, abort=world.abort)
+    arrays = {"grad": np.ones(3), "shard": np.zeros(3), "data": np.zeros(3), "counts": [3]}
+    groups = {"replicated": FlatGroup({}, "float64")}
+    return {
+        **arrays,
+        "world": world,
+        "column": world,
+        "progress": progress,
+        "groups": groups,
+        "ranks_of": {"replicated": world},
+        "optimizer": lambda: Sgd(clip_norm=1.0),
+        "ProgressEngine": ProgressEngine,
+        "JointNorms": JointNorms,
+        "Sharded": Sharded,
+    }
+
+
+#: page -> what its programs take for granted
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"docs/communication.md": _alone, "docs/averaging.md": _alone}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.usefixtures("page_models")
+def test_programs_run(page: str) -> None:
+    names: dict[str, Any] = {"__name__": "documentation", **GIVEN.get(page, dict)()}
+    for block in blocks(page, "python"):
+        try:
+            exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec", dont_inherit=True), names)
+        except NameError as error:
+            raise AssertionError(f"{block}: {error}; {CLASSIFY}") from error
+
+
+# -- what is said in passing -------------------------------------------------------------------------------------------------
+
+
+def _spoken(page: str) -> Iterator[list[str]]:
+    """Commands in the text: `hpctrain plan show`, `make test`."""
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`((?:hpctrain|make) [^`\n]*)`", text):
+        yield code.split()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in _spoken(page):
+        if words[0] == "make":
+            if not re.search(r"[<N]", words[1]):
+                is_target(words[:2], monkeypatch)
+            continue
+        command: click.Command = cli
+        for word in words[1:]:
+            if not isinstance(command, click.Group):
+                break
+            inner = command.get_command(click.Context(command), word)
+            assert inner is not None or word.startswith("-") or word == "...", f"{page}: `{' '.join(words)}`"
+            command = inner or command
+        options = {option for each in (command, *_below(command)) for parameter in each.params for option in parameter.opts}
+        options |= {"--help", "--version", "--schedule"}
+        for word in words:
+            assert not word.startswith("--") or word in options, f"{page}: `{' '.join(words)}`"
+
+
+def _below(command: click.Command) -> Iterator[click.Command]:
+    return leaves(command) if isinstance(command, click.Group) else iter(())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
