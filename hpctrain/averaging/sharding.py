@@ -129,6 +129,8 @@ class ShardedAverager(GradientAverager):
         gather = in_levels(comm, self._levels, f"{comm.name} parameters") if self._streams == 2 else reduce
         self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
         usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
+        if stored is not None and usable:  # an optimiser that needs norms may have got, or lost, an option
+            usable = self.optimizer.needs_norms == any(operation.kind is Kind.NORMS for operation in stored.operations)
         if stored is not None and usable and stored.timed:
             self._replan = False
         needs_link = self._replan or (self._measures_link and not usable)

@@ -13,6 +13,7 @@ from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Boxes, Loader
 from hpctrain.data.pipeline import Pipeline
@@ -41,7 +42,10 @@ from hpctrain.train.trainer import Cadence, Trainer
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with, before there is a run directory. shards: split parameters as whole ones and back."""
+    """What one rank trains with, before there is a run directory.
+
+    shards: split parameters as whole ones and back. data: what a checkpoint remembers of the training file.
+    """
 
     backend: Backend
     network: Network
@@ -50,6 +54,7 @@ class Parts:
     loader: Loader
     test_loader: Loader | None
     schedule: Schedule
+    data: DataFacts
 
 
 def build(session: Session) -> Parts:
@@ -82,7 +87,8 @@ def _build(session: Session) -> Parts:
         config.schedule.warmup_epochs,
     )
     shards = Shards(network, session.groups.parts, session.progress)
-    return Parts(backend, network, shards, build_averagers(session, network), loader, test_loader, schedule)
+    averagers = build_averagers(session, network)
+    return Parts(backend, network, shards, averagers, loader, test_loader, schedule, DataFacts.of(train_file))
 
 
 @dataclass(frozen=True)

@@ -18,28 +18,35 @@ from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, grid_plan
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
+from hpctrain.experiment.resume import find_checkpoint, find_start, introduce
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.train import checkpoint, snapshot
 from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
 from hpctrain.train.reporter import ConsoleReporter
-from hpctrain.train.run_directory import RunDirectory, resumable, software_versions
+from hpctrain.train.run_directory import RunDirectory, software_versions
 from hpctrain.train.snapshot import Position
 
 
 def run_training(session: Session, *, resume: str | None, steps: int = 0) -> None:
     """Train; print the last test accuracy and where the run's files lie. Collective."""
+    start = find_start(session, resume) if resume is not None else None
     parts = build(session)
-    found = _resumed(session, resume) if resume is not None else None
-    start = found[1] if found is not None else None
-    posting.agree(session, parts, start)
-    position = snapshot.put(start, parts.network, parts.averagers, parts.shards) if start is not None else Position()
-    directory = found[0] if found is not None else _new_directory(session, parts)
-    if found is not None:
+    posting.agree(session, parts, None if start is None else start.content)
+    position, directory = Position(), None
+    if start is not None:
+        snapshot.put(start.content, parts.network, parts.averagers, parts.shards)
+        position, directory = start.position, start.directory
         _cut_records(session, parts, directory, position)
+    directory = directory or _new_directory(session, parts)
     reporter = _reporter(session, directory, position.global_step)
     try:
-        _introduce(session, parts, directory, start, reporter)
+        _introduce(session, parts, reporter)
+        if start is not None:
+            introduce(start, session.config, parts.loader.sampler.samples, reporter)
+        elif resume is not None:
+            reporter.say(f"nothing to resume: no run named {session.config.name} in {session.config.output} has a checkpoint yet")
+        reporter.say(f"run directory {directory.path}")
         posting.keep(session, parts, directory)
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
@@ -77,7 +84,8 @@ def run_compute_only(session: Session, steps: int) -> None:
     trace = alone.progress.trace
     assert trace is not None
     try:
-        _introduce(alone, parts, directory, None, reporter)
+        _introduce(alone, parts, reporter)
+        reporter.say(f"run directory {directory.path}")
         about = _about(alone, parts)
         trace_report = TraceReport(alone.world, alone.progress, trace)
         trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps, stop_requested=_stop_signal())
@@ -106,7 +114,11 @@ def run_evaluation(session: Session, source: str) -> None:
     evaluator = build_evaluator(session, parts)
     if evaluator is None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
-    path, content = _checkpoint(session, source)
+    there = find_checkpoint(session, source)
+    if there is None:
+        output, name = session.config.output, session.config.name
+        raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
+    path, content = there
     raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network, parts.shards))
     sums = evaluator.run()
     if session.is_root:
@@ -129,49 +141,16 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
     return RunDirectory.open(Path(session.world.broadcast_object(raise_alike(session.world, make))))
 
 
-def _resumed(session: Session, source: str) -> tuple[RunDirectory, checkpoint.CheckpointContent]:
-    """The directory of the run to go on with, and its checkpoint. Collective."""
-    path, content = _checkpoint(session, source)
-    return raise_alike(session.world, lambda: RunDirectory.open(path.parent.parent)), content
-
-
 def _cut_records(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
-    """Rank 0 takes out of the run's records what this resume will record again. Collective."""
+    """Rank 0 takes out of the run's records what this resume will record again; the configuration is that of now. Collective."""
     evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
 
     def cut() -> None:
         if session.is_root:
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
+            directory.follow_config(dump(session.config), position.global_step)
 
     raise_alike(session.world, cut)
-
-
-def _find_checkpoint(output: str, name: str, source: str) -> tuple[Path, checkpoint.CheckpointContent]:
-    """A checkpoint file from "auto", a run directory or a file, and what is in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if source != "auto" and Path(source).is_file():
-        return Path(source), checkpoint.read(Path(source))
-    if source == "auto":
-        found = resumable(Path(output), name)
-        if found is None:
-            raise CheckpointError(f"No run of {name!r} in {output} has a valid checkpoint; train one without --resume first.")
-        return found
-    found = checkpoint.read_newest(RunDirectory.open(Path(source)).checkpoints)
-    if found is None:
-        raise CheckpointError(f"The run {source} holds no valid checkpoint; train one without --resume first.")
-    return found
-
-
-def _checkpoint(session: Session, source: str) -> tuple[Path, checkpoint.CheckpointContent]:
-    """The checkpoint to go on from: found by rank 0, and read once on each rank. Collective."""
-    config, world = session.config, session.world
-    found = raise_alike(world, lambda: _find_checkpoint(config.output, config.name, source) if session.is_root else None)
-    path = Path(world.broadcast_object(None if found is None else str(found[0])))
-    content = raise_alike(world, lambda: found[1] if found is not None else checkpoint.read(path))
-    return path, content
 
 
 def _save(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
@@ -182,6 +161,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "global_step": position.global_step,
         "seed": session.config.seed,
         "config": dump(session.config),
+        "data": parts.data.to_meta(),
         "ranks": session.world.size,
         "grid": describe(grid_plan(session.config, session.grid.cols)),
         **posting.keep(session, parts, directory),
@@ -208,9 +188,7 @@ def _reporter(session: Session, directory: RunDirectory, done_steps: int = 0) ->
     )
 
 
-def _introduce(
-    session: Session, parts: Parts, directory: RunDirectory, start: checkpoint.CheckpointContent | None, reporter: Reporter
-) -> None:
+def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     """What a run says at its start: where it runs, with what, on what. Collective."""
     config, network = session.config, parts.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
@@ -227,9 +205,6 @@ def _introduce(
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch")
-    if start is not None:
-        reporter.say(f"resumed at epoch {int(start.meta['epoch']) + 1}, step {start.meta['global_step']}")  # type: ignore[call-overload]
-    reporter.say(f"run directory {directory.path}")
 
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:

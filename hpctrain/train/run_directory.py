@@ -1,7 +1,8 @@
 """The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
 
     <output>/<name>-<YYYYmmdd-HHMMSS>/
-        config.yaml      the resolved configuration
+        config.yaml      the resolved configuration, of the latest start
+        config-<step>.yaml      what it was until that step, where a resume changed it
         versions.json    versions of everything that computes
         git.json         revision of the directory that the run was started in; {} outside a repository
         metrics.jsonl    one JSON object a line; a resume cuts it back to its checkpoint
@@ -27,12 +28,15 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
+import yaml
+
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.train import metrics_file
 from hpctrain.train.checkpoint import CheckpointContent, read_newest
 
-_STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+_STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
+_NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
 
@@ -144,6 +148,25 @@ class RunDirectory:
         """The resolved configuration's text."""
         return (self.path / "config.yaml").read_text()
 
+    def follow_config(self, config: str, step: int) -> None:
+        """From `step` on the run has this configuration. An earlier one is kept beside it, unless no step came of it.
+
+        Raises:
+            CheckpointError: the directory cannot be written; the configuration is what it was.
+        """
+        current = self.config()
+        if config == current:
+            return
+        earlier = self.path / f"config-{step:08d}.yaml"
+        try:
+            if not earlier.exists():
+                _replace(earlier, current)
+            _replace(self.path / "config.yaml", config)
+        except OSError as error:
+            raise CheckpointError(
+                f"The configuration in {self.path} cannot be written ({error.strerror}); make room or allow it."
+            ) from error
+
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
 
@@ -189,6 +212,15 @@ def _make_unique(output: Path, stem: str) -> Path:
     raise AssertionError("unreachable")
 
 
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -212,13 +244,22 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def runs(output: Path, name: str) -> Iterable[RunDirectory]:
-    """All runs of that name below `output`, newest first (by the time in their names)."""
+    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names."""
     found = []
-    for path in Path(output).glob(f"{name}-*/config.yaml"):
-        match = _STAMP.fullmatch(path.parent.name.removeprefix(f"{name}-"))
-        if match:
+    for path in Path(output).glob("*/config.yaml"):
+        match = _STAMP.fullmatch(path.parent.name)
+        if match and _name_in(path) == name:
             found.append((match[1], int(match[2] or 1), path.parent))
     return [RunDirectory(path) for *_, path in sorted(found, reverse=True)]
+
+
+def _name_in(path: Path) -> str | None:
+    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    try:
+        line = _NAME.search(path.read_text())
+        return None if line is None else str(yaml.safe_load(line[0])["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:

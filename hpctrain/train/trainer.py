@@ -185,7 +185,8 @@ class Trainer:
             evaluation = self.evaluate(position)
         if evaluation is not None:
             line += f"; test loss {evaluation.means()['loss']:.4f}, top1 {evaluation.means()['top1']:.2%}"
-        self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s")
+        trained = values["images_per_second"] > 0.0  # not where a checkpoint already had the whole epoch
+        self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s" if trained else line)
         if _due(position.epoch, self._cadence.checkpoint_epochs, last):
             self._save_once(position)
         return evaluation

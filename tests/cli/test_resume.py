@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -114,3 +115,137 @@ def test_another_batch_goes_on_with_the_next_sample(job: Job, folder: Path) -> N
         assert [len(step) for step in steps] == sizes
         assert [sample for step in steps for sample in step] == order.order(epoch).tolist()
     assert [record["step"] for record in _run(folder).metrics() if record["kind"] == "epoch"] == [6, 9]
+
+
+def test_changes_are_printed_kept_and_followed_by_the_configuration(job: Job, folder: Path) -> None:
+    _trains(job, folder, "--steps", "2")
+    before = _run(folder).config()
+    outcome = _trains(job, folder, "--resume", "auto", "--steps", "1", "batch=5", "optimizer.lr=0.1", ranks=2)
+    assert "resumed at epoch 1, step 2, 32 of 75 images of the epoch done" in outcome.stdout
+    for words in ("batch: 16 -> 5", "optimizer.lr: 0.05 -> 0.1", "ranks: 1 -> 2"):
+        assert f"  {words}\n" in outcome.stdout
+    run = _run(folder)
+    assert "batch: 5\n" in run.config()
+    assert (run.path / "config-00000002.yaml").read_text() == before
+    _trains(job, folder, "--resume", "auto", "--steps", "1", "batch=5", "optimizer.lr=0.1", ranks=2)
+    records = [record for record in run.metrics() if record["kind"] == "resume"]
+    assert [record["step"] for record in records] == [2, 3]
+    assert records[0]["changes"] == {"batch": [16, 5], "optimizer.lr": [0.05, 0.1], "ranks": [1, 2]}
+    assert records[1]["changes"] == {}
+
+
+def test_what_does_not_go_together_is_refused_in_one_sentence_and_nothing_is_touched(job: Job, folder: Path) -> None:
+    _trains(job, folder, "--steps", "2")
+    run = _run(folder)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    write_images(folder / "train.h5", SAMPLES + 1, seed=5)
+    outcome = _train(job, folder, "--resume", "auto", "seed=8", "model.hidden=6", "batch=5", ranks=2)
+    assert outcome.code == 2, outcome.output
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]
+    for words in ("seed: 7 -> 8", "model.hidden: 5 -> 6", "images: 75 of 7 x 6 x 1", "-> 76 of", "labels: ", run.path.name):
+        assert words in line
+    assert "batch" not in line
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert len(list((folder / "runs").iterdir())) == 1
+
+
+def test_between_epochs_the_seed_and_the_images_may_change(job: Job, folder: Path) -> None:
+    _trains(job, folder, "epochs=1", program=("seen.py",))
+    write_images(folder / "more.h5", SAMPLES + 9, seed=5)
+    changes = ("seed=8", f"data.train={folder}/more.h5")
+    outcome = _trains(job, folder, "--resume", "auto", *changes, program=("seen.py",))
+    for words in ("epochs: 1 -> 2", "seed: 7 -> 8", "images: 75 of 7 x 6 x 1"):
+        assert words in outcome.stdout
+    seen = [sample for step in _seen(folder, 1) for sample in step]
+    assert seen == Sampler(SAMPLES + 9, 1, seed=8).order(1).tolist()
+
+
+def test_an_epoch_that_is_over_stays_over_with_other_images(job: Job, folder: Path) -> None:
+    """A checkpoint of an epoch's last step, which is older than the end of the epoch."""
+    _trains(job, folder, "--steps", "5", program=("seen.py",))
+    assert _position(folder)["sums"]["count"] == SAMPLES
+    write_images(folder / "train.h5", SAMPLES + 9, seed=5)
+    outcome = _trains(job, folder, "--resume", "auto", program=("seen.py",))
+    assert len(_seen(folder, 0)) == 5
+    assert sum(map(len, _seen(folder, 1))) == SAMPLES + 9
+    (ended,) = [line for line in outcome.stdout.splitlines() if line.startswith("epoch 1/2: train loss")]
+    assert "images/s" not in ended
+    assert [record["epoch"] for record in _run(folder).metrics() if record["kind"] == "epoch"] == [0, 1]
+
+
+@pytest.mark.parametrize("every_steps", [0, 5])
+def test_a_finished_run_is_said_to_be_finished_and_records_no_epoch(job: Job, folder: Path, every_steps: int) -> None:
+    trained = _trains(job, folder, f"checkpoint.every_steps={every_steps}")
+    epochs = [record for record in _run(folder).metrics() if record["kind"] == "epoch"]
+    outcome = _trains(job, folder, "--resume", "auto", f"checkpoint.every_steps={every_steps}")
+    assert "resumed a run that is finished after 2 epochs, step 10: it is evaluated only\n" in outcome.stdout
+    assert "resumed at" not in outcome.stdout
+    assert _accuracy(outcome) == _accuracy(trained)
+    assert [r["step"] for r in _run(folder).metrics() if r["kind"] == "epoch"] == [record["step"] for record in epochs]
+    refused = _train(job, folder, "--resume", "auto", "epochs=1", "batch=75")
+    assert refused.code == 2
+    assert "epochs: 2 -> 1 (the smallest value is 2" in refused.stderr
+
+
+def _accuracy(outcome: Outcome) -> str:
+    return outcome.stdout.split("test accuracy ")[1].split("\n")[0]
+
+
+def test_auto_starts_anew_where_nothing_is_there_and_eval_does_not(job: Job, folder: Path) -> None:
+    outcome = _trains(job, folder, "--resume", "auto", "--steps", "1", "name=tiny-b", ranks=2)
+    assert "nothing to resume: no run named tiny-b" in outcome.stdout
+    # Neither a name that begins alike nor another output is this run.
+    for more in ("name=tiny", "name=tiny-b-c"):
+        assert "nothing to resume" in _trains(job, folder, "--resume", "auto", "--steps", "1", more).stdout
+    assert "nothing to resume" in _trains(job, folder, "--resume", "auto", "--steps", "1", "name=tiny-b", "output=o").stdout
+    assert "resumed at epoch 1, step 1" in _trains(job, folder, "--resume", "auto", "--steps", "1", "name=tiny-b").stdout
+    refused = job(0, ["-m", "hpctrain", "eval", "tiny.yaml", "name=tiny-d"], cwd=folder)
+    assert refused.code == 2
+    assert "No run of 'tiny-d'" in refused.stderr
+
+
+def test_auto_does_not_start_anew_over_damaged_checkpoints(job: Job, folder: Path) -> None:
+    _trains(job, folder, "--steps", "1")
+    for path in _run(folder).checkpoints.iterdir():
+        path.write_bytes(path.read_bytes()[:999])
+    outcome = _train(job, folder, "--resume", "auto")
+    assert outcome.code == 2
+    assert "damaged" in outcome.stderr
+    assert len(list((folder / "runs").iterdir())) == 1
+
+
+def test_checkpoints_of_the_first_version_go_on(job: Job, folder: Path) -> None:
+    """It counted steps, and knew nothing of the data."""
+    _trains(job, folder, "--steps", "2", program=("seen.py",))
+    (path,) = _run(folder).checkpoints.iterdir()
+    content = checkpoint.read(path)
+    meta = {key: value for key, value in content.meta.items() if key not in ("data", "samples")} | {"step_in_epoch": 2}
+    position = dict(content.meta["position"])  # type: ignore[call-overload]
+    del position["samples"]
+    meta["position"] = position | {"step_in_epoch": 2}
+    checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, meta))
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = 1
+    write_images(folder / "other.h5", SAMPLES, seed=5)
+    refused = _train(job, folder, "--resume", "auto", f"data.train={folder}/other.h5")
+    assert refused.code == 2
+    assert "images: " in refused.stderr
+    _trains(job, folder, "--resume", "auto", "batch=30", program=("seen.py",))
+    assert [sample for step in _seen(folder, 0) for sample in step] == Sampler(SAMPLES, 1, seed=7).order(0).tolist()
+
+
+def test_norms_are_summed_where_only_the_resume_asks_for_them(job: Job, folder: Path) -> None:
+    """The checkpoint's schedule, which has no place for them, is not used then; nor one that has it without need."""
+    ends = []
+    for averager in ("sharded", "blocking"):
+        options = (f"averager={averager}", f"output={averager}")
+        _trains(job, folder, *options, "--steps", "1")
+        _trains(job, folder, *options, "--steps", "1", "--resume", "auto", "optimizer.clip_norm=0.01")
+        _trains(job, folder, *options, "--steps", "1", "--resume", "auto")
+        run = latest(folder / averager, "tiny")
+        assert run is not None
+        newest = checkpoint.read_newest(run.checkpoints)
+        assert newest is not None
+        ends.append(newest[1].tensors)
+    for key, tensor in ends[1].items():
+        np.testing.assert_allclose(ends[0][key], tensor, rtol=1e-4, atol=1e-6, err_msg=key)

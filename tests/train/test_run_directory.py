@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.train.checkpoint import CheckpointContent, checkpoint_path, write
 from hpctrain.train.run_directory import RunDirectory, git_state, latest, resumable, runs, software_versions
 
-CONFIG = "model: {name: quickstart}\nname: Größe\n"
+CONFIG = "model: {name: Größe}\nname: quickstart\n"
 
 
 def create(output, name="quickstart"):
@@ -27,7 +28,8 @@ def at(output, name, *steps):
     """A run with that directory name and checkpoints."""
     path = output / name
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text("")
+    recorded = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name)
+    (path / "config.yaml").write_text(f"seed: 1\nname: '{recorded}'\nmodel:\n  name: small\n")
     for step in steps:
         write(checkpoint_path(path / "checkpoints", step), CheckpointContent({"parameters/a": np.ones(3)}, {}))
     return RunDirectory(path)
@@ -99,6 +101,34 @@ def test_resumable_is_the_newest_run_with_a_valid_checkpoint(tmp_path):
     path, content = resumable(tmp_path, "net")
     assert path == checkpoint_path(tmp_path / "net-20240101-000000" / "checkpoints", 9)
     assert np.array_equal(content.tensors["parameters/a"], np.ones(3))
+
+
+def test_a_run_is_known_by_the_name_in_its_configuration(tmp_path):
+    """Not by how its directory's name begins: "a", "a-b" and a name that ends like a time are three runs."""
+    names = ("a", "a-b", "a-20200101-000000", "a-20200101-000000-2")
+    for number, name in enumerate(names):
+        at(tmp_path, f"{name}-2026010{number + 1}-000000")
+    for number, name in enumerate(names):
+        assert [run.path.name for run in runs(tmp_path, name)] == [f"{name}-2026010{number + 1}-000000"]
+    (tmp_path / "a-20260101-000000" / "config.yaml").write_text("name: 'b c'\n")  # renamed at a resume
+    assert latest(tmp_path, "a") is None
+    assert latest(tmp_path, "b c") is not None
+    (tmp_path / "a-20260101-000000" / "config.yaml").write_bytes(b"name: [\xff\n")
+    assert latest(tmp_path, "b c") is None
+    assert list(runs(tmp_path, "[")) == []
+
+
+def test_the_configuration_follows_and_the_earlier_ones_are_kept(tmp_path):
+    run = create(tmp_path)
+    run.follow_config(CONFIG, 5)
+    assert not list(run.path.glob("config-*"))
+    run.follow_config("name: b\n", 5)
+    run.follow_config("name: c\n", 5)  # nothing was trained with b
+    run.follow_config("name: d\n", 70)
+    assert run.config() == "name: d\n"
+    kept = {path.name: path.read_text() for path in run.path.glob("config-*")}
+    assert kept == {"config-00000005.yaml": CONFIG, "config-00000070.yaml": "name: c\n"}
+    assert not list(run.path.glob("*.partial"))
 
 
 def test_metrics_round_trip(tmp_path):

@@ -1,0 +1,182 @@
+"""Going on from a checkpoint: which one, where it stands, what is other than when it was written, and what is kept of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.watchdog import guard
+from hpctrain.config.dump import dump
+from hpctrain.config.schema import Config
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import CheckpointError
+from hpctrain.experiment.model import model_options
+from hpctrain.experiment.option_defaults import option_defaults
+from hpctrain.experiment.resume_rules import Change, changes, check, flat
+from hpctrain.experiment.session import Session
+from hpctrain.train import checkpoint
+from hpctrain.train.checkpoint import CheckpointContent
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.run_directory import RunDirectory, resumable, runs
+from hpctrain.train.snapshot import Position
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that fits what is asked for, before anything is made from it.
+
+    Args:
+        directory: the run that goes on. path: the file. position: where training goes on, in the data of now.
+        changes: from the checkpoint's values to those of now. data: the training file as the checkpoint knows it, if it does.
+    """
+
+    directory: RunDirectory
+    path: Path
+    content: CheckpointContent
+    position: Position
+    changes: tuple[Change, ...]
+    data: DataFacts | None
+
+
+def find_start(session: Session, source: str) -> Start | None:
+    """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
+
+    Args:
+        source: "auto", a run directory or a checkpoint file.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
+    """
+    there = find_checkpoint(session, source)
+    return None if there is None else raise_alike(session.world, lambda: _start(session, *there))
+
+
+def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent] | None:
+    """A checkpoint file: found by rank 0, and read once on each rank; None as in `find_start`. Collective.
+
+    Raises:
+        CheckpointError: as `find_start`.
+    """
+    config, world = session.config, session.world
+    there = raise_alike(world, lambda: _find(config.output, config.name, source) if session.is_root else None)
+    name = world.broadcast_object(None if there is None else str(there[0]))
+    if name is None:
+        return None
+    path = Path(name)
+    return path, raise_alike(world, lambda: there[1] if there is not None else checkpoint.read(path))
+
+
+def _find(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
+    if source != AUTO and Path(source).is_file():
+        return Path(source), checkpoint.read(Path(source))
+    if source != AUTO:
+        there = checkpoint.read_newest(RunDirectory.open(Path(source)).checkpoints)
+        if there is None:
+            raise CheckpointError(f"The run {source} holds no valid checkpoint; train one without --resume first.")
+        return there
+    there = resumable(Path(output), name)
+    damaged = [run.path for run in runs(Path(output), name) if checkpoint.checkpoints(run.checkpoints)]
+    if there is None and damaged:
+        raise CheckpointError(
+            f"Every checkpoint of the runs of {name!r} in {output} is damaged, {damaged[0]} is the newest run; "
+            f"train anew without --resume."
+        )
+    return there
+
+
+def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
+    config, position = session.config, Position.from_meta(content.meta)
+    data = data_of(content)
+    with guard(f"Opening {config.data.train}", config.deadline_seconds, rank=session.world.rank):
+        now = DataFacts.of(ImageFile.open(config.data.train))
+    complete = data is not None and position.samples == data.samples
+    found = _changes(content, data, session, now)
+    check(
+        found,
+        between_epochs=complete or position.samples == 0,
+        begun_epochs=position.epoch + (position.samples > 0),
+        place=f"{path} (at {describe(position, None if data is None else data.samples)})",
+    )
+    if complete:  # of another file, too, an epoch that is over is over
+        position = replace(position, samples=now.samples)
+    if position.samples > now.samples:
+        raise CheckpointError(
+            f"{path} has seen {position.samples} images of its epoch, but {config.data.train} holds {now.samples} only; "
+            f"give data.train the file that it was trained on."
+        )
+    return Start(RunDirectory.open(path.parent.parent), path, content, position, found, data)
+
+
+def data_of(content: CheckpointContent) -> DataFacts | None:
+    """What a checkpoint says of its training file; None in one of format version 1."""
+    values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
+    return None if values is None else DataFacts.from_meta(values)
+
+
+def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
+    """From the checkpoint's configuration, ranks and data to those of now."""
+    config = session.config
+    old = flat(yaml.safe_load(str(content.meta["config"])))
+    new = flat(yaml.safe_load(dump(config)))
+    old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
+    if data is not None:
+        old |= _data_values(data)
+        new |= _data_values(now)
+    elif old.get("data.train") != config.data.train:  # all that is known of the images
+        old["images"], new["images"] = old.get("data.train"), config.data.train
+    return changes(old, new, _absent(config, data or now))
+
+
+def _data_values(data: DataFacts) -> dict[str, str]:
+    size = " x ".join(map(str, data.shape))
+    return {
+        "images": f"{data.samples} of {size}, sha256 {data.images[:12]}",
+        "labels": f"sha256 {data.labels[:12]}",
+    }
+
+
+def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
+    """What a key means that is not given."""
+    height, width, channels = data.shape
+    silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
+    said = model_options(silent, len(data.class_names), (height, width, channels))
+    return flat(Config.model_construct().model_dump(mode="json")) | option_defaults(config) | flat({"model": said})
+
+
+def describe(position: Position, samples: int | None) -> str:
+    """A position in words, for people; samples: of an epoch, where that is known."""
+    if not position.samples:
+        return f"epoch {position.epoch + 1}, step {position.global_step}"
+    of_all = "" if samples is None else f" of {samples:,}"
+    return f"epoch {position.epoch + 1}, step {position.global_step}, {position.samples:,}{of_all} images of the epoch done"
+
+
+def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
+    """Say where the run goes on, and each change; record both."""
+    position = start.position
+    epochs, over = config.epochs, position.samples == samples
+    if position.epoch + over >= epochs:
+        rest = "there is nothing to train" if config.data.test is None else "it is evaluated only"
+        reporter.say(f"resumed a run that is finished after {epochs} epochs, step {position.global_step}: {rest}")
+    else:
+        reporter.say(f"resumed at {describe(position, samples)}")
+    for change in start.changes:
+        reporter.say(f"  {change}")
+    reporter.record(
+        "resume",
+        {
+            "epoch": position.epoch,
+            "step": position.global_step,
+            "samples": position.samples,
+            "checkpoint": start.path.name,
+            "changes": {change.key: [change.old, change.new] for change in start.changes},
+        },
+    )
