@@ -29,11 +29,12 @@ def data() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory for train.h5 and test.h5."
 )
-def fetch(name: str, out: Path) -> None:
+@click.option("--overwrite", is_flag=True, help="Make both files again, whatever is there.")
+def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Find, install or download a data set and convert it; does nothing where it is there."""
     from hpctrain.data import fetch as sources
 
-    for path in sources.fetch(out).values():
+    for path in sources.fetch(out, overwrite=overwrite).values():
         click.echo(path)
 
 
@@ -77,6 +78,10 @@ def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
 
 
+def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; without it that is an error.")(command)
+
+
 def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--threads", type=click.IntRange(1), help="Decoding threads; all cores by default.")(command)
 
@@ -86,24 +91,26 @@ def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("labels", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @_names_option
-def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None) -> None:
+@_overwrite_option
+def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool) -> None:
     """IDX files (MNIST and its relatives), plain or gzipped."""
     from hpctrain.data.convert import idx
 
-    idx.convert(images, labels, out, _class_names(names_file))
+    idx.convert(images, labels, out, _class_names(names_file), overwrite=overwrite)
     click.echo(out)
 
 
 @convert.command("cifar")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--split", type=click.Choice(["train", "test"]), required=True)
+@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Which images to convert.")
 @click.option("--coarse", is_flag=True, help="The 20 superclasses of CIFAR-100.")
-def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool) -> None:
+@_overwrite_option
+def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool) -> None:
     """The binary version of CIFAR-10 or CIFAR-100."""
     from hpctrain.data.convert import cifar
 
-    cifar.convert(directory, split, out, coarse=coarse)
+    cifar.convert(directory, split, out, coarse=coarse, overwrite=overwrite)
     click.echo(out)
 
 
@@ -112,10 +119,11 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool) -> None:
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=click.IntRange(1), help="Side of the square images; without it they stay as they are.")
 @click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
-@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True)
+@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Write grey (1) or RGB (3).")
 @click.option("--limit", type=click.IntRange(1), help="Only the first LIMIT images.")
 @_names_option
 @_threads_option
+@_overwrite_option
 def convert_npz(
     file: Path,
     out: Path,
@@ -125,6 +133,7 @@ def convert_npz(
     limit: int | None,
     names_file: Path | None,
     threads: int | None,
+    overwrite: bool,
 ) -> None:
     """JPEG files packed in an .npz or .npz.xz with `blob`, `offsets` and `labels`."""
     from hpctrain.data.convert import npz
@@ -139,6 +148,7 @@ def convert_npz(
             channels=int(channels),
             threads=threads,
             limit=limit,
+            overwrite=overwrite,
             advance=advance,
         )
     click.echo(out)
@@ -149,10 +159,11 @@ def convert_npz(
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=click.IntRange(1), required=True, help="Side of the square images.")
 @click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
-@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True)
+@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Write grey (1) or RGB (3).")
 @click.option("--skip-unreadable", is_flag=True, help="Leave out images that cannot be decoded, and list them.")
 @_names_option
 @_threads_option
+@_overwrite_option
 def convert_folder(
     directory: Path,
     out: Path,
@@ -162,10 +173,13 @@ def convert_folder(
     skip_unreadable: bool,
     names_file: Path | None,
     threads: int | None,
+    overwrite: bool,
 ) -> None:
     """A tree of JPEG and PNG files, DIRECTORY/<class>/<name>.jpg."""
     from hpctrain.data.convert import folder
+    from hpctrain.data.files import require_new
 
+    require_new(out, overwrite)  # before many directories are listed
     tree = folder.scan(directory, _class_names(names_file))
     with _progress(f"converting {directory.name}", len(tree.files)) as advance:
         skipped = folder.convert(
@@ -176,6 +190,7 @@ def convert_folder(
             channels=int(channels),
             skip_unreadable=skip_unreadable,
             threads=threads,
+            overwrite=overwrite,
             advance=advance,
         )
     for path in skipped:

@@ -22,6 +22,7 @@ from hpctrain.data.region import Interval, Region, clip, hull, inside, is_empty,
 from hpctrain.errors import ConfigError, ShapeError
 
 _RESIZE_TRIES = 10
+_MOST_PIXELS = 1 << 15
 
 
 class Augmentation(ABC):
@@ -76,6 +77,7 @@ class PadCrop(Augmentation):
 
     def __post_init__(self) -> None:
         _require(self.padding >= 0, "pad_crop", "padding", self.padding, "is negative; the smallest is 0, the usual one 4")
+        _require(self.padding <= _MOST_PIXELS, "pad_crop", "padding", self.padding, f"is too large; at most {_MOST_PIXELS}")
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         height, width = images.shape[1:3]
@@ -121,8 +123,10 @@ class RandomResizedCrop(Augmentation):
         _require(self.size >= 1, self.name, "size", self.size, "is not positive; the smallest is 1, the usual one 224")
         low, high = self.scale
         _require(0 < low <= high <= 1, self.name, "scale", self.scale, "must be low <= high within (0, 1], such as [0.08, 1.0]")
+        _require(self.size <= _MOST_PIXELS, self.name, "size", self.size, f"is too large; at most {_MOST_PIXELS}")
         low, high = self.ratio
-        _require(0 < low <= high, self.name, "ratio", self.ratio, "must be 0 < low <= high, such as [0.75, 1.333]")
+        legal = 1e-3 <= low <= high <= 1e3
+        _require(legal, self.name, "ratio", self.ratio, "must be low <= high within [0.001, 1000], such as [0.75, 1.333]")
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         return self.size, self.size, c

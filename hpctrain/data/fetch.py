@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import os
 import shutil
 import subprocess
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpctrain.data.convert import idx
 from hpctrain.data.convert.common import no_progress
+from hpctrain.data.files import system_errors_as
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
@@ -64,23 +65,37 @@ Source = Callable[[Path, Mapping[str, Split]], Path | None]
 
 
 def fetch(
-    out: Path, sources: Sequence[Source] | None = None, splits: Mapping[str, Split] = SPLITS, names: Sequence[str] = CLASS_NAMES
+    out: Path,
+    sources: Sequence[Source] | None = None,
+    splits: Mapping[str, Split] = SPLITS,
+    names: Sequence[str] = CLASS_NAMES,
+    *,
+    overwrite: bool = False,
 ) -> dict[str, Path]:
     """Make sure that out/train.h5 and out/test.h5 exist; give their paths by split. Does nothing where both are there.
 
     Args:
         sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
             package manager, the data set's own site.
+        overwrite: make both again, whatever is there.
 
     Raises:
-        DataError: no source has the files (says how to get them), or a file is not the one it should be.
+        DataError: no source has the files (says how to get them), a file is not the one it should be, or there are files of
+            these names that are not Fashion-MNIST.
     """
+    with system_errors_as(f"Fashion-MNIST cannot be written to {out}"):
+        return _fetch(out, DEFAULT_SOURCES if sources is None else sources, splits, names, overwrite)
+
+
+def _fetch(
+    out: Path, sources: Sequence[Source], splits: Mapping[str, Split], names: Sequence[str], overwrite: bool
+) -> dict[str, Path]:
     paths = {split: out / f"{split}.h5" for split in splits}
-    missing = {split: splits[split] for split, path in paths.items() if not _readable(path)}
+    missing = {split: splits[split] for split, path in paths.items() if overwrite or not _is_there(path, names)}
     if not missing:
         return paths
     out.mkdir(parents=True, exist_ok=True)
-    for source in DEFAULT_SOURCES if sources is None else sources:
+    for source in sources:
         directory = source(out, missing)
         if directory is not None:
             for split, files in missing.items():
@@ -126,7 +141,7 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
             try:
                 with urllib.request.urlopen(f"{url}/{name}.gz", timeout=_TIMEOUT_SECONDS) as response:
                     packed = response.read()
-            except (urllib.error.URLError, OSError) as error:
+            except (OSError, http.client.HTTPException) as error:
                 _log.warning("cannot download %s/%s.gz: %s", url, name, error)
                 return None
             _check(_unpacked(packed, f"{url}/{name}.gz"), digest, f"{url}/{name}.gz")
@@ -139,15 +154,23 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
 DEFAULT_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package, download)
 
 
-def _readable(path: Path) -> bool:
-    """True for a data file that can be opened; a damaged one is named, and made again."""
-    if not path.exists():
+def _is_there(path: Path, names: Sequence[str]) -> bool:
+    """True for the data file itself, False where there is nothing.
+
+    Raises:
+        DataError: something else, which is not to be lost.
+    """
+    if not os.path.lexists(path):
         return False
     try:
-        ImageFile.open(path)
+        classes = ImageFile.open(path).class_names
     except DataError as error:
-        _log.warning("%s", error)
-        return False
+        raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
+    if classes != tuple(names):
+        raise DataError(
+            f"{path} exists already, with {len(classes)} classes that are not those of Fashion-MNIST; give another --out, or "
+            "--overwrite to replace it."
+        )
     return True
 
 

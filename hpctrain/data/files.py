@@ -46,7 +46,17 @@ def require_file(path: Path, kind: str, advice: str) -> None:
     raise DataError(f"{path} is {shown}, not a {kind}; {advice}.")
 
 
-def require_directory(path: Path, kind: str, advice: str) -> None:
+def require_new(path: Path, overwrite: bool) -> None:
+    """Make sure that nothing is lost where a file is written.
+
+    Raises:
+        DataError: there is a file already, and it may not be overwritten.
+    """
+    if os.path.lexists(path) and not overwrite:
+        raise DataError(f"{path} exists already; give another name, or --overwrite to replace it.")
+
+
+def require_directory(path: Path, advice: str) -> None:
     """Make sure that `path` is a directory whose contents can be listed; see `require_file`.
 
     Raises:
@@ -55,8 +65,8 @@ def require_directory(path: Path, kind: str, advice: str) -> None:
     try:
         os.scandir(path).close()
     except FileNotFoundError as error:
-        raise DataError(f"There is no {kind} {path}; {advice}.") from error
+        raise DataError(f"There is no directory {path}; {advice}.") from error
     except NotADirectoryError as error:
-        raise DataError(f"{path} is not a directory, so it is no {kind}; {advice}.") from error
+        raise DataError(f"{path} is a file, not a directory; {advice}.") from error
     except OSError as error:
-        raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
+        raise DataError(f"The directory {path} cannot be read: {error.strerror or error}.") from error

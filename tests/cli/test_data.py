@@ -67,7 +67,7 @@ def test_convert_idx(tmp_path, data_file):
     (tmp_path / "names.txt").write_text("x\ny\nz\n")
     inputs = ("convert", "idx", tmp_path / "images.gz", tmp_path / "labels.gz")
     for names, expected in ((tmp_path / "names.txt", ("x", "y", "z")), (data_file, ("ant", "bee", "cow"))):
-        assert run(*inputs, tmp_path / "out.h5", "--class-names", names).strip() == str(tmp_path / "out.h5")
+        assert run(*inputs, tmp_path / "out.h5", "--class-names", names, "--overwrite").strip() == str(tmp_path / "out.h5")
         assert ImageFile.open(tmp_path / "out.h5").class_names == expected
     run(*inputs, tmp_path / "none.h5", "--class-names", tmp_path / "nothing.txt", fails_with="no file of class names")
     assert not (tmp_path / "none.h5").exists()
@@ -108,8 +108,73 @@ def test_convert_folder_lists_what_it_skips(tmp_path):
 
 def test_fetch_prints_the_files(tmp_path, monkeypatch):
     paths = {"train": tmp_path / "train.h5", "test": tmp_path / "test.h5"}
-    monkeypatch.setattr(fetching, "fetch", lambda out: paths if out == tmp_path else {})
+    monkeypatch.setattr(fetching, "fetch", lambda out, overwrite: paths if out == tmp_path and not overwrite else {})
     assert run("fetch", "fashion-mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Good input of every converter: command -> arguments before OUT, arguments after it."""
+    write_idx(tmp_path / "images.gz", np.zeros((2, 3, 3), np.uint8))
+    write_idx(tmp_path / "labels.gz", np.zeros(2, np.uint8))
+    np.zeros(3073, np.uint8).tofile(tmp_path / "test_batch.bin")
+    (tmp_path / "tree" / "ant").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "tree" / "ant" / "a.png")
+    blob = np.fromfile(tmp_path / "tree" / "ant" / "a.png", np.uint8)
+    np.savez(tmp_path / "a.npz", blob=blob, offsets=np.array([0, blob.size]), labels=np.array([0]))
+    return {
+        "idx": ((tmp_path / "images.gz", tmp_path / "labels.gz"), ()),
+        "cifar": ((tmp_path,), ("--split", "test")),
+        "npz": ((tmp_path / "a.npz",), ()),
+        "folder": ((tmp_path / "tree",), ("--size", 4)),
+    }
+
+
+@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "folder"])
+def test_a_file_is_replaced_only_on_request(tmp_path, inputs, command):
+    before, after = inputs[command]
+    out = tmp_path / "out.h5"
+    out.write_text("precious")
+    run("convert", command, *before, out, *after, fails_with=r"out\.h5 exists already; give another name, or --overwrite")
+    assert out.read_text() == "precious"
+    run("convert", command, *before, out, *after, "--overwrite")
+    ImageFile.open(out).verify()
+
+
+def test_splits_are_not_taken_for_classes(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / "photos" / split / "ant").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "photos" / split / "ant" / "a.png")
+    convert = ("convert", "folder", tmp_path / "photos", tmp_path / "out.h5", "--size", 4)
+    run(*convert, fails_with=r"test, train, validation in .*photos are the splits .* such as .*photos/train, or name them in")
+    assert not (tmp_path / "out.h5").exists()
+    (tmp_path / "names.txt").write_text("train\nvalidation\ntest\n")
+    run(*convert, "--class-names", tmp_path / "names.txt")
+    assert ImageFile.open(tmp_path / "out.h5").class_names == ("train", "validation", "test")
+
+
+@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "folder"])
+@pytest.mark.parametrize("kind", ["missing", "directory", "file", "in a file", "endless link", "long name"])
+def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, command, kind):
+    _, after = inputs[command]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("text")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    wrong = {
+        "missing": tmp_path / "none",
+        "directory": tmp_path / "empty",
+        "file": tmp_path / "text",
+        "in a file": tmp_path / "text" / "x",
+        "endless link": tmp_path / "loop",
+        "long name": tmp_path / ("x" * 300),
+    }[kind]
+    before = (wrong, wrong) if command == "idx" else (wrong,)
+    sentence = rf"^hpctrain: .*{re.escape(str(wrong))}[^\n]*\.\n$"
+    run("convert", command, *before, tmp_path / "out.h5", *after, fails_with=sentence)
+    if command != "cifar" and kind != "file":
+        good, _ = inputs[command]
+        run("convert", command, *good, tmp_path / "out.h5", *after, "--class-names", wrong, fails_with=sentence)
+    assert not (tmp_path / "out.h5").exists()
 
 
 def test_the_command_line_loads_neither_numpy_nor_hdf5():

@@ -69,11 +69,11 @@ def test_what_is_there_is_left_alone(tmp_path):
     assert [path.stat().st_mtime_ns for path in first.values()] == times
 
 
-def test_only_what_is_missing_or_damaged_is_made(tmp_path):
+def test_only_what_is_missing_is_made(tmp_path):
     splits = make_source(tmp_path / "source")
     paths = fetch(tmp_path, [lambda out, wanted: tmp_path / "source"], splits, "abc")
     kept = paths["train"].stat().st_mtime_ns
-    os.truncate(paths["test"], 100)
+    paths["test"].unlink()
 
     def source(out, wanted):
         assert list(wanted) == ["test"]
@@ -82,6 +82,29 @@ def test_only_what_is_missing_or_damaged_is_made(tmp_path):
     fetch(tmp_path, [absent, source, forbidden], splits, "abc")
     assert len(ImageFile.open(paths["test"])) == 4
     assert paths["train"].stat().st_mtime_ns == kept
+
+
+def test_files_that_are_something_else_are_kept_unless_they_may_be_overwritten(tmp_path):
+    splits = make_source(tmp_path / "source")
+    sources = [lambda out, wanted: tmp_path / "source"]
+    (tmp_path / "train.h5").write_text("another program's")
+    with pytest.raises(DataError, match=r"train\.h5 is damaged, or not an HDF5 file.*; --overwrite replaces it\."):
+        fetch(tmp_path, sources, splits, "abc")
+    assert (tmp_path / "train.h5").read_text() == "another program's"
+    (tmp_path / "train.h5").unlink()
+    fetch(tmp_path, sources, splits, "xyz")
+    with pytest.raises(DataError, match=r"train\.h5 exists already, with 3 classes that are not those of Fashion-MNIST"):
+        fetch(tmp_path, [forbidden], splits, "abc")
+    fetch(tmp_path, sources, splits, "abc", overwrite=True)
+    for split in ("train", "test"):
+        assert ImageFile.open(tmp_path / f"{split}.h5").class_names == ("a", "b", "c")
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path):
+    splits = make_source(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"Fashion-MNIST cannot be written to .*: (Not a directory|File exists)"):
+        fetch(tmp_path / "file" / "out", [forbidden], splits, "abc")
 
 
 def test_without_any_source_the_error_says_how_to_get_it(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 
 from hpctrain.data import format as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, read_names
+from hpctrain.data.files import require_directory, require_file, require_new, system_errors_as
 from hpctrain.errors import DataError
 
 Split = Literal["train", "test"]
@@ -30,7 +31,9 @@ class _Layout:
     classes: int
 
 
-def convert(directory: Path, split: Split, out: Path, *, coarse: bool = False, advance: Advance = no_progress) -> None:
+def convert(
+    directory: Path, split: Split, out: Path, *, coarse: bool = False, overwrite: bool = False, advance: Advance = no_progress
+) -> None:
     """Write one split of the binary version in `directory` as a data file.
 
     Args:
@@ -38,8 +41,10 @@ def convert(directory: Path, split: Split, out: Path, *, coarse: bool = False, a
         coarse: CIFAR-100's 20 superclasses instead of its 100 classes.
 
     Raises:
-        DataError: missing files, a size that is no whole number of records, a label out of range.
+        DataError: missing files, a size that is no whole number of records, a label out of range; `out` exists.
     """
+    require_new(out, overwrite)
+    require_directory(directory, "give the one that holds the binary version of CIFAR-10 or CIFAR-100")
     layout = _layout(directory, split, coarse)
     paths = [directory / name for name in layout.files]
     names_file = directory / layout.names
@@ -64,6 +69,7 @@ def _layout(directory: Path, split: Split, coarse: bool) -> _Layout:
 
 
 def _records(path: Path, record: int) -> int:
+    require_file(path, "CIFAR batch", "fetch the data set again")
     size = path.stat().st_size
     if size == 0 or size % record:
         raise DataError(f"{path} has {size} bytes, no whole number of records of {record}: it is truncated or not CIFAR.")
@@ -72,7 +78,11 @@ def _records(path: Path, record: int) -> int:
 
 def _read(paths: list[Path], layout: _Layout, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for path in paths:
-        records = np.fromfile(path, np.uint8).reshape(-1, layout.label_bytes + _PIXELS)
+        with system_errors_as(f"The CIFAR batch {path} cannot be read"):
+            content = np.fromfile(path, np.uint8)
+        if content.size % (layout.label_bytes + _PIXELS):
+            raise DataError(f"{path} changed while it was read; convert it again.")
+        records = content.reshape(-1, layout.label_bytes + _PIXELS)
         planes = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
         yield np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, layout.label].astype(np.int64)
         advance(len(records))

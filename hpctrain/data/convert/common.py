@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.errors import DataError
 
 Item = TypeVar("Item")
@@ -22,6 +23,7 @@ Fit = Literal["crop", "squash"]
 Advance = Callable[[int], None]
 
 _CHUNK_BYTES = 16 << 20
+_MOST_CLASSES = 1 << 20
 
 
 def no_progress(count: int) -> None:
@@ -34,8 +36,15 @@ def default_threads() -> int:
 
 
 def numbered_names(labels: np.ndarray) -> list[str]:
-    """Class names "0", "1", ... for labels that come without names."""
-    return [str(label) for label in range(int(labels.max()) + 1 if labels.size else 1)]
+    """Class names "0", "1", ... for labels that come without names.
+
+    Raises:
+        DataError: a label that no data set has, so that there would be names without end.
+    """
+    largest = max(0, int(labels.max())) if labels.size else 0
+    if largest >= _MOST_CLASSES:
+        raise DataError(f"The largest label is {largest}, which is no class; labels without names are below {_MOST_CLASSES}.")
+    return [str(label) for label in range(largest + 1)]
 
 
 def decode(source: Path | bytes, size: tuple[int, int] | None, fit: Fit = "crop", channels: int = 3) -> np.ndarray:
@@ -50,15 +59,21 @@ def decode(source: Path | bytes, size: tuple[int, int] | None, fit: Fit = "crop"
     """
     try:
         with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as opened:
-            image = _plain(ImageOps.exif_transpose(opened), "RGB" if channels == 3 else "L")
+            image = _fitted(_plain(ImageOps.exif_transpose(opened), "RGB" if channels == 3 else "L"), size, fit)
+    except UnidentifiedImageError as error:
+        raise DataError("The image cannot be decoded: it is of no format that Pillow knows.") from error
     except Exception as error:  # Pillow's readers raise almost anything for damaged files
-        raise DataError(f"The image cannot be decoded: {type(error).__name__} {error}.") from error
-    if size is not None and (image.height, image.width) != size:
-        target = size[1], size[0]
-        box = None if fit == "squash" else _central_box(image.size, target)
-        image = image.resize(target, Image.Resampling.BILINEAR, box=box)
+        raise DataError(f"The image cannot be decoded: {type(error).__name__} {str(error).rstrip('.')}.") from error
     pixels = np.asarray(image)
     return pixels if channels == 3 else pixels[..., None]
+
+
+def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image.Image:
+    if size is None or (image.height, image.width) == size:
+        return image
+    target = size[1], size[0]
+    box = None if fit == "squash" else _central_box(image.size, target)
+    return image.resize(target, Image.Resampling.BILINEAR, box=box)
 
 
 def _plain(image: Image.Image, mode: str) -> Image.Image:
@@ -129,11 +144,14 @@ def read_names(path: Path) -> list[str]:
     """Class names from a text file, one a line.
 
     Raises:
-        DataError: missing, empty, or with a name twice.
+        DataError: missing, not text, empty, or with a name twice.
     """
-    if not path.is_file():
-        raise DataError(f"There is no file of class names {path}; it holds one name a line.")
-    names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    require_file(path, "file of class names", "it holds one name a line")
+    try:
+        with system_errors_as(f"The file of class names {path} cannot be read"):
+            names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"The file of class names {path} is no UTF-8 text; it holds one name a line.") from error
     twice = sorted({name for name in names if names.count(name) > 1})
     if not names or twice:
         reason = f"holds {', '.join(twice)} twice" if twice else "is empty"

@@ -20,10 +20,12 @@ from hpctrain.data.convert.common import (
     listed,
     no_progress,
 )
+from hpctrain.data.files import require_directory, require_new, system_errors_as
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 _log = get_logger(__name__)
 
 
@@ -42,19 +44,39 @@ def scan(directory: Path, class_names: Sequence[str] | None = None) -> Tree:
         class_names: gives the labels, so that several splits agree; None: the directories' names, sorted.
 
     Raises:
-        DataError: no such directory, no class directory, one that is not among `class_names`, or no image.
+        DataError: no such directory, no class directory, one that is not among `class_names`, or no image; directories that
+            are splits (train, test, ...), unless `class_names` says that they are classes.
     """
-    if not directory.is_dir():
-        raise DataError(f"There is no directory {directory}; it must hold one directory of images for each class.")
-    found = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
-    names = tuple(found if class_names is None else class_names)
-    strange = sorted(set(found) - set(names))
+    require_directory(directory, "it must hold one directory of images for each class")
+    with system_errors_as(f"The directory {directory} cannot be read"):
+        return _scan(directory, class_names)
+
+
+def _scan(directory: Path, class_names: Sequence[str] | None) -> Tree:
+    directories = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if class_names is None:
+        _refuse_splits(directory, directories)
+    names = tuple(directories if class_names is None else class_names)
+    strange = sorted(set(directories) - set(names))
     if strange:
         raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
     files = tuple((path, label) for label, name in enumerate(names) for path in _images(directory / name))
     if not files:
-        raise DataError(f"{directory} holds no image; it must hold <class>/<name>.jpg, .jpeg or .png.")
+        loose = " in a directory of its class" if any(map(_is_image, directory.iterdir())) else ""
+        raise DataError(f"{directory} holds no image{loose}; it must hold <class>/<name>.jpg, .jpeg or .png.")
     return Tree(names, files)
+
+
+def _refuse_splits(directory: Path, directories: Sequence[str]) -> None:
+    """Make sure that the directories are not the splits of a data set; one among others may be a class, such as a train."""
+    splits = [name for name in directories if name.lower() in _SPLITS]
+    if len(splits) < min(2, len(directories)) or not splits:
+        return
+    right = next((name for name in splits if name.lower().startswith("train")), splits[0])
+    raise DataError(
+        f"The directories {', '.join(splits)} in {directory} are the splits of a data set, not its classes; convert each of "
+        f"them by itself, such as {directory / right}, or name them in --class-names if they are classes."
+    )
 
 
 def convert(
@@ -66,13 +88,15 @@ def convert(
     channels: int = 3,
     skip_unreadable: bool = False,
     threads: int | None = None,
+    overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> list[str]:
     """Write the tree as one data file with images of `size` (H, W); give the files that were skipped.
 
     Raises:
-        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left.
+        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left; `out` exists.
     """
+    require_new(out, overwrite)
 
     def one(item: tuple[Path, int]) -> tuple[np.ndarray, int] | str:
         path, label = item
@@ -104,11 +128,11 @@ def convert(
 def _images(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return sorted(
-        path
-        for path in directory.rglob("*")
-        if path.suffix.lower() in _SUFFIXES and path.is_file() and not path.name.startswith(".")
-    )
+    return sorted(path for path in directory.rglob("*") if _is_image(path))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES and path.is_file() and not path.name.startswith(".")
 
 
 def _readable(results: Iterator[tuple[np.ndarray, int] | str], unreadable: list[str]) -> Iterator[tuple[np.ndarray, int]]:

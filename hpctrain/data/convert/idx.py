@@ -12,20 +12,22 @@ import numpy as np
 
 from hpctrain.data import format as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, slices
+from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.errors import DataError
 
 _UINT8 = 8
+_MOST_DIMS = 4
 
 
 def read_bytes(path: Path) -> bytes:
     """A file's content, decompressed where its first bytes say gzip.
 
     Raises:
-        DataError: missing, or a damaged gzip stream.
+        DataError: missing, not readable, or a damaged gzip stream.
     """
-    if not path.is_file():
-        raise DataError(f"There is no IDX file {path}; give the path of an existing one, plain or .gz.")
-    content = path.read_bytes()
+    require_file(path, "IDX file", "give the path of an existing one, plain or .gz")
+    with system_errors_as(f"The IDX file {path} cannot be read"):
+        content = path.read_bytes()
     if content[:2] != b"\x1f\x8b":
         return content
     try:
@@ -44,6 +46,8 @@ def parse(content: bytes, name: str) -> np.ndarray:
         raise DataError(f"{name} is not an IDX file: it must start with two zero bytes, the type and the number of dims.")
     if content[2] != _UINT8:
         raise DataError(f"{name} holds IDX type 0x{content[2]:02x}; only unsigned bytes, 0x08, are images or labels.")
+    if content[3] > _MOST_DIMS:
+        raise DataError(f"{name} holds an array of {content[3]} dims; images have 3 or 4, labels 1.")
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(f"{name} is truncated within its header of {start} bytes.")
@@ -55,13 +59,20 @@ def parse(content: bytes, name: str) -> np.ndarray:
 
 
 def convert(
-    images: Path, labels: Path, out: Path, class_names: Sequence[str] | None = None, advance: Advance = no_progress
+    images: Path,
+    labels: Path,
+    out: Path,
+    class_names: Sequence[str] | None = None,
+    *,
+    overwrite: bool = False,
+    advance: Advance = no_progress,
 ) -> None:
     """Write images (N, H, W) or (N, H, W, C) and labels (N,) from two IDX files as one data file.
 
     Raises:
-        DataError: see `parse`; another number of labels than images; a label without a class name.
+        DataError: see `parse`; another number of labels than images; a label without a class name; `out` exists.
     """
+    require_new(out, overwrite)
     pixels, targets = parse(read_bytes(images), str(images)), parse(read_bytes(labels), str(labels))
     write(pixels, targets, out, class_names, advance, f"{images} and {labels}")
 

@@ -6,7 +6,6 @@ import itertools
 import lzma
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from hpctrain.data.convert.common import (
     no_progress,
     numbered_names,
 )
+from hpctrain.data.files import require_file, require_new
 from hpctrain.errors import DataError
 
 
@@ -32,19 +32,26 @@ def load(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64.
 
     Raises:
-        DataError: missing, truncated, without these arrays, or with offsets that do not rise from 0 to the blob's end.
+        DataError: missing, truncated, without these arrays or with others, or with offsets that do not rise from 0 to the
+            blob's end.
     """
-    if not path.is_file():
-        raise DataError(f"There is no file {path}; give the path of an existing .npz or .npz.xz.")
+    require_file(path, "file", "give the path of an existing .npz or .npz.xz")
     try:
         with _seekable(path) as content, np.load(content, allow_pickle=False) as arrays:
-            blob = np.asarray(arrays["blob"], np.uint8)
-            offsets, labels = (np.asarray(arrays[name]).astype(np.int64) for name in ("offsets", "labels"))
+            blob, offsets, labels = (np.asarray(arrays[name]) for name in ("blob", "offsets", "labels"))
     except KeyError as error:
         raise DataError(f"{path} lacks an array ({error.args[0]}); it needs blob, offsets and labels.") from error
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, lzma.LZMAError) as error:
-        raise DataError(f"{path} is truncated or no .npz file ({error}); fetch it again.") from error
-    rising = offsets.ndim == 1 and len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+    except Exception as error:  # the readers of zip, xz and npy raise almost anything for damaged files
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{path} is truncated or no .npz file ({str(error).rstrip('.')}); fetch it again.") from error
+    if blob.dtype != np.uint8 or any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (offsets, labels)):
+        raise DataError(
+            f"In {path} blob is {blob.dtype} of {blob.shape}, offsets are {offsets.dtype} of {offsets.shape}, labels "
+            f"{labels.dtype} of {labels.shape}; blob must be uint8, the others lists of integers."
+        )
+    blob, offsets, labels = blob.reshape(-1), offsets.astype(np.int64), labels.astype(np.int64)
+    rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
         raise DataError(f"In {path} the offsets do not fit {blob.size} bytes and {labels.shape} labels: N + 1 from 0 to the end.")
     return blob, offsets, labels
@@ -60,13 +67,15 @@ def convert(
     channels: int = 3,
     threads: int | None = None,
     limit: int | None = None,
+    overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> None:
     """Decode all images (the first `limit`) and write them as one data file; without `size` all must be as large as the first.
 
     Raises:
-        DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name.
+        DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.
     """
+    require_new(out, overwrite)
     blob, offsets, labels = load(path)
     labels = labels[:limit]
     if not labels.size:
