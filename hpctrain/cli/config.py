@@ -1,8 +1,10 @@
-"""`hpctrain config`: show, check and describe configuration files. Needs no MPI and no data."""
+"""`hpctrain config`: show, check, describe and copy configuration files. Needs no MPI and no data."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from pathlib import Path
 
 import click
@@ -16,7 +18,7 @@ _OVERRIDES = click.argument("overrides", nargs=-1)
 
 @click.group(cls=Commands)
 def config() -> None:
-    """Show, check and describe configuration files."""
+    """Show, check, describe and copy configuration files."""
 
 
 @config.command()
@@ -43,6 +45,35 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
         f"ok: {file}: {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
+
+
+@config.command(name="list")
+def list_() -> None:
+    """List the example configurations and job scripts that are installed with hpctrain."""
+    from hpctrain.config import examples
+
+    names = examples.names()
+    width = max(map(len, names))
+    left = shutil.get_terminal_size().columns - width - 2
+    for name in names:
+        click.echo(f"{name:{width}}  {textwrap.shorten(examples.purpose(name), max(20, left), placeholder=' ...')}")
+
+
+@config.command()
+@click.argument("names", nargs=-1)
+@click.option(
+    "--to",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="Copy to configs/ and jobs/ below this directory (the current one by default).",
+)
+def copy(names: tuple[str, ...], directory: Path) -> None:
+    """Copy the examples NAMES, such as quickstart or slurm.sbatch (all without NAMES), to where they can be edited."""
+    from hpctrain.config import examples
+
+    for path in examples.copy(names, directory):
+        click.echo(path)
 
 
 @config.command()

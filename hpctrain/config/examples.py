@@ -1,0 +1,67 @@
+"""The configurations and job scripts that are installed with hpctrain, for users without a copy of its repository."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import hpctrain
+from hpctrain.errors import ConfigError
+
+# Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
+_ROOT = Path(hpctrain.__file__).parent / "examples"
+_PATTERNS = ("configs/*.yaml", "jobs/*.sbatch")
+
+
+def names() -> list[str]:
+    """All examples, as paths below the repository's top, such as "configs/quickstart.yaml"."""
+    return sorted(path.relative_to(_ROOT).as_posix() for pattern in _PATTERNS for path in _ROOT.glob(pattern))
+
+
+def path_of(name: str) -> Path:
+    """The file of an example.
+
+    Args:
+        name: as `names` gives it, or its last part with or without the ending.
+
+    Raises:
+        ConfigError: there is no such example; the message names the most similar one.
+    """
+    by_name = {key: full for full in names() for key in (full, Path(full).name, Path(full).stem)}
+    if name in by_name:
+        return _ROOT / by_name[name]
+    similar = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)
+    raise ConfigError(f"There is no example {name!r}; the most similar one is {by_name[similar[0]]!r}.")
+
+
+def purpose(name: str) -> str:
+    """The first clause of an example's first comment."""
+    lines = (_ROOT / name).read_text().splitlines()
+    comment = itertools.takewhile(_is_text, itertools.dropwhile(lambda line: not _is_text(line), lines))
+    return re.split(r"[.:](?: |$)", " ".join(line.lstrip("# ") for line in comment))[0]
+
+
+def _is_text(line: str) -> bool:
+    return line.startswith("# ")
+
+
+def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
+    """Copy examples to the same places below `directory`; a file that is there already and is the same stays. None wanted: all.
+
+    Raises:
+        ConfigError: no such example, or another file in its place (then none is copied).
+    """
+    sources = [path_of(name) for name in wanted] or [_ROOT / name for name in names()]
+    targets = [directory / source.relative_to(_ROOT) for source in sources]
+    for source, target in zip(sources, targets, strict=True):
+        if target.exists() and target.read_bytes() != source.read_bytes():
+            raise ConfigError(f"{target} is there already and differs from the example; rename it, or copy to another directory.")
+    for source, target in zip(sources, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy(source, target)
+    return targets

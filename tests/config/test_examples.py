@@ -1,0 +1,60 @@
+"""The examples that hpctrain brings along: the repository's own files, found by name, copied with nothing overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from hpctrain.config import examples
+from hpctrain.errors import ConfigError
+
+TOP = Path(__file__).parents[2]
+
+
+def test_the_examples_are_the_repositorys_files() -> None:
+    files = [*TOP.glob("configs/*.yaml"), *TOP.glob("jobs/*.sbatch")]
+    assert examples.names() == sorted(path.relative_to(TOP).as_posix() for path in files)
+    assert all(examples.path_of(name).samefile(TOP / name) for name in examples.names())
+    assert all(len(examples.purpose(name)) > 10 for name in examples.names())
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml"])
+def test_an_example_is_known_by_its_path_its_name_and_its_stem(name: str) -> None:
+    assert examples.path_of(name).name == "quickstart.yaml"
+
+
+def test_the_most_similar_example_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no example 'quikstart'; the most similar one is 'configs/quickstart.yaml'"):
+        examples.path_of("quikstart")
+
+
+def test_all_are_copied_once(tmp_path: Path) -> None:
+    paths = examples.copy([], tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == examples.names()
+    assert (tmp_path / "jobs" / "slurm.sbatch").read_bytes() == (TOP / "jobs" / "slurm.sbatch").read_bytes()
+    assert examples.copy(["slurm"], tmp_path) == [tmp_path / "jobs" / "slurm.sbatch"]  # the same file: nothing to do
+
+
+def test_an_edited_copy_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    edited = tmp_path / "configs" / "quickstart.yaml"
+    edited.write_text("mine")
+    with pytest.raises(ConfigError, match=r"quickstart.yaml is there already and differs"):
+        examples.copy([], tmp_path)
+    assert edited.read_text() == "mine"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["quickstart.yaml"]
+
+
+def test_users_list_and_copy_them(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(cli, ["config", "list"], env={"COLUMNS": "80"})
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == examples.names()
+    assert all(len(line) <= 80 for line in listed.output.splitlines())
+    copied = CliRunner().invoke(cli, ["config", "copy", "quickstart", "--to", str(tmp_path)])
+    assert copied.output == f"{tmp_path / 'configs' / 'quickstart.yaml'}\n"
+    unknown = CliRunner().invoke(cli, ["config", "copy", "nothing", "--to", str(tmp_path)])
+    assert unknown.exit_code == 2
+    assert "There is no example 'nothing'" in unknown.output
