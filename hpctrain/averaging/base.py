@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,8 +37,11 @@ class GradientAverager(ABC):
     Attributes:
         schedule: what a step posts, once agreed on; None where a strategy has none.
         order: the ranks of `comm` as the schedule counts them; None: as `comm` does.
+        pending: the state, named "<strategy>_gradient", of gradients that are added up and not applied yet; None where there is
+            none. It is empty at the start, and a checkpoint without it says just that.
     """
 
+    pending: ClassVar[str | None] = None
     schedule: Schedule | None = None
     order: tuple[int, ...] | None = None
 

@@ -71,6 +71,8 @@ class Lazy(AllreduceAverager):
         ConfigError: a value below 1, or a network with several groups of parameters.
     """
 
+    pending = _ADDED
+
     def __init__(
         self,
         group: FlatGroup,

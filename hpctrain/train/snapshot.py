@@ -15,6 +15,8 @@ from hpctrain.train.checkpoint import CheckpointContent, optimizer_key, paramete
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 
+_PENDING = "_gradient"  # a state of that ending belongs to the averager before it, see GradientAverager.pending
+
 
 @dataclass
 class Position:
@@ -81,17 +83,54 @@ def put(
     """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
 
     Raises:
-        CheckpointError: a tensor that is missing, of another shape or dtype, or that the model does not have.
+        CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
     """
     put_weights(content, network, shards)
+    states: dict[str, list[str]] = {}
+    for averager in averagers.values():
+        states |= {name: list(averager.full_state(parameter)) for name, parameter in averager.group.parameters.items()}
+    _refuse_leftovers(content, {optimizer_key(state, name) for name, keys in states.items() for state in keys})
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
-            state = {
-                key: _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
-                for key in averager.full_state(parameter)
-            }
-            averager.load_state(parameter, state)
+            state = {key: _state(content, key, name, network, shards, averager.pending) for key in states[name]}
+            averager.load_state(parameter, {key: values.reshape(-1) for key, values in state.items()})
     return Position.from_meta(content.meta)
+
+
+def _state(
+    content: CheckpointContent, state: str, name: str, network: Network, shards: Shards, pending: str | None
+) -> np.ndarray:
+    """What this rank holds of a state of parameter `name`; zeros of what another averager had not to keep."""
+    key = optimizer_key(state, name)
+    if state == pending and key not in content.tensors:
+        return shards.part(name, np.zeros(shards.whole_shape(name), network.dtype))
+    return _part(content, key, name, network, shards)
+
+
+def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
+    """Nothing, where all state of the checkpoint that is not zero has a place.
+
+    Raises:
+        CheckpointError: gradients or momentum would be lost; the message says whose, and how they are not.
+    """
+    prefix = optimizer_key("", "")[:-1]
+    others = (key for key in content.tensors if key.startswith(prefix) and key not in expected)
+    lost = sorted(key for key in others if np.any(content.tensors[key]))
+    if not lost:
+        return
+    state, _, name = lost[0].removeprefix(prefix).partition("/")
+    many = sum(key.startswith(optimizer_key(state, "")) for key in lost)
+    strategy = state.removesuffix(_PENDING)
+    if strategy != state:
+        raise CheckpointError(
+            f"The averager {strategy} has added up gradients of {many} parameters ({name} first) that are not applied yet, and "
+            f"that the averager of now would drop. First go on for one step (--steps 1) with the averager {strategy} and its "
+            f"options as they were, which applies them; then change it."
+        )
+    raise CheckpointError(
+        f"The checkpoint holds the {state} of {many} parameters ({name} first), which the optimizer has no place for now; "
+        f"give it the options that it was written with."
+    )
 
 
 def put_weights(content: CheckpointContent, network: Network, shards: Shards) -> None:

@@ -249,3 +249,18 @@ def test_norms_are_summed_where_only_the_resume_asks_for_them(job: Job, folder: 
         ends.append(newest[1].tensors)
     for key, tensor in ends[1].items():
         np.testing.assert_allclose(ends[0][key], tensor, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_to_lazy_and_back(job: Job, folder: Path) -> None:
+    """Gradients that it has added up are refused by others until a step has applied them."""
+    _trains(job, folder, "--steps", "1")
+    lazy = ("averager={name: lazy, layers: 2}", "--resume", "auto", "--steps")
+    _trains(job, folder, *lazy, "3", ranks=2)
+    refused = _train(job, folder, "--resume", "auto", "--steps", "1", ranks=2)
+    assert refused.code == 2
+    assert "The averager lazy has added up gradients" in refused.stderr
+    assert "another model" not in refused.stderr
+    _trains(job, folder, *lazy, "1")
+    outcome = _trains(job, folder, "--resume", "auto", "--steps", "1", "averager=overlap")
+    assert "  averager: lazy -> overlap\n" in outcome.stdout
+    assert _position(folder)["global_step"] == 6

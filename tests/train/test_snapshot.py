@@ -9,6 +9,7 @@ import pytest
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.bucketed import Bucketed
+from hpctrain.averaging.lazy import Lazy
 from hpctrain.averaging.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import ProcessGrid
@@ -125,6 +126,46 @@ def test_a_snapshot_of_another_model_is_refused_by_its_whole_shape() -> None:
 
     for message in run_virtual(2, put):
         assert "parameters/fc2.weight has shape (11, 6) in the checkpoint and (11, 5) here" in message
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 3)])
+def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int) -> None:
+    content = alone(nets.plain())
+
+    def taken(comm: ThreadCommunicator) -> CheckpointContent:
+        trained = Trained(comm, nets.plain(), GridPlan(rows, cols), partial(Lazy, layers=2, bucket_bytes=512))
+        trained.put(content)
+        return trained.take()
+
+    for again in run_virtual(rows * cols, taken):
+        added = {key for key in again.tensors if key.startswith("optimizer/lazy_gradient/")}
+        assert len(added) == 4
+        assert not any(np.any(again.tensors[key]) for key in added)
+        for key, value in content.tensors.items():
+            assert np.array_equal(again.tensors[key], value), key
+
+
+@pytest.mark.parametrize("other", [Blocking, partial(Sharded, fc_exchange="never"), partial(Lazy, layers=1, bucket_bytes=512)])
+def test_gradients_that_lazy_has_added_up_are_never_dropped(other: Callable[..., GradientAverager]) -> None:
+    random = np.random.default_rng(0)
+    lazy = partial(Lazy, layers=2, bucket_bytes=512)
+    empty = run_virtual(1, lambda comm: Trained(comm, nets.plain(), GridPlan(), lazy).take())[0]
+    key = "optimizer/lazy_gradient/conv2.weight"
+    full = CheckpointContent({**empty.tensors, key: random.standard_normal(empty.tensors[key].shape)}, empty.meta)
+
+    def put(comm: ThreadCommunicator, content: CheckpointContent) -> Position:
+        return Trained(comm, nets.plain(), GridPlan(1, 2), other).put(content)
+
+    assert run_virtual(2, partial(put, content=empty)) == [POSITION, POSITION]
+    with pytest.raises(CheckpointError, match=r"averager lazy has added up gradients of 1 parameters \(conv2.weight first\)"):
+        run_virtual(2, partial(put, content=full))
+
+
+def test_momentum_without_a_place_is_never_dropped() -> None:
+    content = alone(nets.plain())
+    stray = CheckpointContent({**content.tensors, "optimizer/other/conv1.weight": np.ones(3)}, content.meta)
+    with pytest.raises(CheckpointError, match=r"holds the other of 1 parameters \(conv1.weight first\)"):
+        run_virtual(1, lambda comm: Trained(comm, nets.plain(), GridPlan(), Blocking).put(stray))
 
 
 def test_positions_of_the_first_format_counted_steps():
