@@ -39,6 +39,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.data import format as data_format
+from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.sgd import Sgd
@@ -249,7 +250,7 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        data_format.write(path, 40, (28, 28, 1), [f"class {i}" for i in range(10)], [(images, labels)])
+        data_format.write(path, 40, (28, 28, 1), CLASS_NAMES, [(images, labels)])
     (folder / "cifar-10-batches-bin").mkdir()
     for name in ("test_batch.bin", *(f"data_batch_{i}.bin" for i in range(1, 6))):
         records = numbers.integers(0, 256, (8, 3073), np.uint8)
