@@ -7,6 +7,7 @@
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
+# make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds docs parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +89,9 @@ grid-full: $(VENV)/installed-dev
 
 grid-seeds: $(VENV)/installed-dev
 	HPCTRAIN_GRID_SEEDS=20 $(TEST_ENV) $(PY) -m pytest tests/parallel/test_averaging.py
+
+docs: $(VENV)/installed
+	$(PY) -m hpctrain.testing.reference_pages
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -110,7 +110,7 @@ def check_options(
     Raises:
         OptionError: an option that is unknown, missing, reserved or of the wrong type.
     """
-    parameters = _parameters(entry)
+    parameters = parameters_of(entry)
     known = tuple(key for key in parameters if key not in reserved)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
     for key in options:
@@ -127,7 +127,7 @@ def check_options(
     }
 
 
-def _parameters(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters that can be given by keyword, in order, annotations as types where they resolve."""
     try:
         signature = inspect.signature(entry, eval_str=True)

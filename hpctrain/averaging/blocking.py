@@ -13,7 +13,10 @@ from hpctrain.optim.base import Norms, Optimizer
 
 
 class Blocking(GradientAverager):
-    """Every rank holds all parameters and all optimiser state; `end_backward` is collective over `comm` and waits."""
+    """One allreduce of all gradients after backward, which is waited for: the simplest strategy, the oracle of all others.
+
+    Every rank holds all parameters and all optimiser state; `end_backward` is collective over `comm` and waits.
+    """
 
     def __init__(
         self,

@@ -14,10 +14,10 @@ from hpctrain.optim.base import Optimizer
 
 
 class Bucketed(AllreduceAverager):
-    """One allreduce a bucket of neighbouring parameters, from when the last of them is ready.
+    """One allreduce for each bucket of neighbouring parameters, posted when the last of their gradients is ready.
 
     Args:
-        bucket_bytes: least size of a bucket; None: from the measured alpha and beta of the link (see `planning.bucket_bytes`).
+        bucket_bytes: Least size of a bucket, in bytes; null chooses it by the link, which is measured at the start.
 
     Raises:
         ConfigError: bucket_bytes below 1.

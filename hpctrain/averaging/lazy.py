@@ -57,15 +57,18 @@ def next_interval(interval: int, steps: int, latest: float, total: float, differ
 
 
 class Lazy(AllreduceAverager):
-    """Overlapped, fused allreduces; those of the front layers every `interval` steps, of the sum since the last time.
+    """Bucketed averaging that sums the gradients of front layers over several steps: it changes the optimisation.
 
-    In between these layers keep their parameters. The interval starts at 1 and adapts (see `next_interval`): what one averaging
-    finds holds from the next one on. Finding out costs a second allreduce of these layers, so it is done every `check_every`
-    averagings only. With `max_interval` 1 this is `bucketed`.
+    Overlapped, fused allreduces; those of the front layers every `interval` steps, of the sum since the last time. In between
+    these layers keep their parameters. The interval starts at 1 and adapts (see `next_interval`): what one averaging finds holds
+    from the next one on. Finding out costs a second allreduce of these layers, so it is done every `check_every` averagings
+    only. With `max_interval` 1 this is `bucketed`.
 
     Args:
-        layers: how many layers are lazy, counted from the input. max_interval: the largest interval.
-        check_every: averagings from one check of the interval to the next. bucket_bytes: as in `Bucketed`.
+        layers: Number of layers, counted from the input, whose gradients are summed over several steps.
+        max_interval: Most steps between two averagings of these layers; 1 makes it `bucketed`.
+        check_every: Number of averagings from one check of the interval to the next.
+        bucket_bytes: Least size of a bucket, in bytes; null chooses it by the link, which is measured at the start.
 
     Raises:
         ConfigError: a value below 1, or a network with several groups of parameters.

@@ -8,7 +8,7 @@ from hpctrain.comm.link import LinkModel
 
 
 class Overlap(AllreduceAverager):
-    """One allreduce a parameter, as its gradient becomes ready; waited for in the next forward of its layer."""
+    """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer."""
 
     _cuts_large = False
 

@@ -25,16 +25,19 @@ _LEAST_PARAMETERS = 50_000
 
 
 class Priority(ShardedAverager):
-    """Sharded averaging in slices on one communicator: an early layer's allgather overtakes late layers' reduce-scatters.
+    """Sharded averaging in small slices, front layers first: an early layer's allgather overtakes late layers' reduce-scatters.
 
     Args:
-        slice_parameters: most parameters of a slice; smaller neighbours are fused up to half of it. None: 50,000 as in the
+        slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
             paper, or more where the measured link has a latency that so small messages would pay too often.
-        window: most slices in flight. None: what the measured link sends between two looks at it, at first under an operator of
-            20 ms, then under the longest that the first steps show. The next slice starts between two operators, so a smaller
-            window lets the link idle, and a larger one lets urgent slices wait longer.
-        fc_exchange, two_level, nominal_batch, micro_batches, nodes: as in `Sharded`.
-        replan: order slices anew by times measured in the first steps.
+        window: Most slices in flight. Null takes what the measured link sends between two looks at it: a smaller window lets the
+            link idle, a larger one lets urgent slices wait longer.
+        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
+            "never".
+        two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
+            first.
+        replan: The order of the slices is planned again after a few steps, by measured times.
+        nominal_batch, micro_batches, nodes: as in `Sharded`.
 
     Raises:
         ConfigError: fc_exchange "always" with several micro-batches, or a size or window below 1.

@@ -21,19 +21,24 @@ from hpctrain.optim.base import Optimizer
 
 
 class Sharded(ShardedAverager):
-    """Reduce-scatters in backward's order on one communicator, allgathers on another; these may overtake those.
+    """Each rank updates its own part of the parameters: a reduce-scatter of gradients under backward, an allgather of the
+    updated parameters under the next forward.
 
-    Small layers are fused, large ones cut. Allgathers go front layers first; those of late layers go under backward where the
-    link would otherwise idle (by times measured in the first steps).
+    Reduce-scatters go in backward's order on one communicator, allgathers on another; these may overtake those. Small layers
+    are fused, large ones cut. Allgathers go front layers first; those of late layers go under backward where the link would
+    otherwise idle (by times measured in the first steps).
 
     Args:
-        fc_exchange: linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
+        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
             "never".
-        bucket_bytes: least size of a fused slice; None: from the measured alpha and beta of the link.
-        two_level: where nodes have several ranks each, sum within a node first and gather across nodes first.
-        nominal_batch: samples of a step over all ranks, given by the program. micro_batches, nodes (of the ranks): likewise.
-        replan: order the allgathers anew by measured times.
-        window: most operations in flight on each communicator; None: no limit.
+        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it by the link, which is measured at
+            the start.
+        two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
+            first.
+        replan: The order of the allgathers is planned again after a few steps, by measured times.
+        window: Most operations in flight on each communicator; null sets no limit.
+        nominal_batch: samples of a step over all ranks, given by the program.
+        micro_batches, nodes (of the ranks): likewise.
 
     Raises:
         ConfigError: fc_exchange "always" with several micro-batches.

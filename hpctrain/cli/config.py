@@ -25,18 +25,28 @@ def config() -> None:
 @_FILE
 @_OVERRIDES
 def show(file: Path, overrides: tuple[str, ...]) -> None:
-    """Print FILE with OVERRIDES such as optimizer.lr=0.2 and all defaults, as YAML."""
-    from hpctrain.config.dump import dump
+    """Print FILE with OVERRIDES such as optimizer.lr=0.2, and the defaults of all keys and options, as YAML.
 
-    loaded, _ = load_config(file, overrides)
-    click.echo(dump(loaded), nl=False)
+    What is printed is a configuration that starts the same run. Options of the model that follow from the data, such as its
+    classes, are left out.
+    """
+    from hpctrain.config.dump import dump
+    from hpctrain.experiment.check import check_names
+    from hpctrain.experiment.options import filled
+
+    loaded, source = load_config(file, overrides)
+    check_names(loaded, source)
+    click.echo(dump(filled(loaded)), nl=False)
 
 
 @config.command()
 @_FILE
 @_OVERRIDES
 def check(file: Path, overrides: tuple[str, ...]) -> None:
-    """Check FILE with OVERRIDES: keys, types, ranges, names and their options. Exit 2 and one line per fault."""
+    """Check FILE with OVERRIDES: keys, types, ranges, names and their options.
+
+    Each fault is one line on standard error; the exit code is then 2.
+    """
     from hpctrain.experiment.check import check_names
 
     loaded, source = load_config(file, overrides)
@@ -78,7 +88,7 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema of a configuration file."""
-    from hpctrain.config.dump import json_schema
+    """Print the JSON schema of a configuration file, with the options of every name, for editors."""
+    from hpctrain.experiment.options_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))

@@ -17,6 +17,7 @@ _COMMANDS = {
     "plan": ("hpctrain.cli.plan", "plan"),
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
+    "list": ("hpctrain.cli.listing", "listing"),
 }
 
 

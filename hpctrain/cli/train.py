@@ -66,9 +66,10 @@ class _Job:
         config, source = load_config(file, overrides)
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
+        from hpctrain.experiment.options import filled
 
         check_names(config, source)
-        return config, threads
+        return filled(config), threads
 
 
 def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:

@@ -68,7 +68,11 @@ class Augmentation(ABC):
 
 @dataclass(frozen=True)
 class PadCrop(Augmentation):
-    """Black edges of `padding` pixels, then a random window of the images' own size (He et al., CVPR 2016, section 4.2)."""
+    """Black edges, then a random window of the images' own size (He et al., CVPR 2016, section 4.2).
+
+    Args:
+        padding: Width of the black edge on each side, in pixels.
+    """
 
     padding: int = 4
 
@@ -106,10 +110,15 @@ class PadCrop(Augmentation):
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Augmentation):
-    """A window of random area (`scale`, share of the image) and aspect (`ratio`), resized to `size` (Szegedy et al., CVPR 2015).
+    """A window of random area and aspect, resized to a square (Szegedy et al., CVPR 2015).
 
     Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
     widened where it shrinks.
+
+    Args:
+        size: Side of the result, in pixels.
+        scale: Least and most share of the image's area that the window has, within (0, 1].
+        ratio: Least and most width over height of the window.
     """
 
     size: int
@@ -187,7 +196,11 @@ class RandomResizedCrop(Augmentation):
 
 @dataclass(frozen=True)
 class CenterCrop(Augmentation):
-    """The central window of `size` x `size`."""
+    """The central square window.
+
+    Args:
+        size: Side of the window, in pixels; at most the images' shorter side.
+    """
 
     size: int
 
@@ -216,7 +229,11 @@ class CenterCrop(Augmentation):
 
 @dataclass(frozen=True)
 class Flip(Augmentation):
-    """Left and right exchanged with `probability`."""
+    """Left and right exchanged at random.
+
+    Args:
+        probability: Share of the images that are mirrored, in [0, 1].
+    """
 
     probability: float = 0.5
 

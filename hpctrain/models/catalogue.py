@@ -24,9 +24,11 @@ from hpctrain.registry import OptionError, check_options
 class Entry:
     """One name of the catalogue.
 
-    builder: the family's `build`. fixed: options that the name stands for. image_shape: (H, W, C) the model is meant for.
+    family: the module. builder: its `build`. fixed: options that the name stands for.
+    image_shape: (H, W, C) the model is meant for.
     """
 
+    family: str
     builder: Callable[..., Layer]
     fixed: Mapping[str, object]
     image_shape: tuple[int, int, int]
@@ -37,15 +39,28 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_entries()))
 
 
+def entry(name: str) -> Entry:
+    """The family behind a name, and what the name fixes of its options.
+
+    Raises:
+        ConfigError: no model of this name.
+    """
+    entries = _entries()
+    if name not in entries:
+        near = difflib.get_close_matches(name, sorted(entries), n=1, cutoff=0.0)[0]
+        raise ConfigError(f'There is no model "{name}"; the nearest is "{near}" (of {", ".join(sorted(entries))}).')
+    return entries[name]
+
+
 def options(name: str) -> dict[str, object]:
     """Options that the model takes, with their defaults.
 
     Raises:
         ConfigError: no model of this name.
     """
-    entry = _entry(name)
-    defaults = {option: parameter.default for option, parameter in inspect.signature(entry.builder).parameters.items()}
-    return {**defaults, **entry.fixed}
+    known = entry(name)
+    defaults = {option: parameter.default for option, parameter in inspect.signature(known.builder).parameters.items()}
+    return {**defaults, **known.fixed}
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
@@ -54,7 +69,7 @@ def image_shape(name: str) -> tuple[int, int, int]:
     Raises:
         ConfigError: no model of this name.
     """
-    return _entry(name).image_shape
+    return entry(name).image_shape
 
 
 def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
@@ -64,9 +79,9 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
         ConfigError: no model of this name. OptionError: an option it does not take, a value of another type, or one that the
             name fixes otherwise.
     """
-    entry = _entry(name)
-    converted = check_options(entry.builder, f'model "{name}"', given)
-    for option, value in entry.fixed.items():
+    known = entry(name)
+    converted = check_options(known.builder, f'model "{name}"', given)
+    for option, value in known.fixed.items():
         if converted.get(option, value) != value:
             raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
     return {**options(name), **converted}
@@ -78,7 +93,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     Raises:
         ConfigError: as `check`, or options that the family refuses. ShapeError: sizes that do not fit together.
     """
-    return _entry(name).builder(**check(name, given))
+    return entry(name).builder(**check(name, given))
 
 
 def _entries() -> Mapping[str, Entry]:
@@ -89,13 +104,5 @@ def _entries() -> Mapping[str, Entry]:
             continue
         for name, fixed in {found.name: {}, **module.VARIANTS}.items():
             assert name not in entries, f"two models are named {name}"
-            entries[name] = Entry(module.build, fixed, module.IMAGE_SHAPE)
+            entries[name] = Entry(found.name, module.build, fixed, module.IMAGE_SHAPE)
     return entries
-
-
-def _entry(name: str) -> Entry:
-    entries = _entries()
-    if name not in entries:
-        near = difflib.get_close_matches(name, sorted(entries), n=1, cutoff=0.0)[0]
-        raise ConfigError(f'There is no model "{name}"; the nearest is "{near}" (of {", ".join(sorted(entries))}).')
-    return entries[name]

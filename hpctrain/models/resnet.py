@@ -35,12 +35,13 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """A ResNet for images of any size.
+    """ResNet with 18, 34, 50, 101 or 152 layers, made for 224 px, for images of any size.
 
     Args:
-        depth: layers with weights: 18, 34, 50, 101 or 152. width: factor on all channels.
-        zero_init_residual: each block starts as its shortcut (Goyal et al. 2017, section 5.1).
-        epsilon, momentum, synchronised: of batch norm.
+        depth: Number of layers with weights: 18, 34, 50, 101 or 152.
+        width: Factor on all channels; 1 is the published network.
+        zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0 (Goyal et al. 2017,
+            section 5.1).
 
     Raises:
         ConfigError: a depth that does not exist, or a width that is not positive.

@@ -35,14 +35,14 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """A ResNet of three stages with (depth - 2) / 6 basic blocks each.
+    """ResNet with 20, 32, 44, 56 or 110 layers, made for 32 px: three stages of (depth - 2) / 6 basic blocks.
 
     Args:
-        depth: layers with weights: 20, 32, 44, 56 or 110. width: factor on all channels.
-        shortcut: where a block's shape changes: every second pixel and channels of zeros (option A, the paper's for these
-            networks, no parameters) or a 1x1 convolution with batch norm (option B).
-        zero_init_residual: each block starts as its shortcut.
-        epsilon, momentum, synchronised: of batch norm.
+        depth: Number of layers with weights: 20, 32, 44, 56 or 110.
+        width: Factor on all channels; 1 is the published network.
+        shortcut: The shortcut where a block's shape changes: "padding" takes every second pixel and adds channels of zeros (the
+            paper's option A, no parameters), "projection" is a 1x1 convolution with batch norm (option B).
+        zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0.
 
     Raises:
         ConfigError: a depth that does not exist, or a width that is not positive.

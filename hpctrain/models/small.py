@@ -40,12 +40,13 @@ def build(
     """Stages of convolution, batch norm, ReLU and a halving max pool, then a classifier.
 
     Args:
-        channels: channels out of each stage. width: factor on all channels and hidden features.
-        hidden: features of the classifier's hidden layer; 0: none.
-        grid: rows and columns that the last image is averaged to before the classifier; 1 is global pooling, and
-            7 changes nothing for 28 px and two stages.
-        batch_norm: after each convolution. dropout: rate before each linear layer; 0: none.
-        epsilon, momentum, synchronised: of batch norm. seed: of the dropout masks.
+        channels: Channels out of each stage; the length of the list is the number of stages.
+        hidden: Features of the classifier's hidden layer; 0 leaves that layer out.
+        grid: Rows and columns to which the last image is averaged before the classifier; 1 is global pooling, and 7 changes
+            nothing for 28 px and two stages.
+        batch_norm: Batch norm follows each convolution.
+        dropout: Probability of dropping a feature in front of each linear layer, in [0, 1); 0 switches dropout off.
+        width: Factor on all channels and hidden features.
 
     Raises:
         ConfigError: no stages, or a width that is not positive.

@@ -44,12 +44,13 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """A VGG for images of any size that five halvings leave something of (32 px and more).
+    """VGG with 11, 13, 16 or 19 layers, with or without batch norm, for images of 32 px and more.
 
     Args:
-        depth: layers with weights: 11, 13, 16 or 19. batch_norm: after each convolution.
-        width: factor on all channels and hidden features. dropout: rate in the classifier.
-        epsilon, momentum, synchronised: of batch norm. seed: of the dropout masks.
+        depth: Number of layers with weights: 11, 13, 16 or 19.
+        batch_norm: Batch norm follows each convolution.
+        width: Factor on all channels and hidden features; 1 is the published network.
+        dropout: Probability of dropping a feature in front of each of the last two linear layers, in [0, 1).
 
     Raises:
         ConfigError: a depth that does not exist, or a width that is not positive.

@@ -55,7 +55,7 @@ def square_sum(part: np.ndarray) -> float:
 class Optimizer(ABC):
     """Updates `group.data` from `group.grad`.
 
-    Args (common to all): weight_decay, decay_exclude ("norm_and_bias" or "none"), clip_norm (None: off).
+    Options common to all are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).
     """
 
     #: the update of one layer needs that layer's norms (LARS)

@@ -16,7 +16,7 @@ from hpctrain.optim.clip import check_clip_norm, clip_scale
 
 
 class Lars(Optimizer):
-    """SGD whose step of each parameter is scaled by its trust ratio.
+    """Layer-wise adaptive rate scaling: SGD whose step of each parameter is scaled by a ratio of norms, for large batches.
 
     lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), the norms over the whole parameter;
     g' = lambda * (g + weight_decay * w); m := momentum * m + g'; w := w - lr * m.
@@ -27,9 +27,15 @@ class Lars(Optimizer):
     algorithm 1 has it inside; the two are equal while the rate is constant).
 
     Args:
-        momentum: in [0, 1). nesterov: w := w - lr * (g' + momentum * m) instead.
-        weight_decay, decay_exclude, clip_norm: as in `Sgd`.
-        trust_coefficient: the paper's eta. epsilon: keeps the quotient finite.
+        momentum: Share of the previous update's direction that is kept, in [0, 1).
+        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
+        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
+        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
+            norms, "none" leaves out nothing.
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it, before the
+            ratios are taken; null switches clipping off.
+        trust_coefficient: Factor on all ratios (the paper's eta), above 0.
+        epsilon: Number added to the ratios' denominators, so that they stay finite.
 
     Raises:
         ConfigError: a value outside its range.

@@ -23,7 +23,8 @@ class Schedule(ABC):
 
     Args:
         base_lr: the full rate, positive. epochs, steps_per_epoch: of the whole training, at least 1.
-        warmup_epochs: in [0, epochs], fractions too (rounded to whole steps). warmup_start: factor of the first step, in [0, 1].
+        warmup_epochs: in [0, epochs], fractions too (rounded to whole steps).
+        warmup_start: Factor on the base learning rate in the first step of the warm-up, in [0, 1].
 
     Raises:
         ConfigError: a value outside its range.
@@ -76,7 +77,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """base_lr throughout."""
+    """The base learning rate throughout, after the warm-up."""
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.base_lr
@@ -84,12 +85,12 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
-    """base_lr * gamma^k once k of the milestones have passed.
+    """The base learning rate, multiplied by gamma at each milestone.
 
     Args:
-        milestones_epochs: increasing, positive, counted from the start of training, none inside the warm-up. One beyond
-            the last epoch never acts.
-        gamma: in (0, 1].
+        milestones_epochs: Epochs at which the rate falls, such as [30, 60, 80]: increasing, counted from the start of training,
+            fractions allowed, none inside the warm-up. One beyond the last epoch never acts.
+        gamma: Factor at each milestone, in (0, 1].
     """
 
     milestones_epochs: tuple[float, ...]
@@ -120,7 +121,11 @@ class Step(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _Decay(Schedule):
-    """From base_lr to final_lr, a rate of its own (not a factor), in [0, base_lr]."""
+    """From base_lr to final_lr.
+
+    Args:
+        final_lr: Learning rate at the end of training: a rate, not a factor, in [0, lr].
+    """
 
     final_lr: float = 0.0
 
@@ -136,7 +141,10 @@ class _Decay(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(_Decay):
-    """final_lr + (base_lr - final_lr) * (1 + cos(pi * progress)) / 2 (Loshchilov and Hutter, ICLR 2017, equation 5)."""
+    """Half a cosine from the base learning rate down to final_lr at the end of training.
+
+    final_lr + (base_lr - final_lr) * (1 + cos(pi * progress)) / 2 (Loshchilov and Hutter, ICLR 2017, equation 5).
+    """
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self._between(0.5 * (1.0 + math.cos(math.pi * progress)))
@@ -144,7 +152,13 @@ class Cosine(_Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(_Decay):
-    """final_lr + (base_lr - final_lr) * (1 - progress)^power; power is positive."""
+    """A power of the share of steps that is left, from the base learning rate down to final_lr at the end of training.
+
+    final_lr + (base_lr - final_lr) * (1 - progress)^power.
+
+    Args:
+        power: Exponent, above 0; 1 is a straight line.
+    """
 
     power: float = 2.0
 
@@ -164,6 +178,11 @@ _GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
 def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"it is one of {', '.join(known) or '(none)'}."
+
+
+def names() -> tuple[str, ...]:
+    """All schedules."""
+    return tuple(_CLASSES)
 
 
 def schedule_class(name: str) -> type[Schedule]:

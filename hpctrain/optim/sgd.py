@@ -13,13 +13,18 @@ from hpctrain.optim.clip import check_clip_norm, clip_scale
 
 
 class Sgd(Optimizer):
-    """g' = clip(g) + weight_decay * w; m := momentum * m + g'; w := w - lr * m (torch.optim.SGD, dampening 0).
+    """Stochastic gradient descent with momentum.
+
+    g' = clip(g) + weight_decay * w; m := momentum * m + g'; w := w - lr * m (torch.optim.SGD, dampening 0).
 
     Args:
-        momentum: in [0, 1). nesterov: w := w - lr * (g' + momentum * m) instead.
-        weight_decay: of the parameters that `decay_exclude` leaves in: "norm_and_bias" leaves those out that their layer
-            declares so, "none" leaves none out.
-        clip_norm: g is scaled by min(1, clip_norm / (|g| + 1e-6)), |g| over all parameters and owners; None: off.
+        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 is plain gradient descent.
+        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
+        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
+        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
+            "none" leaves out nothing.
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+            clipping off.
 
     Raises:
         ConfigError: a value outside its range.

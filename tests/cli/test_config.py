@@ -14,6 +14,7 @@ from hpctrain.backend.backend import NAMES
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
+from hpctrain.experiment.options import filled
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -33,7 +34,9 @@ def test_show_gives_what_would_run() -> None:
     path = str(CONFIGS[0])
     result = CliRunner().invoke(cli, ["config", "show", path, "optimizer.lr=2e-1"])
     assert result.exit_code == 0, result.output
-    assert Config.model_validate(yaml.safe_load(result.output)) == load(path, ["optimizer.lr=0.2"])[0]
+    shown = Config.model_validate(yaml.safe_load(result.output))
+    assert shown == filled(load(path, ["optimizer.lr=0.2"])[0])
+    assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ gives
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["bytes"], "is not UTF-8"),
         ([CONFIG, "dtype=float16"], "dtype is float16, but must be 'float32' or 'float64'.\n"),
     ],
-    "config schema": [],  # takes nothing
+    "config schema": [],  # takes nothing, and so does what follows
+    **{f"list {kind}": [] for kind in ("models", "optimizers", "averagers", "schedules", "augmentations")},
     "plan show": [
         (["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "averager=sharted", "--ranks", "2"], 'the nearest is "sharded"'),
