@@ -103,7 +103,7 @@ def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[s
     cores = physical_cores(mask)
     local_size = launcher.local_size or 1
     if local_size == 1:
-        return cores, f"1 rank on {cores} cores"
+        return cores, f"1 rank on {cores} {'core' if cores == 1 else 'cores'}"
     if _is_bound(launcher, mask, environ):
         return cores, f"bound to {cores} of the node's cores by {launcher.name}"
     return max(1, cores // local_size), f"{local_size} ranks share {cores} cores"

@@ -197,7 +197,7 @@ KINDS = (
     Kind(r"python -m benchmarks\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip install ", installs, "needs a network"),
-    Kind(r"sbatch ", names_files, "needs Slurm"),
+    Kind(r"(sbatch|scancel) ", names_files, "needs Slurm"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
     Kind(r"(cd|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )
