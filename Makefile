@@ -9,6 +9,7 @@
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
+# make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds docs slurm parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds docs slurm signals parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -96,6 +97,9 @@ docs: $(VENV)/installed
 
 slurm: $(VENV)/installed-dev
 	$(PY) -m hpctrain.testing.slurm_jobs
+
+signals: $(VENV)/installed-dev
+	$(PY) -m hpctrain.testing.signal_storm --signals 10000 --out benchmarks/results/signals.json
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -1,11 +1,41 @@
 """`python -m hpctrain` and the console script `hpctrain`. Imports no NumPy: thread counts must be set before it loads."""
 
+from __future__ import annotations
+
+import sys
+
+# Commands whose process computes: their signals are blocked before anything else is loaded.
+_COMPUTING = (["train"], ["eval"], ["bench", "engine"])
+
 
 def main() -> None:
     """Run the command line."""
+    words = sys.argv[1:]
+    if any(words[: len(command)] == command for command in _COMPUTING):
+        _compute(words[0])
+    else:
+        _command(None)
+
+
+def _compute(command: str) -> None:
+    from hpctrain.launch.signals import SignalWatch, hold
+
+    held = hold()
+    import os
+
+    from hpctrain.comm.launcher import rank_of
+
+    watch = SignalWatch(held, rank=rank_of(os.environ), at_once=command != "train").start()
+    try:
+        _command(watch)
+    finally:
+        watch.close()
+
+
+def _command(watch: object) -> None:
     from hpctrain.cli.main import cli
 
-    cli()
+    cli(obj=watch)
 
 
 if __name__ == "__main__":

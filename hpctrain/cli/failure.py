@@ -18,9 +18,10 @@ import click
 
 from hpctrain.comm.launcher import EXPECT_RANKS, Launcher, detect
 from hpctrain.errors import HpctrainError, MissingLibraryError
+from hpctrain.launch import exit_codes
 
-USER_ERROR = 2
-BUG = 1
+USER_ERROR = exit_codes.USER_ERROR
+BUG = exit_codes.BUG
 
 # An error that every rank raises is rank 0's to print. A rank that is alone with its error is still alive after this time (rank 0
 # has not ended the job), and prints it itself.

@@ -13,6 +13,8 @@ from hpctrain.cli.loading import load_config
 from hpctrain.comm.launcher import Launcher, detect
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError
+from hpctrain.launch.exit_codes import STOPPED
+from hpctrain.launch.signals import SignalWatch
 from hpctrain.threads import ThreadPlan, set_threads
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
+
+#: that the ranks may take to end MPI together
+LEAVE_SECONDS = 60.0
 
 COMPUTE_ONLY_STEPS = 20
 
@@ -41,6 +46,14 @@ class _Job:
     def abort(self, code: int) -> None:
         if self.world is not None:
             self.world.abort(code)
+
+    def leave(self, code: int) -> None:
+        """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
+        if self.launcher.name != "none":
+            from hpctrain.comm import mpi
+
+            mpi.finish(LEAVE_SECONDS)
+        raise SystemExit(code)
 
     def start(self, file: Path, overrides: tuple[str, ...]) -> Session:
         """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
@@ -88,19 +101,30 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
 @click.option(
     "--compute-only", is_flag=True, help="Time steps that exchange nothing, and the exchange alone (20 steps unless --steps)."
 )
-def train(file: Path, overrides: tuple[str, ...], resume: str | None, steps: int, compute_only: bool) -> None:
-    """Train as FILE says; OVERRIDES such as optimizer.lr=0.2 win over it."""
+@click.pass_obj
+def train(
+    watch: SignalWatch | None, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int, compute_only: bool
+) -> None:
+    """Train as FILE says; OVERRIDES such as optimizer.lr=0.2 win over it.
+
+    SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP end the run after a step with a checkpoint and exit code 85.
+    """
     if compute_only and resume is not None:
         raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
-    job = _Job()
+    watch, job = watch or SignalWatch(), _Job()
+    if compute_only:
+        watch.end_at_once()
+    stopped = False
     with job_ends_on_error(job.rank, job.abort):
         session = job.start(file, (*overrides, "trace=true") if compute_only else overrides)
         from hpctrain.experiment.run import run_compute_only, run_training
 
         if compute_only:
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS)
-            return
-        run_training(session, resume=resume, steps=steps)
+        else:
+            stopped = run_training(session, watch, resume=resume, steps=steps)
+    if stopped:
+        job.leave(STOPPED)
 
 
 @click.command()

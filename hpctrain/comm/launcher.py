@@ -93,6 +93,11 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     return replace(launcher, expected_size=int(wanted))
 
 
+def rank_of(environ: Mapping[str, str]) -> int | None:
+    """This process's rank as its launcher gave it; None without a launcher. Reads nothing that can be wrong."""
+    return _detect(environ).rank
+
+
 def _detect(environ: Mapping[str, str]) -> Launcher:
     for signature in _SIGNATURES:
         if signature.marker in environ:

@@ -61,6 +61,16 @@ def _world(deadline_seconds: float) -> MpiCommunicator:
     return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds)
 
 
+def finish(deadline_seconds: float) -> None:
+    """End MPI in this process. Collective over the job; nothing may be sent after it."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with guard("The end of MPI", deadline_seconds, rank=MPI.COMM_WORLD.Get_rank()):
+        MPI.Finalize()
+
+
 def describe() -> str:
     """The MPI library's name and version and its thread level, on one line, for logs and run directories. After `world`."""
     from mpi4py import MPI

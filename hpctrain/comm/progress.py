@@ -20,10 +20,11 @@ from typing import Any, NoReturn, TextIO
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress_thread import ProgressThread
 from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.launch import exit_codes
 from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
-TIMEOUT_EXIT_CODE = 124
+TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
 
 # A wait polls, offering its core to others after each poll: as quick as a spin where it has the core to itself, and many times
 # quicker where ranks share cores. Later it sleeps between polls, so that a slow rank gets the core.

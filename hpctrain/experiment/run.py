@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,22 @@ from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.resume import find_checkpoint, find_start, introduce
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
+from hpctrain.launch.signals import SignalWatch
 from hpctrain.train import checkpoint, snapshot
-from hpctrain.train.metrics import Reporter, RunningSums, SilentReporter
+from hpctrain.train.metrics import Reporter, SilentReporter
 from hpctrain.train.reporter import ConsoleReporter
 from hpctrain.train.run_directory import RunDirectory, software_versions
 from hpctrain.train.snapshot import Position
+from hpctrain.train.trainer import Outcome
 
 
-def run_training(session: Session, *, resume: str | None, steps: int = 0) -> None:
-    """Train; print the last test accuracy and where the run's files lie. Collective."""
+def run_training(session: Session, watch: SignalWatch, *, resume: str | None, steps: int = 0) -> bool:
+    """Train; print the last test accuracy and where the run's files lie. Collective.
+
+    True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
+    """
     start = find_start(session, resume) if resume is not None else None
     parts = build(session)
     posting.agree(session, parts, None if start is None else start.content)
@@ -57,7 +62,7 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
             reporter,
             lambda at: _save(session, parts, directory, at),
             steps=steps,
-            stop_requested=_stop_signal(),
+            stop_requested=watch.asked,
         )
         outcome = trainer.run(position)
         evaluation = outcome.evaluation
@@ -70,8 +75,10 @@ def run_training(session: Session, *, resume: str | None, steps: int = 0) -> Non
     finally:
         session.progress.stop_thread()
         reporter.close()
+    reason = stop_reason(session.world, watch) if outcome.stopped and not outcome.steps_reached else None
     if session.is_root:
-        _conclude(evaluation, directory, outcome.stopped)
+        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason)
+    return reason is not None
 
 
 def run_compute_only(session: Session, steps: int) -> None:
@@ -88,7 +95,7 @@ def run_compute_only(session: Session, steps: int) -> None:
         reporter.say(f"run directory {directory.path}")
         about = _about(alone, parts)
         trace_report = TraceReport(alone.world, alone.progress, trace)
-        trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps, stop_requested=_stop_signal())
+        trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps)
         trainer.run(Position())
         said = trace_report.finish(directory.path, about)
         table = trace_report.table
@@ -229,24 +236,21 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
     }
 
 
-def _conclude(evaluation: RunningSums | None, directory: RunDirectory, stopped: bool) -> None:
-    if stopped:
+def _conclude(session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None) -> None:
+    epochs, evaluation = session.config.epochs, outcome.evaluation
+    if reason is not None:
+        written = checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
+        print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
+    elif outcome.stopped:
         print(f"stopped on request; go on with --resume {directory.path}")
     if evaluation is not None:
-        means = evaluation.means()
+        means, then = evaluation.means(), f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
         print(
-            f"test accuracy {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {means['loss']:.4f}, {evaluation.count} images)"
+            f"test accuracy{then} {means['top1']:.2%} "
+            f"(top5 {means['top5']:.2%}, loss {means['loss']:.4f}, {evaluation.count} images)"
         )
     print(f"files of this run: {directory.path}", flush=True)
 
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:
     return software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
-
-
-def _stop_signal() -> Callable[[], bool]:
-    """Stop at the next step on SIGTERM or SIGUSR1, whichever rank it reaches: the flag rides on the step's message."""
-    asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, frame: asked.append(received))
-    return lambda: bool(asked)

@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from hpctrain.errors import HpctrainError
+from hpctrain.launch.signals import release
 
 _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
@@ -62,8 +63,9 @@ class Stepper:
     ) -> None:
         self.name, self._timeout_seconds = name, timeout_seconds
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        how = {"start_new_session": True, "preexec_fn": release}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process = subprocess.Popen(command, env=dict(environment), text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        self._process = subprocess.Popen(command, env=dict(environment), text=True, **how, **pipes)  # type: ignore[call-overload]
         self._cpu_after_seconds: float | None = None
         self.idle_cpu_seconds = 0.0
         try:

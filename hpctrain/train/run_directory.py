@@ -32,6 +32,7 @@ import yaml
 
 from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
+from hpctrain.launch.signals import release
 from hpctrain.train import metrics_file
 from hpctrain.train.checkpoint import CheckpointContent, read_newest
 
@@ -68,7 +69,9 @@ def git_state(directory: Path | None = None) -> dict[str, object]:
 def _git(directory: Path | None, *words: str) -> str:
     # Without optional locks a reader never disturbs somebody's work in the repository.
     command = ["git", "--no-optional-locks", *words]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
+    )
     return done.stdout.strip()
 
 

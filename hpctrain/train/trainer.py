@@ -36,11 +36,17 @@ class Cadence:
 
 @dataclass
 class Outcome:
-    """How training ended. evaluation: of the last evaluation, if any. stopped: before its last epoch, on request."""
+    """How training ended.
+
+    evaluation: of the last evaluation, if any; evaluated_epochs: how many had been trained then.
+    stopped: before its last epoch, on request; steps_reached: the request was the number of steps that this run was given.
+    """
 
     position: Position
     evaluation: RunningSums | None
+    evaluated_epochs: int
     stopped: bool
+    steps_reached: bool
 
 
 class Trainer:
@@ -89,14 +95,15 @@ class Trainer:
         self._saved_step = position.global_step
         self._lr = self._rate_before(position)
         evaluation: RunningSums | None = None
+        evaluated_epochs = 0
         stopped = False
         while position.epoch < self._cadence.epochs and not stopped:
             stopped = self._run_epoch(position)
-            if not stopped:
-                evaluation = self._end_epoch(position) or evaluation
+            if not stopped and (sums := self._end_epoch(position)) is not None:
+                evaluation, evaluated_epochs = sums, position.epoch
         if stopped:
             self._save_once(position)
-        return Outcome(position, evaluation, stopped)
+        return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def drain(self) -> None:
         """Everything of the steps so far is complete on every rank."""
@@ -134,14 +141,13 @@ class Trainer:
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
         self._steps_run += 1
-        enough = 0 < self._cadence.steps <= self._steps_run
-        self._message.post(stop=enough or self._stop_requested())
+        self._message.post(stop=self._enough or self._stop_requested())
         position.global_step += 1
         position.samples += batch.global_count
         self._lr = lr
         self._reporter.step(position.epoch, position.global_step, position.sums, lr, self._rate.per_second())
         every = self._cadence.checkpoint_steps
-        if enough or (every and position.global_step % every == 0):
+        if self._enough or (every and position.global_step % every == 0):
             self._settle(position)
             if not self._stop:
                 self._save_once(position)
@@ -157,6 +163,11 @@ class Trainer:
         """The learning rate of the step before a position: what is recorded of an epoch that ended with a checkpoint's step."""
         sampler = self._loader.sampler
         return self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
+
+    @property
+    def _enough(self) -> bool:
+        """This run has done the steps that it was given."""
+        return 0 < self._cadence.steps <= self._steps_run
 
     def _settle(self, position: Position) -> None:
         """Read the message on its way, if any: sums, running statistics, and whether to go on."""

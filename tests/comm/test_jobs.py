@@ -85,6 +85,8 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
         job,
         2,
         """
+        from hpctrain.launch.signals import hold
+        hold()  # as a run does
         engine = ProgressEngine(rank=world.rank, deadline_seconds=1.5, abort=world.abort)
         queue = engine.queue(world)
         done = queue.post(lambda: world.iallreduce(np.ones(3)), "features.0.weight")

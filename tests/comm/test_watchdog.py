@@ -21,6 +21,8 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
     def the_culprit():
         {hang}
 
+    from hpctrain.launch.signals import hold
+    hold()  # as a run does
     with guard("The start of MPI", 0.3, rank=4):
         the_culprit()
     """

@@ -1,0 +1,127 @@
+"""Signals of a process that computes: blocked in every thread, and taken by one thread that sleeps in the kernel.
+
+No handler may run on a thread that computes. The kernels that oneDNN generates use the stack pointer as a register, so the frame
+of a handler is written wherever it points, and the process dies. The mask is set before NumPy, MPI or any thread exists, so that
+every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still answers while the others hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from signal import Signals
+
+from hpctrain.launch.exit_codes import SIGNALLED
+
+#: ask for the end of the run with a checkpoint
+STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
+#: prints the stacks of all threads; the run goes on
+STACKS = Signals.SIGUSR2
+#: mean nothing to a run, and must not end it either
+_DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
+HELD = (*STOPS, STACKS, *_DROPPED)
+
+# One request may arrive several times: from the terminal, the launcher, the parent process. What comes later is another one.
+AGAIN_SECONDS = 3.0
+_AGAIN = (Signals.SIGINT, Signals.SIGTERM)
+_STACKS_SECONDS = 1.0
+
+
+def hold() -> frozenset[Signals]:
+    """Block the signals in this thread and all that it starts; give those that are blocked.
+
+    What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
+    be kept for whoever waits.
+    """
+    held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    return held
+
+
+def release() -> None:
+    """Unblock them in this thread: for a child between its fork and its program, which would inherit the mask."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+
+
+class SignalWatch:
+    """What signals have asked of this process so far.
+
+    Args:
+        held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.
+        at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered, and
+            an interrupt or termination again after AGAIN_SECONDS ends the process.
+    """
+
+    def __init__(self, held: frozenset[Signals] = frozenset(), *, rank: int | None = None, at_once: bool = False) -> None:
+        self.request: Signals | None = None
+        self._held, self._rank, self._at_once = held, rank, at_once
+        self._since = self._stacks_at = float("-inf")
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> SignalWatch:
+        """Start the thread that waits. From the main thread, after `hold`."""
+        for number in self._held:  # a thread older than the mask may get one: the default would end the process
+            signal.signal(number, lambda received, frame: self.take(Signals(received)))
+        self._thread = threading.Thread(target=self._run, name="hpctrain-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the thread; later signals stay pending. An interpreter that ends should have no thread that a signal can wake."""
+        self._closed = True
+        if self._thread is not None:
+            signal.pthread_kill(self._thread.ident or 0, min(self._held))
+            self._thread.join(1.0)
+
+    def asked(self) -> bool:
+        """True once a signal has asked this process to stop."""
+        return self.request is not None
+
+    def end_at_once(self) -> None:
+        """From here on there is nothing to save: a request, also one that came before, ends the process."""
+        self._at_once = True
+        if self.request is not None:
+            self._end(self.request)
+
+    def take(self, number: Signals) -> None:
+        """Act on one signal. Returns, unless it ends the process."""
+        now = time.monotonic()
+        if number in STOPS:
+            self._stop(number, now)
+        elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
+            self._stacks_at = now
+            self._say(f"{number.name} received, the run goes on; stacks of all threads:")
+            faulthandler.dump_traceback(2, all_threads=True)
+
+    def _run(self) -> None:
+        while not self._closed:
+            number = signal.sigwaitinfo(self._held).si_signo
+            if not self._closed:
+                self.take(Signals(number))
+
+    def _stop(self, number: Signals, now: float) -> None:
+        first = self.request is None
+        if first:
+            self.request, self._since = number, now
+        if self._at_once or (number in _AGAIN and now - self._since >= AGAIN_SECONDS):
+            self._end(number)
+        if first and not self._rank:
+            self._say(
+                f"{number.name} received: the run ends after this step with a checkpoint; SIGINT or SIGTERM after "
+                f"{AGAIN_SECONDS:g} s more ends it at once, without one."
+            )
+
+    def _end(self, number: Signals) -> None:
+        again = "" if self._at_once else " again"
+        self._say(f"{number.name} received{again}: this process ends at once and writes no checkpoint.")
+        os._exit(SIGNALLED + number)
+
+    def _say(self, sentence: str) -> None:
+        # Past Python's streams, whose locks a thread that hangs may hold. A progress bar may stand in the line: clear it.
+        place = "hpctrain: " if self._rank is None else f"hpctrain: [rank {self._rank}] "
+        clear = "\r\x1b[2K" if os.isatty(2) else ""
+        os.write(2, f"{clear}{place}{sentence}\n".encode())

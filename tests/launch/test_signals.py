@@ -1,0 +1,122 @@
+"""Signals of a process that computes: blocked in every thread, taken by one, never in the way of a child or a deadline."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from signal import Signals
+
+import pytest
+
+from hpctrain.launch.signals import HELD, STOPS, SignalWatch
+from hpctrain.testing.jobs import Outcome, run_job
+
+_START = """
+import os, signal, sys, time
+from hpctrain.launch import signals
+signals.AGAIN_SECONDS = 0.3
+held = signals.hold()
+watch = signals.SignalWatch(held, rank=0, at_once={at_once}).start()
+def send(number, seconds=10):
+    os.kill(os.getpid(), number)
+"""
+
+
+def _run(program: str, *, at_once: bool = False) -> Outcome:
+    return run_job(0, ["-c", _START.format(at_once=at_once) + textwrap.dedent(program)])
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
+    outcome = _run(
+        f"""
+        for _ in range(50):
+            send({number:d})
+            time.sleep(1e-3)
+        while not watch.asked():
+            time.sleep(0.01)
+        print(watch.request.name)
+        """
+    )
+    assert (outcome.code, outcome.stdout) == (0, f"{number.name}\n"), outcome.output
+    assert outcome.stderr.count(f"[rank 0] {number.name} received: the run ends after this step with a checkpoint") == 1
+
+
+@pytest.mark.parametrize("number", [Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD])
+def test_signals_without_a_meaning_do_nothing(number: Signals) -> None:
+    outcome = _run(f"for _ in range(50): send({number:d}); time.sleep(1e-3)\nprint(watch.asked())")
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "False\n", "")
+
+
+def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
+    outcome = _run(
+        """
+        def the_place():
+            send(signal.SIGUSR2)
+            time.sleep(0.5)
+        the_place()
+        print(watch.asked())
+        """
+    )
+    assert (outcome.code, outcome.stdout) == (0, "False\n")
+    assert "[rank 0] SIGUSR2 received, the run goes on; stacks of all threads:" in outcome.stderr
+    assert "in the_place" in outcome.stderr
+
+
+@pytest.mark.parametrize("number", [Signals.SIGINT, Signals.SIGTERM])
+def test_a_second_interrupt_ends_a_process_that_hangs(number: Signals) -> None:
+    # The interpreter lock is free in a kernel or in a wait for others, so the thread that waits for signals can speak.
+    outcome = _run(f"send({number:d}); time.sleep(0.5); send({number:d}); time.sleep(60)")
+    assert outcome.code == 128 + number
+    assert f"{number.name} received again: this process ends at once and writes no checkpoint." in outcome.stderr
+    assert outcome.seconds < 30
+
+
+def test_a_notice_of_the_scheduler_does_not_count_as_a_second_request() -> None:
+    program = "send(signal.SIGUSR1); time.sleep(0.5); send(signal.SIGUSR1); send(signal.SIGHUP); time.sleep(0.3); print('alive')"
+    assert _run(program).stdout == "alive\n"
+
+
+def test_where_nothing_can_be_saved_a_request_ends_the_process() -> None:
+    outcome = _run("send(signal.SIGTERM); time.sleep(60)", at_once=True)
+    assert outcome.code == 128 + signal.SIGTERM
+    assert "SIGTERM received: this process ends at once and writes no checkpoint." in outcome.stderr
+
+
+def test_a_request_from_before_ends_the_process_once_nothing_can_be_saved() -> None:
+    outcome = _run("send(signal.SIGHUP); time.sleep(0.3); watch.end_at_once(); print('alive')")
+    assert (outcome.code, outcome.stdout) == (128 + signal.SIGHUP, "")
+
+
+def test_after_the_close_signals_stay_pending() -> None:
+    outcome = _run("watch.close(); send(signal.SIGTERM); time.sleep(0.2); print(signal.sigpending(), watch.asked())")
+    assert outcome.code == 0
+    assert "SIGTERM" in outcome.stdout
+    assert "False" in outcome.stdout
+
+
+def test_what_the_starter_ignores_stays_ignored() -> None:
+    """As under `nohup`, and for the background jobs of scripts."""
+    program = _START.format(at_once=True) + "send(signal.SIGHUP); time.sleep(0.3); print(len(held))"
+    command = ["sh", "-c", 'trap "" HUP; exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{len(HELD) - 1}\n", "")
+
+
+def test_children_get_no_mask() -> None:
+    outcome = _run(
+        """
+        import subprocess
+        show = [sys.executable, "-c", "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
+        subprocess.run(show, check=True, preexec_fn=signals.release)
+        """
+    )
+    assert outcome.stdout == "set()\n"
+
+
+def test_without_a_thread_nothing_is_asked() -> None:
+    watch = SignalWatch()
+    watch.close()
+    assert not watch.asked()
