@@ -7,6 +7,7 @@
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
+# make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
@@ -32,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds docs slurm signals parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +101,9 @@ slurm: $(VENV)/installed-dev
 
 signals: $(VENV)/installed-dev
 	$(PY) -m hpctrain.testing.signal_storm --signals 10000 --out benchmarks/results/signals.json
+
+combinations: $(VENV)/installed-dev
+	$(TEST_ENV) $(PY) -m hpctrain.testing.combinations --count $${HPCTRAIN_COMBINATIONS:-2000}
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -192,7 +192,7 @@ class ProgressEngine:
         deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
             and the stacks of all threads, and calls `abort`.
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
-        clock, sleep: seconds since any start, and a sleep of so many seconds.
+        clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
         stream: where the report goes; stderr by default.
         trace: records operations and waits.
     """
@@ -205,6 +205,7 @@ class ProgressEngine:
         abort: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        offer_core: Callable[[], None] = os.sched_yield,
         stream: TextIO | None = None,
         trace: Tracer | None = None,
     ) -> None:
@@ -216,6 +217,7 @@ class ProgressEngine:
         self._abort = abort
         self._clock = clock
         self._sleep = sleep
+        self._offer_core = offer_core
         self._stream = stream
         self._queues: dict[Communicator, PostingQueue] = {}
         self._lock = threading.RLock()
@@ -318,7 +320,7 @@ class ProgressEngine:
             if now - begin > _YIELD_SECONDS:
                 self._sleep(_SLEEP_SECONDS)
             else:
-                os.sched_yield()
+                self._offer_core()
         self.waited_seconds += self._clock() - begin
 
     def _give_up(self, what: object) -> NoReturn:

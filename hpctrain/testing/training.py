@@ -61,15 +61,20 @@ class Result:
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
+def made_up(task: Task) -> tuple[np.ndarray, np.ndarray, Sampler]:
+    """Images (samples, H, W, C), labels (samples,), and the order in which steps take them."""
+    random = np.random.default_rng(task.seed)
+    images = random.standard_normal((task.samples, *task.image_shape)).astype(task.dtype)
+    labels = random.integers(0, task.classes, task.samples)
+    return images, labels, Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
+
+
 def batches(task: Task, position: int, positions: int, boxes: Boxes | None = None) -> Iterator[Batch]:
     """The shares of one position: made-up images that depend on the sample alone.
 
     boxes: for the samples of the ranks of a column, what each of them reads of the column's images; None: its own samples.
     """
-    random = np.random.default_rng(task.seed)
-    images = random.standard_normal((task.samples, *task.image_shape)).astype(task.dtype)
-    labels = random.integers(0, task.classes, task.samples)
-    sampler = Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
+    images, labels, sampler = made_up(task)
     rows = task.plan.rows
     for step in range(task.steps):
         epoch, inside = divmod(step, sampler.steps_per_epoch)
@@ -90,13 +95,15 @@ def train(
     averager: AveragerFactory,
     *,
     keep_gradients: bool = False,
+    tell_nodes: bool = False,
     **options: Any,
 ) -> Result:
     """Train for `task.steps` on the ranks of `comm`, on the grid of the task's plan. Collective.
 
     Args:
         averager: the class; it gets `options` beside what every averager gets. keep_gradients: of the first step, summed over
-            all ranks; only where the averager leaves the sums in the gradients' buffers, as `Blocking` does.
+            all ranks; only where the averager leaves the sums in the gradients' buffers, as `Blocking` does. tell_nodes: it also
+            gets `nodes`, those of its group's ranks.
     """
     rows = task.plan.rows
     groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
@@ -114,10 +121,12 @@ def train(
     )
     if MODEL in network.groups:
         options = {**options, "norms": JointNorms(comm, progress)}
-    averagers = {
-        name: averager(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **options)
-        for name, group in network.groups.items()
-    }
+    averagers = {}
+    for name, group in network.groups.items():
+        nodes = {"nodes": groups.nodes[name]} if tell_nodes else {}
+        averagers[name] = averager(
+            group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **nodes, **options
+        )
     for each in averagers.values():
         each.agree()
     message = SmallMessage(groups.messages, progress, network.statistics.size)

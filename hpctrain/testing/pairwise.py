@@ -1,0 +1,115 @@
+"""Draws combinations of options so that every two values of different options meet in one of them, wherever that is legal.
+
+Greedy, one combination after the other (Cohen, Dalal, Fredman and Patton, "The AETG system", IEEE Transactions on Software
+Engineering 1997): it starts from a pair that has not been met, and gives each further option the value that meets most new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+
+Values = Mapping[str, Sequence[str]]
+Row = dict[str, str]
+#: ((option, value), (another option, its value)), options in the order of the table
+Pair = tuple[tuple[str, str], tuple[str, str]]
+#: the sentence by which a combination, of which some options may not be chosen yet, is refused; None: it is not
+Refusal = Callable[[Mapping[str, str]], str | None]
+
+# Choices that are tried for one combination. Refusals depend on few options, so a legal one is near or there is none.
+_MOST_CHOICES = 3000
+
+
+@dataclass(frozen=True)
+class Draw:
+    """rows: combinations, each with all options in the table's order. refused: pairs that no legal one has, with a sentence."""
+
+    rows: tuple[Row, ...]
+    refused: Mapping[Pair, str]
+
+
+def draw(values: Values, refusal: Refusal, *, seed: int, count: int = 0) -> Draw:
+    """Combinations that hold every legal pair, and further ones by chance until there are `count`. The same for the same seed.
+
+    Args:
+        values: of each option. Options whose values decide what others may be come first: fewer choices are taken back.
+    """
+    search = _Search(values, refusal, Random(seed))
+    rows: list[Row] = []
+    refused: dict[Pair, str] = {}
+    for pair in search.shuffled_pairs():
+        if pair not in search.missing:
+            continue
+        row = search.complete(dict(pair))
+        if row is None:
+            refused[pair] = search.last_refusal
+            search.missing.discard(pair)
+        else:
+            rows.append(row)
+            search.missing.difference_update(pairs_of(row))
+    while len(rows) < count:
+        row = search.complete({})
+        assert row is not None, f"no combination is legal: {search.last_refusal}"
+        rows.append(row)
+    return Draw(tuple(rows), refused)
+
+
+def pairs_of(row: Mapping[str, str]) -> set[Pair]:
+    """All pairs of a combination whose options are in the table's order."""
+    return set(combinations(row.items(), 2))
+
+
+class _Search:
+    """Completes combinations; `missing`: pairs that have not been met. last_refusal: why the last choice was none."""
+
+    def __init__(self, values: Values, refusal: Refusal, random: Random) -> None:
+        self._values, self._refusal, self._random = values, refusal, random
+        self._position = {name: position for position, name in enumerate(values)}
+        every = [[(name, value) for value in options] for name, options in values.items()]
+        self._pairs: list[Pair] = [(a, b) for first, second in combinations(every, 2) for a in first for b in second]
+        self.missing = set(self._pairs)
+        self.last_refusal = ""
+
+    def shuffled_pairs(self) -> list[Pair]:
+        pairs = list(self._pairs)
+        self._random.shuffle(pairs)
+        return pairs
+
+    def complete(self, chosen: Row) -> Row | None:
+        """A legal combination with these values; None where there is none."""
+        if self._is_refused(chosen):
+            return None
+        self._choices = 0
+        row = self._extended(chosen, [name for name in self._values if name not in chosen])
+        return None if row is None else {name: row[name] for name in self._values}
+
+    def _extended(self, chosen: Row, left: Sequence[str]) -> Row | None:
+        if not left:
+            return chosen
+        name, *rest = left
+        for value in self._by_gain(chosen, name):
+            self._choices += 1
+            assert self._choices <= _MOST_CHOICES, f"{chosen} is neither completed nor refused after {_MOST_CHOICES} choices"
+            longer = {**chosen, name: value}
+            if not self._is_refused(longer):
+                row = self._extended(longer, rest)
+                if row is not None:
+                    return row
+        return None
+
+    def _is_refused(self, chosen: Row) -> bool:
+        sentence = self._refusal(chosen)
+        if sentence is not None:
+            self.last_refusal = sentence
+        return sentence is not None
+
+    def _by_gain(self, chosen: Row, name: str) -> list[str]:
+        values = list(self._values[name])
+        self._random.shuffle(values)
+        return sorted(values, key=lambda value: -sum(self._pair(name, value, *other) in self.missing for other in chosen.items()))
+
+    def _pair(self, name: str, value: str, other: str, its_value: str) -> Pair:
+        before = self._position[name] < self._position[other]
+        return ((name, value), (other, its_value)) if before else ((other, its_value), (name, value))

@@ -1,0 +1,66 @@
+"""The net under all features: combinations of options, drawn so that every legal pair meets, against one rank in float64.
+
+HPCTRAIN_COMBINATIONS says how many; `make combinations` runs 2,000 of each of three seeds.
+"""
+
+import itertools
+import os
+
+import pytest
+
+from hpctrain.testing import combinations
+from hpctrain.testing.combinations import Tally, drawn, run
+from hpctrain.testing.dimensions import VALUES, line, parsed
+from hpctrain.testing.pairwise import pairs_of
+
+COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "150"))
+BLOCKS = 10
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_combinations_equal_one_rank(block: int) -> None:
+    tally = Tally()
+    for row in drawn(COUNT, 0).rows[block::BLOCKS]:
+        tally.add(row)
+    again = "python -m hpctrain.testing.combinations "
+    assert not tally.failures, "\n".join(["", *(again + failure for failure in tally.failures)])
+    assert not tally.refused, "refused only where it ran: such a rule is known before a run"
+
+
+def test_every_legal_pair_is_among_them() -> None:
+    every = drawn(COUNT, 0)
+    assert len(every.rows) >= COUNT
+    met = set().union(*(pairs_of(row) for row in every.rows))
+    every_pair = {pair for a, b in itertools.combinations(VALUES, 2) for pair in itertools.product(_values(a), _values(b))}
+    assert met | set(every.refused) == every_pair
+    assert not met & set(every.refused)
+
+
+def _values(name: str) -> list[tuple[str, str]]:
+    return [(name, value) for value in VALUES[name]]
+
+
+def test_refusals_are_sentences() -> None:
+    refused = drawn(COUNT, 0).refused
+    assert refused
+    for pair, sentence in refused.items():
+        assert sentence.endswith("."), (pair, sentence)
+
+
+def test_a_line_is_a_combination() -> None:
+    row = parsed(["net=plain", "grid=3x1", "averager=overlap"])
+    assert parsed(line(row).split()) == row
+    with pytest.raises(ValueError, match="narrow"):
+        parsed(["net=wide"])
+    with pytest.raises(ValueError, match="averager"):
+        parsed(["colour=blue"])
+
+
+def test_a_wrong_result_is_a_failure_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = parsed(["net=narrow", "batch=3"])
+    assert run(row) <= combinations.TOLERANCE
+    monkeypatch.setattr(combinations, "TOLERANCE", -1.0)
+    tally = Tally()
+    tally.add(row)
+    (failure,) = tally.failures
+    assert failure.startswith(line(row))

@@ -1,0 +1,48 @@
+"""Draws of combinations meet every legal pair, hold nothing that is refused, and repeat."""
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import pytest
+
+from hpctrain.testing.pairwise import draw, pairs_of
+
+VALUES = {"a": ("0", "1", "2"), "b": ("0", "1", "2", "3"), "c": ("0", "1"), "d": ("0", "1", "2"), "e": ("0", "1")}
+
+
+def _nothing(row: Mapping[str, str]) -> str | None:
+    return None
+
+
+def _refusal(row: Mapping[str, str]) -> str | None:
+    if row.get("a") == "1" and row.get("b", "0") != "0":
+        return "b needs an a that is not 1."
+    if {"c", "d", "e"} <= row.keys() and row["c"] == row["e"] == "1" and row["d"] == "2":
+        return "c, d and e do not go together."
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_pair_meets(seed: int) -> None:
+    drawn = draw(VALUES, _nothing, seed=seed)
+    met = set().union(*(pairs_of(row) for row in drawn.rows))
+    assert len(met) == sum(len(VALUES[a]) * len(VALUES[b]) for a, b in combinations(VALUES, 2))
+    assert not drawn.refused
+    assert len(drawn.rows) <= 20  # 12 at least: those of a and b
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_refused_is_listed_with_its_sentence_and_never_drawn(seed: int) -> None:
+    drawn = draw(VALUES, _refusal, seed=seed, count=60)
+    assert len(drawn.rows) == 60
+    assert not any(_refusal(row) for row in drawn.rows)
+    assert drawn.refused == {(("a", "1"), ("b", value)): "b needs an a that is not 1." for value in "123"}
+    met = set().union(*(pairs_of(row) for row in drawn.rows))
+    assert len(met | set(drawn.refused)) == sum(len(VALUES[a]) * len(VALUES[b]) for a, b in combinations(VALUES, 2))
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    first, again, other = (draw(VALUES, _refusal, seed=seed, count=30) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert all(tuple(row) == tuple(VALUES) for row in first.rows)
