@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 RANKS ?= 2
 TEST_RANKS ?= 2 3 4
+HPCTRAIN_COMBINATIONS ?= 2000
 
 # The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
 # they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
@@ -103,7 +104,7 @@ signals: $(VENV)/installed-dev
 	$(PY) -m hpctrain.testing.signal_storm --signals 10000 --out benchmarks/results/signals.json
 
 combinations: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m hpctrain.testing.combinations --count $${HPCTRAIN_COMBINATIONS:-2000}
+	$(TEST_ENV) $(PY) -m hpctrain.testing.combinations --count $(HPCTRAIN_COMBINATIONS)
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
