@@ -22,7 +22,7 @@ class ShapeError(HpctrainError):
 
 
 class LaunchError(HpctrainError):
-    """A job that was not started as asked for: wrong world size, oversubscribed cores."""
+    """A job that was not started as asked for: wrong world size, oversubscribed cores. The first rank of each node says so."""
 
 
 class MissingLibraryError(LaunchError):

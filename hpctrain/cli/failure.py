@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from hpctrain.comm.launcher import EXPECT_RANKS, Launcher, detect
-from hpctrain.errors import HpctrainError, MissingLibraryError
+from hpctrain.errors import HpctrainError, LaunchError
 from hpctrain.launch import exit_codes
 
 USER_ERROR = exit_codes.USER_ERROR
@@ -60,7 +60,7 @@ def user_errors_end_in_sentences(
         launcher = _launcher()
         if (rank() if rank is not None else launcher.rank or 0) != 0:
             time.sleep(_ALONE_AFTER_SECONDS)
-        if not (isinstance(error, MissingLibraryError) and launcher.local_rank):
+        if not (isinstance(error, LaunchError) and launcher.local_rank):  # ranks that are alone would each say the same
             for sentence in sentences:
                 click.echo(f"hpctrain: {sentence}", err=True)
         _leave(abort, USER_ERROR)

@@ -253,7 +253,8 @@ class Config(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")
     progress: Literal["auto", "none", "test", "thread"] = Field(
         default="auto",
-        description="Who moves messages while kernels run: nobody, a test after each operator, also a thread; auto: measured.",
+        description="Who moves messages while kernels run: nobody, a test after each operator, or a thread as well; auto takes "
+        "test unless a measurement at the start leaves no doubt that another one is faster.",
     )
     trace: bool = Field(default=False, description="Record every step; write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Metrics.")

@@ -50,6 +50,16 @@ def test_a_process_that_is_alone_trains_where_one_rank_is_expected(job: Job, fol
     assert outcome.code == 0, outcome.output
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_ranks_that_are_alone_say_so_once_a_node(job: Job, folder: Path, local_rank: int) -> None:
+    """As under a launcher of another MPI: each of a thousand ranks has a world of its own."""
+    names = {"WORLD_SIZE": 4, "WORLD_RANK": 2 + local_rank, "WORLD_LOCAL_SIZE": 2, "WORLD_LOCAL_RANK": local_rank}
+    environ = {f"OMPI_COMM_{name}": str(value) for name, value in names.items()}
+    outcome = job(0, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder, env=environ)
+    assert outcome.code == 2, outcome.output
+    assert outcome.stderr.count("was asked for 4 ranks, but MPI's world has 1") == (local_rank == 0)
+
+
 # Tells of every process that Python code of a rank starts, and whether MPI had started then.
 _WATCHED = """
 import sys
