@@ -124,6 +124,10 @@ class GradientAverager(ABC):
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
 
+    def held_gradients(self) -> Mapping[str, np.ndarray]:
+        """By parameter, gradients of earlier steps that this rank still keeps back from every update. None, by default."""
+        return {}
+
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
 

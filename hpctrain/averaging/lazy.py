@@ -225,6 +225,10 @@ class Lazy(AllreduceAverager):
         )
         self._decided = self._queue.post(lambda: self._comm.ibroadcast(self._decision, 0), "interval of averaging")
 
+    def held_gradients(self) -> Mapping[str, np.ndarray]:
+        segments = (self.group.segment(name) for name in self._lazy)
+        return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
+
     # -- what is not averaged yet, in a checkpoint ------------------------------------------------------------------------------
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:

@@ -34,10 +34,10 @@ def raise_alike(comm: Communicator, work: Callable[[], T]) -> T:
     if failure is not None and len(failed) == comm.size and comm.rank == 0:
         raise failure
     kind, message = outcomes[failed[0]]
-    raise kind(message + _place(failed, comm.size)) from failure
+    raise kind(message + place(failed, comm.size)) from failure
 
 
-def _place(failed: Sequence[int], size: int) -> str:
+def place(failed: Sequence[int], size: int) -> str:
     """' (on ranks 1 and 2 of 4)'; nothing where it is all of them."""
     if len(failed) == size:
         return ""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from hpctrain.nn.finite import all_finite
 from hpctrain.nn.parameter import StatisticSpec
 
 _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
@@ -80,6 +81,15 @@ class FlatStatistics:
         found = np.zeros(self.size)
         np.multiply(self.batch, weights, out=found, where=weights > 0)
         return found
+
+    def not_finite(self, values: np.ndarray) -> tuple[str, ...]:
+        """Names of the statistics with something that is not finite in `values`, which lie as `running` does."""
+        if all_finite(values):
+            return ()
+        starts = np.cumsum([0, *(view.size for view in self.views.values())])
+        return tuple(
+            name for name, start, stop in zip(self.names, starts, starts[1:], strict=False) if not all_finite(values[start:stop])
+        )
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
         """Move the running statistics towards weighted_sums / count (float64, flat); nothing where count is 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,8 @@ _HEAD = 6  # loss, top1, top5, count, non-finite ranks, ranks asked to stop; bat
 class StepTotals:
     """One step over all ranks: sums, never means.
 
-    non_finite: ranks whose loss was not finite. stop: ranks that were asked to stop. statistics: float64, flat,
-    count-weighted sums of the batch statistics.
+    non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
+    statistics: float64, flat, count-weighted sums of the batch statistics.
     """
 
     loss: float
@@ -54,13 +55,24 @@ class SmallMessage:
     def _current(self) -> np.ndarray:
         return self._buffers[self._turn]
 
-    def add(self, sums: LossSums, statistics: np.ndarray) -> None:
-        """Add what one micro-batch of this rank gave. statistics: float64, weighted by the samples that they stand for."""
+    def add(self, sums: LossSums, statistics: np.ndarray, *, finite: bool = True) -> None:
+        """Add what one micro-batch of this rank gave.
+
+        Args:
+            statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
+            finite: whether all that this rank trains is finite, beside the loss.
+        """
         head = self._current[:_HEAD]
-        finite = math.isfinite(sums.loss)
-        head[:4] += (sums.loss if finite else 0.0, sums.top1, sums.top5, sums.count)
-        head[4] += 0.0 if finite else 1.0
+        finite_loss = math.isfinite(sums.loss)
+        head[:4] += (sums.loss if finite_loss else 0.0, sums.top1, sums.top5, sums.count)
+        if not (finite and finite_loss):
+            head[4] = 1.0
+            return
         self._current[_HEAD:] += statistics
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
+        return self._comm.allgather_object(value)
 
     def post(self, *, stop: bool) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""

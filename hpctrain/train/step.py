@@ -15,6 +15,7 @@ from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.trace.tracer import Category
+from hpctrain.train.finiteness import Finiteness
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.tracing import HOOKS, TracingHooks
 
@@ -118,6 +119,9 @@ class TrainingStep:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         micro_batches: passes that one step's samples are split into. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
+
+    Attributes:
+        finiteness: looks at what this rank trains, once a step; the message tells the others.
     """
 
     def __init__(
@@ -136,26 +140,30 @@ class TrainingStep:
         self._micro_batches = micro_batches
         self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, micro_batches)
+        self.finiteness = Finiteness(network, averagers, progress.rank)
         self._tracing = TracingHooks(self._hooks, progress.trace) if progress.trace is not None else None
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
         if self._tracing is not None:
             self._tracing.begin()
+        # What overflows is told by the step's message, alike on every rank; NumPy's warnings would come before it.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            self._run(batch, global_step, lr)
+
+    def _run(self, batch: Batch, global_step: int, lr: float) -> None:
         for group, averager in self._averagers.items():
             averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()
         for number, part in enumerate(parts_of(batch.share, self._micro_batches)):
             self._hooks.start(number, self._micro_batches)
-            # A loss that overflows is told by the step's message, alike on every rank; NumPy's warnings would come before it.
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                self._pass(batch, part, global_step)
+            self._pass(batch, part, global_step, first=number == 0)
             self._hooks.finish()
         for averager in self._averagers.values():
             averager.end_backward()
         self._lap(Category.AVERAGING, HOOKS)
 
-    def _pass(self, batch: Batch, part: Part, global_step: int) -> None:
+    def _pass(self, batch: Batch, part: Part, global_step: int, *, first: bool) -> None:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         program = self._network.program(part.counts, training=True)
@@ -173,8 +181,13 @@ class TrainingStep:
             program.forward(context, hooks)
             self._lap(Category.AVERAGING, HOOKS)
             sums = program.loss(batch.y[part.own], batch.global_count)
-            self._message.add(sums, self._network.statistics.weighted(sums.count, sum(part.counts)))
+            statistics = self._network.statistics.weighted(sums.count, sum(part.counts))
             self._lap(Category.WORK, "loss")
+            finite = self.finiteness.look(
+                global_step, loss=sums.loss, statistics=self._network.statistics.not_finite(statistics), parameters=first
+            )
+            self._message.add(sums, statistics, finite=finite)
+            self._lap(Category.WORK, "finite numbers")
             program.backward(hooks)
 
     def _lap(self, category: Category, name: str) -> None:

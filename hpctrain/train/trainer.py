@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.data.loader import Batch, Loader
-from hpctrain.errors import DivergedError
 from hpctrain.nn.network import Network
 from hpctrain.optim.schedules import Schedule
 from hpctrain.trace.tracer import Category, Tracer
@@ -81,6 +82,7 @@ class Trainer:
         self._rate = Rate()
         self._stop = False
         self._saved_step = -1
+        self._looked_at_step = -1
         self._steps_run = 0
         self._lr = 0.0
 
@@ -88,12 +90,18 @@ class Trainer:
         """Train from `position` to the last epoch, or until some rank is asked to stop.
 
         Raises:
-            DivergedError: a loss that is not finite, on every rank at the same step.
+            DivergedError: a loss, parameter, gradient or statistic that is not finite, on every rank at the same step.
         """
+        # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return self._run(position)
+
+    def _run(self, position: Position) -> Outcome:
         samples = self._loader.sampler.samples
         self._reporter.start(self._cadence.epochs, samples, position.epoch * samples + position.sums.count)
         self._saved_step = position.global_step
         self._lr = self._rate_before(position)
+        self._require_finite(position)
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
@@ -103,6 +111,7 @@ class Trainer:
                 evaluation, evaluated_epochs = sums, position.epoch
         if stopped:
             self._save_once(position)
+        self._require_finite(position)
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def drain(self) -> None:
@@ -114,7 +123,7 @@ class Trainer:
         """Sums over the test set, recorded; None where there is none."""
         if self._evaluator is None:
             return None
-        self.drain()
+        self._require_finite(position)
         self._network.parameters_changed()
         sums = self._evaluator.run()
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
@@ -175,14 +184,28 @@ class Trainer:
         if totals is None:
             return
         if totals.non_finite:
-            raise DivergedError(
-                f"The loss is not finite on {totals.non_finite} of the ranks by step {position.global_step}; lower optimizer.lr "
-                f"({self._lr:g} there), warm up longer, or set optimizer.clip_norm."
-            )
+            self.drain()
+            self._raise_diverged(position)
         self._network.statistics.blend(totals.statistics, totals.count)
         position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
         self._rate.add(totals.count)
         self._stop = self._stop or totals.stop > 0
+
+    def _require_finite(self, position: Position) -> None:
+        """Before parameters are evaluated or kept: drain, and look at what the last step has made. Collective."""
+        self.drain()
+        if self._looked_at_step != position.global_step:
+            statistics = self._network.statistics
+            self._step.finiteness.look(position.global_step, statistics=statistics.not_finite(statistics.running))
+            self._raise_diverged(position)
+            self._looked_at_step = position.global_step
+
+    def _raise_diverged(self, position: Position) -> None:
+        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
+        advice = f"lower optimizer.lr ({self._lr:g} there), warm up longer, or set optimizer.clip_norm."
+        error = self._step.finiteness.error(self._message.gather, advice)
+        if error is not None:
+            raise error
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
@@ -205,7 +228,7 @@ class Trainer:
     def _save_once(self, position: Position) -> None:
         if self._saved_step != position.global_step:
             begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-            self.drain()
+            self._require_finite(position)
             self._save(position)
             self._saved_step = position.global_step
             self._rate.restart()

@@ -124,6 +124,17 @@ def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
     _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
 
 
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(job: Job, folder: Path, ranks: int) -> None:
+    outcome = _train(job, ranks, folder, "optimizer.lr=1e30", "checkpoint.every_steps=1", "checkpoint.keep=99")
+    assert outcome.code == 2
+    assert outcome.stderr.count("is the first, in forward order, whose") == 1
+    assert "Warning" not in outcome.output
+    for _, path in checkpoint.checkpoints(_run(folder).checkpoints):
+        for name, tensor in checkpoint.read(path).tensors.items():
+            assert np.isfinite(tensor).all(), f"{name} in {path}"
+
+
 AVERAGERS = {
     "priority": "averager={name: priority, slice_parameters: 100, window: 2}",
     "gradients only": "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}",

@@ -1,0 +1,159 @@
+"""Whether all that a rank trains is finite: cheap to ask in every step; where it is not, the first layer and the ranks.
+
+A loss alone does not tell: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN weights
+has the loss of one that knows nothing. Parameters tell: what is not finite in a gradient is not finite in the parameter that it
+updates, whatever the optimiser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.backend.kernels.base import Array
+from hpctrain.comm.agreement import place
+from hpctrain.errors import DivergedError
+from hpctrain.nn.finite import all_finite
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import whole
+
+#: a value on every rank -> those of all ranks; collective
+Gather = Callable[[Any], list[Any]]
+
+
+class Held(IntEnum):
+    """What a layer holds, in the order in which it is to blame."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    STATISTICS = 2
+
+    def __str__(self) -> str:
+        return "batch statistics" if self is Held.STATISTICS else self.name.lower()
+
+
+@dataclass(frozen=True, order=True)
+class LayerFault:
+    """A layer that holds something that is not finite. order: its place in forward order."""
+
+    order: int
+    held: Held
+    layer: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank saw in the first step in which it saw something that is not finite.
+
+    rank: in the world. step: steps done before. loss: the loss was not finite. fault: the first layer, if any.
+    """
+
+    rank: int
+    step: int
+    loss: bool
+    fault: LayerFault | None
+
+
+class Finiteness:
+    """Looks at this rank's parameters, as far as it updates them, and at its loss and batch statistics.
+
+    Args:
+        rank: of this process in the world, for messages.
+    """
+
+    def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
+        self._network, self._averagers, self._rank = network, averagers, rank
+        self._owned: list[Array] | None = None
+        self._finding: Finding | None = None
+        layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
+        self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
+
+    def look(self, step: int, *, loss: float = 0.0, statistics: Iterable[str] = (), parameters: bool = True) -> bool:
+        """Whether all is finite; what is not is kept, the first time, for `error`.
+
+        In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
+
+        Args:
+            step: steps done. loss: of this rank's samples. statistics: names of those that are not finite. parameters: also
+                look at these, and at gradients that are held back.
+        """
+        faults = [self._fault(Held.STATISTICS, name) for name in statistics]
+        if parameters:
+            if not self._parameters_are_finite():
+                faults += self._faults(Held.PARAMETERS)
+            faults += self._held_back()
+        bad_loss = not math.isfinite(loss)
+        if (faults or bad_loss) and self._finding is None:
+            self._finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
+        return not faults and not bad_loss
+
+    def error(self, gather: Gather, advice: str) -> DivergedError | None:
+        """The sentence about what any rank saw first, the same on every rank; None where none has. Collective; after a drain.
+
+        Args:
+            advice: ends the sentence.
+        """
+        findings = gather(self._finding)
+        seen = [finding for finding in findings if finding is not None]
+        if not seen:
+            return None
+        step = min(finding.step for finding in seen)
+        first = [finding for finding in seen if finding.step == step]
+        faults = {finding.rank: finding.fault for finding in first if finding.fault is not None}
+        if faults:
+            text = _first_layer(faults, step, len(findings))
+            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}")
+        # Only a loss: the gradients that it led to tell where it began.
+        losses = sorted(finding.rank for finding in first)
+        gathered = gather((self._rank, min(self._faults(Held.GRADIENTS), default=None)))
+        faults = {rank: fault for rank, fault in gathered if fault is not None}
+        where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
+        return DivergedError(f"The loss of step {step + 1} is not finite{place(losses, len(findings))}{where}; {advice}")
+
+    def _parameters_are_finite(self) -> bool:
+        if self._owned is None:  # who updates which part is agreed on after this is made
+            self._owned = [
+                averager.group.data[start:stop]
+                for averager in self._averagers.values()
+                for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
+                if start < stop
+            ]
+        return all(map(all_finite, self._owned))
+
+    def _faults(self, held: Held) -> list[LayerFault]:
+        """Of parameters or of gradients, as far as this rank updates them."""
+        faults = []
+        for averager in self._averagers.values():
+            flat = averager.group.data if held is Held.PARAMETERS else averager.group.grad
+            for segment in averager.owned():
+                if not all_finite(flat[segment.start : segment.stop]):
+                    faults.append(self._fault(held, segment.parameter))
+        return faults
+
+    def _held_back(self) -> list[LayerFault]:
+        """Of gradients that no parameter shows yet."""
+        held = [averager.held_gradients() for averager in self._averagers.values()]
+        return [self._fault(Held.GRADIENTS, name) for each in held for name, values in each.items() if not all_finite(values)]
+
+    def _fault(self, held: Held, name: str) -> LayerFault:
+        layer = _layer(name)
+        return LayerFault(self._order[layer], held, layer)
+
+
+def _layer(name: str) -> str:
+    """The layer of a parameter or statistic."""
+    return name.rpartition(".")[0] or name
+
+
+def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:
+    """The first layer of all, and the ranks that saw it."""
+    fault = min(by_rank.values())
+    holders = sorted(rank for rank, other in by_rank.items() if other == fault)
+    when = f"in step {step + 1}"
+    if fault.held is Held.PARAMETERS:
+        when = f"after step {step}" if step else "before the first step"
+    return f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{place(holders, ranks)}"

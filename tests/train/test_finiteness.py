@@ -1,0 +1,248 @@
+"""NaN or infinity in a weight, a gradient, an image or a statistic ends training within two steps, and is never kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.lazy import Lazy
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.data.loader import Batch
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import DivergedError
+from hpctrain.nn.network import MODEL, Network
+from hpctrain.nn.parameter import Parameter
+from hpctrain.optim import schedules
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.testing import nets
+from hpctrain.testing.averaging import STRATEGIES
+from hpctrain.testing.training import Task, batches
+from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.train.message import SmallMessage
+from hpctrain.train.metrics import SilentReporter
+from hpctrain.train.snapshot import Position
+from hpctrain.train.step import TrainingStep
+from hpctrain.train.trainer import Cadence, Trainer
+
+POISONED_STEP = 3
+STEPS = 7
+ALL: dict[str, tuple[type[GradientAverager], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    **STRATEGIES,
+    "lazy": (Lazy, {"layers": 3, "max_interval": 8, "check_every": 1, "bucket_bytes": 100}),
+}
+SETS = {"numpy": NumpyKernelSet, "onednn": OnednnKernelSet}
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Where something that is not finite comes in, in step `POISONED_STEP`. parameter: None for images."""
+
+    place: str
+    parameter: str | None
+    value: float
+    everywhere: bool = False
+
+    def in_batch(self, batch: Batch) -> Batch:
+        x = batch.x.copy()
+        if len(x):
+            x[0, 0, 0, 0] = self.value
+        return replace(batch, x=x)
+
+
+WEIGHT = [Poison("weight", "conv2.weight", value, everywhere=True) for value in (np.nan, np.inf)]
+GRADIENT = [Poison("gradient", "conv2.weight", value) for value in (np.nan, -np.inf)]
+IMAGE = [Poison("image", None, value) for value in (np.nan, np.inf)]
+LAYER = {"weight": "conv2", "gradient": "conv2", "image": "conv1"}
+
+
+@dataclass
+class Run:
+    """What one rank saw of a training that should stop."""
+
+    error: str = ""
+    steps: int = 0
+    kept: int = 0
+    kept_poison: list[str] = field(default_factory=list)
+
+
+class _Loader:
+    """A task's batches; what is to be poisoned before a step is handed to `before`."""
+
+    def __init__(self, task: Task, position: int, positions: int, boxes: Any, before: Callable[[int, Batch], Batch]) -> None:
+        self.sampler = Sampler(task.samples, task.batch, seed=task.seed)
+        self._batches = list(batches(task, position, positions, boxes))
+        self._before = before
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        for number, batch in enumerate(self._batches):
+            if batch.epoch == epoch and batch.step * self.sampler.batch >= first:
+                yield self._before(number, batch)
+
+
+def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, checkpoints: int) -> Run:
+    progress, rows = virtual_engine(comm), task.plan.rows
+    groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
+    axis = groups.row_axis(progress)
+    distribution = None if axis is None else GridDistribution(task.plan, axis)
+    network = Network(
+        task.model(),
+        task.image_shape,
+        task.kernels,
+        dtype=task.dtype,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
+    )
+    kind, options = ALL[strategy]
+    norms = {"norms": JointNorms(comm, progress)} if MODEL in network.groups else {}
+    averagers = {
+        name: kind(group, task.optimizer(), groups.gradients[name], progress, **norms, **options)
+        for name, group in network.groups.items()
+    }
+    for averager in averagers.values():
+        averager.agree()
+    run, here = Run(), poison.everywhere or comm.rank == comm.size - 1
+
+    def before(number: int, batch: Batch) -> Batch:
+        run.steps = number + 1
+        if number == POISONED_STEP and here:
+            if poison.place == "image":
+                return poison.in_batch(batch)
+            parameter = network.parameters[poison.parameter or ""]
+            if poison.place == "weight" and parameter.size:
+                parameter.data.reshape(-1)[0] = poison.value
+        return batch
+
+    def with_poison(ready: Callable[[Parameter], None], parameter: Parameter) -> None:
+        at_once = poison.place == "gradient" and run.steps == POISONED_STEP + 1
+        if at_once and here and parameter.name == poison.parameter and parameter.size:
+            parameter.grad.reshape(-1)[-1] = poison.value
+        ready(parameter)
+
+    for averager in averagers.values():
+        averager.grad_ready = partial(with_poison, averager.grad_ready)  # type: ignore[method-assign]
+
+    def save(position: Position) -> None:
+        run.kept += 1
+        tensors = {name: parameter.data for name, parameter in network.parameters.items()} | network.statistics.views
+        for averager in averagers.values():
+            for name, parameter in averager.group.parameters.items():
+                tensors |= {f"{key} of {name}": value for key, value in averager.full_state(parameter).items()}
+        run.kept_poison += [name for name, value in tensors.items() if not np.isfinite(value).all()]
+
+    message = SmallMessage(groups.messages, progress, network.statistics.size)
+    boxes = None if distribution is None else distribution.boxes_by_counts(network.graph)
+    trainer = Trainer(
+        network=network,
+        averagers=averagers,
+        step=TrainingStep(network, averagers, progress, message, 1, groups.counts_of),
+        message=message,
+        loader=_Loader(task, groups.position, comm.size, boxes, before),  # type: ignore[arg-type]
+        evaluator=None,
+        schedule=schedules.make("constant", {}, task.lr, 2, 5),
+        cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
+        reporter=SilentReporter(),
+        save=save,
+    )
+    try:
+        trainer.run(Position())
+    except DivergedError as error:
+        run.error = str(error)
+    return run
+
+
+def _runs(ranks: int, task: Task, strategy: str, poison: Poison, checkpoints: int = 1) -> list[Run]:
+    return run_virtual(ranks, lambda comm: _train(comm, task, strategy, poison, checkpoints), deadline_seconds=300)
+
+
+def _task(kernels: KernelSet, **more: Any) -> Task:
+    dtype = "float64" if isinstance(kernels, NumpyKernelSet) else "float32"
+    return replace(Task(nets.plain, kernels, partial(Sgd, momentum=0.9), dtype=dtype, steps=STEPS, samples=37, batch=8), **more)
+
+
+def _stops(runs: list[Run], layer: str | None) -> None:
+    errors = {run.error for run in runs}
+    assert len(errors) == 1
+    (error,) = errors
+    assert error, "training went on"
+    assert layer is None or f"ayer {layer} is the first, in forward order, whose" in error
+    assert error.endswith("or set optimizer.clip_norm.")
+    for run in runs:
+        assert run.steps <= POISONED_STEP + 1 + 2
+        assert run.kept_poison == []
+
+
+@pytest.fixture(scope="module", params=SETS)
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    if request.param == "onednn" and (reason := available()) is not None:
+        pytest.skip(reason)
+    kernel_set: KernelSet = SETS[request.param]()
+    return kernel_set
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("strategy", ALL)
+def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet, strategy: str, ranks: int) -> None:
+    every = [(poison, checkpoints) for poison in (*WEIGHT, *GRADIENT, *IMAGE) for checkpoints in (0, 1)]
+    some = [(WEIGHT[0], 1), (GRADIENT[1], 0), (IMAGE[0], 0)]
+    for poison, checkpoints in every if strategy in ("bucketed", "sharded, auto") else some:
+        runs = _runs(ranks, _task(kernels), strategy, poison, checkpoints)
+        _stops(runs, LAYER[poison.place])
+
+
+@pytest.mark.parametrize("strategy", ["blocking", "overlap", "sharded", "priority"])
+@pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.DOMAIN])
+def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: RowUse) -> None:
+    task = _task(kernels, plan=GridPlan(2, 2, {"conv*": use, "fc1": RowUse.MODEL}))
+    for poison in (WEIGHT[0], GRADIENT[1], IMAGE[0]):
+        _stops(_runs(4, task, strategy, poison), LAYER[poison.place])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batch_statistics_count(kernels: KernelSet, ranks: int) -> None:
+    """Infinity in an image leaves no other trace on kernels whose ReLU makes a number of NaN."""
+    task = _task(kernels, model=partial(nets.residual, synchronised=False))
+    runs = _runs(ranks, task, "sharded", IMAGE[1], 0)
+    _stops(runs, "bn1")
+    assert "batch statistics are not finite in step 4" in runs[0].error
+    assert (f"(on rank {ranks - 1} of {ranks})" in runs[0].error) == (ranks > 1)
+
+
+def test_the_last_step_counts(kernels: KernelSet) -> None:
+    """Its update is seen by no later step."""
+    for poison in GRADIENT:
+        task = _task(kernels, steps=POISONED_STEP + 1, samples=8 * (POISONED_STEP + 1))
+        (run,) = _runs(1, task, "sharded", poison, 0)
+        assert "Layer conv2 is the first" in run.error
+        assert run.kept == 0
+
+
+NUMBERS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=9)
+
+
+@given(NUMBERS, st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 8), st.sampled_from(["float32", "float64"]))
+def test_one_number_that_is_not_finite_is_seen(numbers: list[float], bad: float, place: int, dtype: str) -> None:
+    """Products of the largest floats overflow; they are finite all the same."""
+    from hpctrain.nn.finite import all_finite
+
+    values = np.array(numbers, dtype)
+    assert all_finite(values)
+    values[place % len(numbers)] = bad
+    assert not all_finite(values)
