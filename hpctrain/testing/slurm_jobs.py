@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.data import format as data_format
 from hpctrain.experiment.cores import ranges
+from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.testing.slurm_cluster import missing, slurm_cluster
 from hpctrain.train import checkpoint
 from hpctrain.train.run_directory import latest
@@ -27,7 +28,6 @@ from hpctrain.train.run_directory import latest
 _SCRIPT = Path(__file__).parents[2] / "jobs" / "slurm.sbatch"
 _MPI = {'MPI=""': "MPI=pmi2"}  # the only edit that the MPICH wheel needs
 _REQUEUE = {"REQUEUE=no": "REQUEUE=yes"}
-_STOPPED = 85
 _PATIENCE_SECONDS = 150
 _CONFIG = """
 name: tiny
@@ -155,7 +155,7 @@ def check_stop_and_resume(bench: Bench) -> None:
     bench.wait(lambda: "epoch 3/" in first.text, first)
     bench.run("scancel", "--signal=USR1", first.number)
     code = bench.code(first)
-    bench.say(code == _STOPPED, f"stopped by USR1 it ends with {code}")
+    bench.say(code == STOPPED, f"stopped by USR1 it ends with {code}")
     bench.say(bool(_newest(bench.folder / "stopped")), "and leaves a checkpoint")
     second = bench.submit(1, cores, "output=stopped", edits=_MPI)
     bench.say(bench.code(second) == 0 and "resumed" in second.text, "submitted again it goes on and ends with 0")
