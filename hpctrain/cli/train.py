@@ -138,6 +138,6 @@ def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     job = _Job()
     with job_ends_on_error(job.rank, job.abort):
         session = job.start(file, overrides)
-        from hpctrain.experiment.run import run_evaluation
+        from hpctrain.experiment.evaluation import run_evaluation
 
         run_evaluation(session, checkpoint)

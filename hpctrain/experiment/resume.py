@@ -10,12 +10,13 @@ from typing import Any
 import yaml
 
 from hpctrain.comm.agreement import raise_alike
-from hpctrain.comm.watchdog import guard
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
+from hpctrain.data.classes import difference, in_order_of
 from hpctrain.data.facts import DataFacts
-from hpctrain.data.format import ImageFile
 from hpctrain.errors import CheckpointError
+from hpctrain.experiment import resume_rules
+from hpctrain.experiment.images import CHECKPOINT, open_training_file
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.option_defaults import option_defaults
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
@@ -94,9 +95,10 @@ def _find(output: str, name: str, source: str) -> tuple[Path, CheckpointContent]
 
 def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
     config, position = session.config, Position.from_meta(content.meta)
-    data = data_of(content)
-    with guard(f"Opening {config.data.train}", config.deadline_seconds, rank=session.world.rank):
-        now = DataFacts.of(ImageFile.open(config.data.train))
+    data, file = data_of(content), open_training_file(session)
+    if data is not None and difference(file.class_names, data.class_names) is None:
+        file = in_order_of(file, data.class_names, CHECKPOINT)
+    now = DataFacts.of(file)
     complete = data is not None and position.samples == data.samples
     found = _changes(content, data, session, now)
     check(
@@ -124,15 +126,31 @@ def data_of(content: CheckpointContent) -> DataFacts | None:
 def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
     """From the checkpoint's configuration, ranks and data to those of now."""
     config = session.config
-    old = flat(yaml.safe_load(str(content.meta["config"])))
-    new = flat(yaml.safe_load(dump(config)))
+    old, new = _stored_values(content), flat(yaml.safe_load(dump(config)))
     old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
     if data is not None:
         old |= _data_values(data)
         new |= _data_values(now)
+        differs = difference(data.class_names, now.class_names)
+        if differs is not None:
+            old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
     elif old.get("data.train") != config.data.train:  # all that is known of the images
         old["images"], new["images"] = old.get("data.train"), config.data.train
     return changes(old, new, _absent(config, data or now))
+
+
+def check_model(content: CheckpointContent, data: DataFacts, config: Config, path: Path) -> None:
+    """Nothing, where a configuration describes the network of a checkpoint.
+
+    Raises:
+        CheckpointError: it describes another one; the message lists the differences.
+    """
+    differences = changes(_stored_values(content), flat(yaml.safe_load(dump(config))), _absent(config, data))
+    resume_rules.check_model(differences, str(path))
+
+
+def _stored_values(content: CheckpointContent) -> dict[str, Any]:
+    return flat(yaml.safe_load(str(content.meta["config"])))
 
 
 def _data_values(data: DataFacts) -> dict[str, str]:

@@ -119,12 +119,25 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
         CheckpointError: it may not; the message lists each change that is in the way, and why.
     """
     refusals = list(_refusals(differences, between_epochs, begun_epochs))
-    if not refusals:
-        return
-    raise CheckpointError(
-        f"The run cannot go on from {place} with other values: {'; '.join(refusals)}. "
-        f"Give the values of the checkpoint, or train anew without --resume."
-    )
+    if refusals:
+        raise CheckpointError(
+            f"The run cannot go on from {place} with other values: {'; '.join(refusals)}. "
+            f"Give the values of the checkpoint, or train anew without --resume."
+        )
+
+
+def check_model(differences: Iterable[Change], place: str) -> None:
+    """Nothing, where a checkpoint may be evaluated with these changes: the optimiser does not matter then.
+
+    Raises:
+        CheckpointError: it may not; the message lists each change that is in the way, and why.
+    """
+    of_model = [change for change in differences if change.key.partition(".")[0] != "optimizer"]
+    refusals = list(_refusals(of_model, between_epochs=True, begun_epochs=0))
+    if refusals:
+        raise CheckpointError(
+            f"{place} cannot be evaluated with other values: {'; '.join(refusals)}. Give the values of the checkpoint."
+        )
 
 
 def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs: int) -> Iterator[str]:

@@ -10,14 +10,14 @@ from typing import Any
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.config.dump import dump
-from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.errors import ConfigError
 from hpctrain.experiment import compute_only, posting
-from hpctrain.experiment.build import Parts, build, build_evaluator, build_trainer
+from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, grid_plan
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
-from hpctrain.experiment.resume import find_checkpoint, find_start, introduce
+from hpctrain.experiment.resume import find_start, introduce
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
@@ -36,7 +36,7 @@ def run_training(session: Session, watch: SignalWatch, *, resume: str | None, st
     True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
     """
     start = find_start(session, resume) if resume is not None else None
-    parts = build(session)
+    parts = build(session, None if start is None else start.data)
     posting.agree(session, parts, None if start is None else start.content)
     position, directory = Position(), None
     if start is not None:
@@ -109,28 +109,6 @@ def run_compute_only(session: Session, steps: int) -> None:
         reporter.close()
     if alone.is_root:
         print(f"files of this run: {directory.path}", flush=True)
-
-
-def run_evaluation(session: Session, source: str) -> None:
-    """Evaluate a checkpoint on the test set. Collective.
-
-    Raises:
-        ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
-    """
-    parts = build(session)
-    evaluator = build_evaluator(session, parts)
-    if evaluator is None:
-        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
-    there = find_checkpoint(session, source)
-    if there is None:
-        output, name = session.config.output, session.config.name
-        raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
-    path, content = there
-    raise_alike(session.world, lambda: snapshot.put_weights(content, parts.network, parts.shards))
-    sums = evaluator.run()
-    if session.is_root:
-        means = sums.means()
-        print(f"{path}: {sums.count} samples, loss {means['loss']:.4f}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
 
 
 def _new_directory(session: Session, parts: Parts) -> RunDirectory:
@@ -212,6 +190,8 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch")
+    for note in parts.notes:
+        reporter.say(note)
 
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:

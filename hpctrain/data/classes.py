@@ -1,0 +1,48 @@
+"""Classes by name: files that name the same ones in another order are read in one order, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import DataError
+
+
+def difference(names: Sequence[str], others: Sequence[str]) -> str | None:
+    """How two lists of class names differ, in words; None where they are the same, be it in another order.
+
+    Where a name stands for several classes the order, too, must be the same: it is all that tells them apart.
+    """
+    if len(names) != len(others):
+        return f"there are {len(names)} and {len(others)} classes{_only(names, others)}"
+    if sorted(names) == sorted(others) and (len(set(names)) == len(names) or tuple(names) == tuple(others)):
+        return None
+    first = next(number for number, pair in enumerate(zip(names, others, strict=True)) if pair[0] != pair[1])
+    return f"class {first} is {names[first]!r} and {others[first]!r}{_only(names, others)}"
+
+
+def _only(names: Sequence[str], others: Sequence[str]) -> str:
+    alone = [f"{name!r}" for one, other in ((names, others), (others, names)) for name in one if name not in other][:1]
+    return f", {alone[0]} is in one of them only" if alone else ""
+
+
+def in_order_of(file: ImageFile, names: Sequence[str], place: str) -> ImageFile:
+    """The same file with the classes in the order of `names`, which `place` has: its labels are mapped by name.
+
+    Raises:
+        DataError: it has other classes, or another number of them; the message names the first difference.
+    """
+    differs = difference(file.class_names, names)
+    if differs is not None:
+        raise DataError(
+            f"{file.path} has other classes than {place}: {differs}. "
+            f"Convert it again with the same class names, or use other data."
+        )
+    names = tuple(names)
+    if names == file.class_names:
+        return file
+    label_of = {name: label for label, name in enumerate(names)}
+    mapped = np.array([label_of[name] for name in file.class_names], np.int64)
+    return ImageFile(file.path, file.images, mapped[file.labels], names, (file.mean, file.std), file.manifest)

@@ -1,0 +1,60 @@
+"""`hpctrain eval`: a checkpoint on the test set, with the classes and the normalisation that the checkpoint remembers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.backend.backend import make_backend
+from hpctrain.comm.agreement import raise_alike
+from hpctrain.data.facts import DataFacts
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.experiment.build import build_network
+from hpctrain.experiment.images import CHECKPOINT, Images, evaluation_images, make_loader, open_training_file
+from hpctrain.experiment.resume import check_model, data_of, find_checkpoint
+from hpctrain.experiment.session import Session
+from hpctrain.train import snapshot
+from hpctrain.train.checkpoint import CheckpointContent
+from hpctrain.train.evaluator import Evaluator
+from hpctrain.train.shards import Shards
+
+
+def run_evaluation(session: Session, source: str) -> None:
+    """Evaluate a checkpoint on the test set. Collective.
+
+    The training file is opened for a checkpoint of format version 1 only, which does not know classes and normalisation.
+
+    Raises:
+        ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
+        DataError: a test set with other classes.
+    """
+    if session.config.data.test is None:
+        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+    there = find_checkpoint(session, source)
+    if there is None:
+        output, name = session.config.output, session.config.name
+        raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
+    path, content = there
+    images, evaluator = raise_alike(session.world, lambda: _build(session, path, content))
+    if session.is_root:
+        for note in images.notes:
+            print(note)
+    sums = evaluator.run()
+    if session.is_root:
+        means = sums.means()
+        print(f"{path}: {sums.count} samples, loss {means['loss']:.4f}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+
+
+def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Evaluator]:
+    """The test set and a network with the checkpoint's parameters, without an optimiser."""
+    config = session.config
+    data, place = data_of(content), CHECKPOINT
+    if data is None:
+        data, place = DataFacts.of(open_training_file(session)), config.data.train
+    check_model(content, data, config, path)
+    images = evaluation_images(config, data, place)
+    assert images is not None, "checked"
+    backend = make_backend(config.backend, config.dtype)
+    network, boxes = build_network(session, backend, len(data.class_names), images.shape)
+    snapshot.put_weights(content, network, Shards(network, session.groups.parts, session.progress))
+    loader = make_loader(session, images, boxes, batch=config.evaluate.batch or config.batch, shuffle=False)
+    return images, Evaluator(network, loader, session.groups.samples, session.progress)

@@ -1,0 +1,124 @@
+"""From data files to loaders: classes in one order, images normalised in one way, each rank its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.comm.watchdog import guard
+from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.data.classes import in_order_of
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
+from hpctrain.data.loader import Boxes, Loader
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import ShapeError
+from hpctrain.experiment.session import Session
+
+CHECKPOINT = "the checkpoint"
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data file and what is made of its images. notes: what a user should know of it, a sentence each."""
+
+    file: ImageFile
+    pipeline: Pipeline
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C) as the network sees them."""
+        return self.pipeline.output_shape(*self.file.shape)
+
+
+def open_training_file(session: Session) -> ImageFile:
+    """The configured file, or the end of the job where a file system lets a rank wait too long.
+
+    Raises:
+        DataError: as `ImageFile.open`.
+    """
+    path = session.config.data.train
+    with guard(f"Opening {path}", session.config.deadline_seconds, rank=session.world.rank):
+        return ImageFile.open(path)
+
+
+def training_images(session: Session, known: DataFacts | None) -> tuple[Images, DataFacts]:
+    """The training set, and what a checkpoint remembers of it.
+
+    Args:
+        known: what the network was trained on before: its classes keep their order, and its images their normalisation.
+
+    Raises:
+        DataError: no such file, or other classes than the known ones.
+    """
+    config = session.config
+    file = opened = open_training_file(session)
+    data = DataFacts.of(file)
+    if known is not None:
+        file = in_order_of(opened, known.class_names, CHECKPOINT)
+        data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
+    notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
+    return Images(file, _pipeline(config, config.data.augment, data), notes), data
+
+
+def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | None:
+    """The test set, with the classes and the normalisation of `data`, which `place` has; None where none is configured.
+
+    Raises:
+        DataError: no such file, or other classes.
+    """
+    if config.data.test is None:
+        return None
+    opened = ImageFile.open(config.data.test)
+    file = in_order_of(opened, data.class_names, place)
+    notes = tuple(_notes(opened, data, place, normalised=False))
+    return Images(file, _pipeline(config, config.data.evaluate_augment, data), notes)
+
+
+def check_shapes(train: Images, test: Images | None) -> None:
+    """One network reads both.
+
+    Raises:
+        ShapeError: they come out of their pipelines in two shapes.
+    """
+    if test is not None and test.shape != train.shape:
+        raise ShapeError(
+            f"Test images come out as {test.shape}, training images as {train.shape} (H, W, C); "
+            f"give data.evaluate_augment a crop to {train.shape[:2]}."
+        )
+
+
+def make_loader(session: Session, images: Images, boxes: Boxes | None, *, batch: int, shuffle: bool) -> Loader:
+    """This rank's share of a data file."""
+    config, groups = session.config, session.groups
+    return Loader(
+        images.file,
+        Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),
+        images.pipeline,
+        part=groups.position,
+        parts=groups.samples.size,
+        rows=groups.rows,
+        boxes=boxes,
+        prefetch=config.data.prefetch,
+        cache=config.data.cache,
+    )
+
+
+def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
+    if opened.class_names != data.class_names:
+        yield f"{opened.path} has its classes in another order than {place}; its labels are mapped by name"
+    if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
+        yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
+
+
+def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
+    """Augmentation, and normalisation by the mean and deviation of `data`."""
+    mean, std = np.array(data.mean), np.array(data.std)
+    if not config.data.normalise:
+        mean, std = np.zeros_like(mean), np.ones_like(std)
+    specs = [(each.name, each.options) for each in augment]
+    return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
