@@ -11,15 +11,27 @@ import click
 
 
 @click.command()
-@click.option("--model", default="resnet50", show_default=True, help="Of the catalogue.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Images of a step.")
-@click.option("--px", "pixels", type=click.IntRange(min=1), help="Both sides of an image; by default the model's own.")
-@click.option("--threads", type=click.IntRange(min=1), help="By default OMP_NUM_THREADS, else this machine's cores.")
-@click.option("--backend", type=click.Choice(["auto", "numpy", "onednn"]), default="auto", show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="That are timed, after two others.")
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also step PyTorch in turn with ours.")
-@click.option("--peer-python", default=sys.executable, help="A Python that has PyTorch; by default this one.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything to this file, as JSON.")
+@click.option("--model", default="resnet50", show_default=True, help="Model of the catalogue (see `hpctrain list models`).")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Number of images per step.")
+@click.option(
+    "--px", "pixels", type=click.IntRange(min=1), help="Side of the square images, in pixels; by default the model's own."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Number of threads; by default OMP_NUM_THREADS, else this machine's cores."
+)
+@click.option(
+    "--backend", type=click.Choice(["auto", "numpy", "onednn"]), default="auto", show_default=True, help="Kernel set to time."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of timed steps (two warm-up steps run first).",
+)
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch, whose steps take turns with these.")
+@click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to which all figures are written as JSON.")
 def engine(
     model: str,
     batch: int,
@@ -31,7 +43,10 @@ def engine(
     peer_python: str,
     out: Path | None,
 ) -> None:
-    """Time whole training steps of a model and each of its operators; made-up images, one process."""
+    """Time the training steps of a model.
+
+    Times whole steps and each operator in one process, on made-up images, without MPI and data.
+    """
     from hpctrain.comm.launcher import detect
     from hpctrain.threads import set_threads
 

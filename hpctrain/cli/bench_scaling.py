@@ -24,28 +24,46 @@ class RankCounts(click.ParamType):
 
 @click.command()
 @click.argument("overrides", nargs=-1)
-@click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="What to train.")
-@click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks, such as 1,2,4.")
+@click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Configuration to train.")
+@click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
     "--mode",
     type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
-    help="weak: FILE's batch is each rank's; strong: it is shared by all.",
+    help="Meaning of the configured batch: each rank's own (weak), or shared by all ranks (strong).",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=2), default=20, show_default=True, help="Steps of each run; the first is not counted."
+    "--steps",
+    type=click.IntRange(min=2),
+    default=20,
+    show_default=True,
+    help="Number of steps per run; the first one is not counted.",
 )
-@click.option("--launcher", metavar="COMMAND", help='Such as "srun -n {ranks}"; by default the mpiexec beside this Python.')
-@click.option("--threads", type=click.IntRange(min=1), help="Of each rank; by default this machine's cores over the most ranks.")
+@click.option(
+    "--launcher",
+    metavar="COMMAND",
+    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec beside this Python.',
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Number of threads per rank; by default this machine's cores over the most ranks.",
+)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("scaling.json"),
     show_default=True,
-    help="JSON file; the plot lies beside it.",
+    help="File to which all figures are written as JSON; the plot is written beside it.",
 )
-@click.option("--timeout-seconds", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Of each run.")
+@click.option(
+    "--timeout-seconds",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    help="Longest time that one run may take, in seconds.",
+)
 def scaling(
     overrides: tuple[str, ...],
     file: Path,
@@ -57,9 +75,10 @@ def scaling(
     out: Path,
     timeout_seconds: float,
 ) -> None:
-    """Train on each number of RANKS for a few steps; report efficiency, exposed time and limit.
+    """Compare several numbers of ranks.
 
-    Each number runs twice: as it is, and with --compute-only. OVERRIDES such as averager=sharded win over the file.
+    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: as it is, and with
+    --compute-only. OVERRIDES such as averager=sharded win over the file.
     """
     from hpctrain.experiment import scaling as study
 

@@ -25,10 +25,10 @@ def config() -> None:
 @_FILE
 @_OVERRIDES
 def show(file: Path, overrides: tuple[str, ...]) -> None:
-    """Print FILE with OVERRIDES such as optimizer.lr=0.2, and the defaults of all keys and options, as YAML.
+    """Print a configuration with all defaults filled in.
 
-    What is printed is a configuration that starts the same run. Options of the model that follow from the data, such as its
-    classes, are left out.
+    FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: what is printed is a
+    configuration that starts the same run. Options of the model that follow from the data, such as its classes, are left out.
     """
     from hpctrain.config.dump import dump
     from hpctrain.experiment.check import check_names
@@ -43,9 +43,10 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 @_FILE
 @_OVERRIDES
 def check(file: Path, overrides: tuple[str, ...]) -> None:
-    """Check FILE with OVERRIDES: keys, types, ranges, names and their options.
+    """Check a configuration before it runs.
 
-    Each fault is one line on standard error; the exit code is then 2.
+    Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line
+    on standard error; the exit code is then 2.
     """
     from hpctrain.experiment.check import check_names
 
@@ -59,7 +60,10 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
 @config.command(name="list")
 def list_() -> None:
-    """List the example configurations and job scripts that are installed with hpctrain."""
+    """List the installed examples.
+
+    Example configurations and job scripts come with hpctrain.
+    """
     from hpctrain.config import examples
 
     names = examples.names()
@@ -79,7 +83,10 @@ def list_() -> None:
     help="Copy to configs/ and jobs/ below this directory (the current one by default).",
 )
 def copy(names: tuple[str, ...], directory: Path) -> None:
-    """Copy the examples NAMES, such as quickstart or slurm.sbatch (all without NAMES), to where they can be edited."""
+    """Copy installed examples to where they can be edited.
+
+    NAMES are such as quickstart or slurm.sbatch; without NAMES all are copied.
+    """
     from hpctrain.config import examples
 
     for path in examples.copy(names, directory):
@@ -88,7 +95,10 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema of a configuration file, with the options of every name, for editors."""
+    """Print the JSON schema of configurations.
+
+    Editors complete and check by it: it has every key, and every name with its options.
+    """
     from hpctrain.experiment.options_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))

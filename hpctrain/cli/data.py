@@ -27,11 +27,17 @@ def data() -> None:
 @data.command()
 @click.argument("name", type=click.Choice(["fashion-mnist"]))
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory for train.h5 and test.h5."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Directory to which train.h5 and test.h5 are written.",
 )
-@click.option("--overwrite", is_flag=True, help="Make both files again, whatever is there.")
+@click.option("--overwrite", is_flag=True, help="Make both files again, even where they exist.")
 def fetch(name: str, out: Path, overwrite: bool) -> None:
-    """Find, install or download a data set and convert it; does nothing where it is there."""
+    """Download a data set and convert it.
+
+    Looks for it on this machine and in Debian's packages first. Nothing is done where the files exist.
+    """
     from hpctrain.data import fetch as sources
 
     for path in sources.fetch(out, overwrite=overwrite).values():
@@ -60,7 +66,7 @@ def info(file: Path) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def verify(file: Path) -> None:
-    """Read a whole data file and compare it with its checksums."""
+    """Compare a data file with its checksums."""
     from hpctrain.data.format import ImageFile
 
     opened = ImageFile.open(file)
@@ -70,11 +76,11 @@ def verify(file: Path) -> None:
 
 @data.group()
 def convert() -> None:
-    """Write images of other formats as one data file, OUT."""
+    """Convert images into one data file, OUT."""
 
 
 def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Text file of class names, one a line, or another data file whose classes to use."
+    text = "Text file of class names, one per line, or another data file whose classes are taken."
     return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
 
 
@@ -83,7 +89,9 @@ def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--threads", type=click.IntRange(1), help="Decoding threads; all cores by default.")(command)
+    return click.option(
+        "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
+    )(command)
 
 
 @convert.command("idx")
@@ -93,7 +101,10 @@ def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @_names_option
 @_overwrite_option
 def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool) -> None:
-    """IDX files (MNIST and its relatives), plain or gzipped."""
+    """Convert IDX files (MNIST and its like).
+
+    They may be plain or gzipped.
+    """
     from hpctrain.data.convert import idx
 
     idx.convert(images, labels, out, _class_names(names_file), overwrite=overwrite)
@@ -104,10 +115,13 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Which images to convert.")
-@click.option("--coarse", is_flag=True, help="The 20 superclasses of CIFAR-100.")
+@click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
 @_overwrite_option
 def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool) -> None:
-    """The binary version of CIFAR-10 or CIFAR-100."""
+    """Convert CIFAR-10 or CIFAR-100.
+
+    DIRECTORY holds the files of the binary version.
+    """
     from hpctrain.data.convert import cifar
 
     cifar.convert(directory, split, out, coarse=coarse, overwrite=overwrite)
@@ -117,10 +131,14 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @convert.command("npz")
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--size", type=click.IntRange(1), help="Side of the square images; without it they stay as they are.")
-@click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
-@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Write grey (1) or RGB (3).")
-@click.option("--limit", type=click.IntRange(1), help="Only the first LIMIT images.")
+@click.option("--size", type=click.IntRange(1), help="Side of the square images, in pixels; without it images keep their size.")
+@click.option(
+    "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
+)
+@click.option(
+    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+)
+@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
 @_names_option
 @_threads_option
 @_overwrite_option
@@ -135,7 +153,10 @@ def convert_npz(
     threads: int | None,
     overwrite: bool,
 ) -> None:
-    """JPEG files packed in an .npz or .npz.xz with `blob`, `offsets` and `labels`."""
+    """Convert JPEG files packed in an .npz.
+
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`.
+    """
     from hpctrain.data.convert import npz
 
     with _progress(f"converting {file.name}", None) as advance:
@@ -157,9 +178,13 @@ def convert_npz(
 @convert.command("folder")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--size", type=click.IntRange(1), required=True, help="Side of the square images.")
-@click.option("--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre, or change the aspect.")
-@click.option("--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Write grey (1) or RGB (3).")
+@click.option("--size", type=click.IntRange(1), required=True, help="Side of the square images, in pixels.")
+@click.option(
+    "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
+)
+@click.option(
+    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+)
 @click.option("--skip-unreadable", is_flag=True, help="Leave out images that cannot be decoded, and list them.")
 @_names_option
 @_threads_option
@@ -175,7 +200,10 @@ def convert_folder(
     threads: int | None,
     overwrite: bool,
 ) -> None:
-    """A tree of JPEG and PNG files, DIRECTORY/<class>/<name>.jpg."""
+    """Convert a tree of JPEG and PNG files.
+
+    The tree is DIRECTORY/<class>/<name>.jpg, .jpeg or .png.
+    """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new
 

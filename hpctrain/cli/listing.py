@@ -17,7 +17,7 @@ _MOST_COLUMNS = 100
 
 @click.group("list", cls=Commands)
 def listing() -> None:
-    """Print the names that a configuration can choose.
+    """Print names that a configuration can have.
 
     Their options are described in docs/options.md, by --json, and by `hpctrain config schema`.
     """

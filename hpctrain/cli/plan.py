@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 _OVERRIDES = click.argument("overrides", nargs=-1)
-_RANKS = click.option("--ranks", type=click.IntRange(min=1), help="Of the job; by default those of the configured grid.")
+_RANKS = click.option(
+    "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; by default that of the configured grid."
+)
 _IMAGE = click.option(
     "--image",
     nargs=3,
     type=click.IntRange(min=1),
     metavar="H W C",
-    help="Images as the network sees them; by default the training file's, augmented.",
+    help="Size of the images as the network sees them; by default that of the training file's, augmented.",
 )
-_CLASSES = click.option("--classes", type=click.IntRange(min=1), help="By default the training file's.")
-_PER_NODE = click.option("--ranks-per-node", type=click.IntRange(min=1), help="Of the job; by default all are on one node.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, in integers.")
+_CLASSES = click.option("--classes", type=click.IntRange(min=1), help="Number of classes; by default that of the training file.")
+_PER_NODE = click.option(
+    "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
 _ALPHA = click.option(
     "--alpha",
     "alpha_seconds",
     type=click.FloatRange(min=0),
     default=20e-6,
     show_default=True,
-    help="Seconds of an empty message: a run measures this.",
+    help="Time that an empty message takes, in seconds; a run measures it.",
 )
 _BETA = click.option(
     "--beta",
@@ -42,7 +46,7 @@ _BETA = click.option(
     type=click.FloatRange(min=0),
     default=0.8e-9,
     show_default=True,
-    help="Seconds a byte, the inverse of the link's rate (10 Gb/s): a run measures this too.",
+    help="Time that a byte takes, in seconds (the default is a link of 10 Gb/s); a run measures it.",
 )
 
 
@@ -57,7 +61,9 @@ class PlanGroup(Commands):
 
 @click.group(cls=PlanGroup)
 def plan() -> None:
-    """Show what a configuration means on a grid of ranks.
+    """Show what a grid of ranks does.
+
+    Shows what a configuration means on a grid of ranks, before it runs.
 
     `plan --schedule FILE` is short for `plan schedule FILE`.
     """
@@ -84,9 +90,10 @@ def show(
     ranks_per_node: int | None,
     as_json: bool,
 ) -> None:
-    """Per layer of FILE's model: who owns what, the halo, bytes sent, memory; then gradients and the map of ranks.
+    """Show what each rank owns, sends and holds, layer by layer.
 
-    OVERRIDES such as grid.rows=2 win over the file.
+    For each layer of FILE's model: its owners, halos, bytes sent and memory; then the averaging of gradients and the map of
+    ranks. OVERRIDES such as grid.rows=2 win over the file.
     """
     task = _task(file, overrides, ranks, image, classes)
     from hpctrain.cli import plan_tables
@@ -122,9 +129,11 @@ def schedule(
     ranks_per_node: int | None,
     as_json: bool,
 ) -> None:
-    """What FILE's averager posts in its first steps: slices, owners, order, window and hash, for each group of parameters.
+    """Show what the averager posts in its first steps.
 
-    A run measures alpha and beta, and orders some operations anew by measured times; what it settles on lies in its directory.
+    For each group of parameters: slices, owners, order, window and hash.
+
+    A run measures alpha and beta, and orders some operations again by measured times; what it settles on lies in its directory.
     """
     task = _task(file, overrides, ranks, image, classes)
     from hpctrain.cli import plan_tables

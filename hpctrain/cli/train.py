@@ -95,18 +95,23 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
 @_FILE
 @_OVERRIDES
 @click.option(
-    "--resume", metavar="auto|PATH", help="Go on from the newest valid checkpoint of the latest run, or from a file or run."
+    "--resume",
+    metavar="auto|PATH",
+    help="Go on from a run directory or checkpoint file; auto: from the newest valid checkpoint of the newest run of this name.",
 )
-@click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps (0: train all epochs).")
+@click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps; 0 trains all epochs.")
 @click.option(
-    "--compute-only", is_flag=True, help="Time steps that exchange nothing, and the exchange alone (20 steps unless --steps)."
+    "--compute-only",
+    is_flag=True,
+    help="Time steps without communication, then communication alone; 20 steps, unless --steps says otherwise.",
 )
 @click.pass_obj
 def train(
     watch: SignalWatch | None, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int, compute_only: bool
 ) -> None:
-    """Train as FILE says; OVERRIDES such as optimizer.lr=0.2 win over it.
+    """Train the model of FILE.
 
+    OVERRIDES such as optimizer.lr=0.2 win over the file.
     SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP end the run after a step with a checkpoint and exit code 85.
     """
     if compute_only and resume is not None:
@@ -131,7 +136,10 @@ def train(
 @_FILE
 @_OVERRIDES
 @click.option(
-    "--checkpoint", default="auto", metavar="auto|PATH", help="A checkpoint file or run directory; auto: the latest run's."
+    "--checkpoint",
+    default="auto",
+    metavar="auto|PATH",
+    help="Checkpoint file or run directory to evaluate; auto: the newest run of this name.",
 )
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""

@@ -110,65 +110,79 @@ class Named(BaseModel):
 class ModelConfig(Named):
     """The network."""
 
-    name: Text = Field(description='Model in the catalogue, such as "resnet50"; further keys are the model\'s options.')
+    name: Text = Field(description='Name of a model in the catalogue, such as "resnet50"; further keys are its options.')
 
 
 class OptimizerConfig(Named):
     """How a gradient becomes an update."""
 
-    name: Text = Field(description='Optimiser: "sgd" or "lars"; further keys are its options (momentum, weight_decay, ...).')
-    lr: Number = Field(gt=0, description="Base learning rate for the global batch; the schedule multiplies it. Must be > 0.")
+    name: Text = Field(description='Name of an optimiser: "sgd" or "lars"; further keys are its options, such as momentum.')
+    lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
 
 
 class ScheduleConfig(Named):
     """The learning rate over time."""
 
-    name: Text = Field(description="constant, step, cosine or polynomial; further keys are the schedule's options.")
-    warmup_epochs: Number = Field(default=0.0, ge=0, description="Epochs of linear warm-up to the base learning rate.")
+    name: Text = Field(description="Name of a schedule: constant, step, cosine or polynomial; further keys are its options.")
+    warmup_epochs: Number = Field(
+        default=0.0,
+        ge=0,
+        description="Number of epochs in which the learning rate rises in a line to its base; fractions are allowed.",
+    )
 
 
 class AveragerConfig(Named):
     """How gradients are averaged over the ranks."""
 
-    name: Text = Field(default="sharded", description="Averaging strategy; further keys are the strategy's options.")
+    name: Text = Field(default="sharded", description="Name of an averaging strategy; further keys are its options.")
 
 
 class AugmentConfig(Named):
     """One step of image preparation."""
 
     name: Text = Field(
-        description="pad_crop {padding px}, random_resized_crop {size px, scale area fractions, ratio}, center_crop {size px}, "
-        "flip {probability}."
+        description="Name of an augmentation: pad_crop, random_resized_crop, center_crop or flip; further keys are its options."
     )
 
 
 class DataConfig(Section):
     """The images."""
 
-    train: Text = Field(description="Path of the HDF5 file to train on, as written: relative to the working directory.")
-    test: Text | None = Field(default=None, description="Path of the HDF5 file to evaluate on; null: no evaluation.")
-    augment: tuple[AugmentConfig, ...] = Field(default=(), description="Steps applied to training images, in order.")
-    evaluate_augment: tuple[AugmentConfig, ...] = Field(default=(), description="Steps applied to evaluation images, in order.")
-    normalise: bool = Field(default=True, description="Subtract the file's mean and divide by its deviation, per channel.")
-    prefetch: Integer = Field(default=2, ge=0, description="Batches made ready ahead of the step by a thread (0: no thread).")
-    cache: bool = Field(default=True, description="Keep the file's uint8 images in memory after the first read.")
+    train: Text = Field(description="Path of the HDF5 file to train on, relative to the working directory.")
+    test: Text | None = Field(default=None, description="Path of the HDF5 file to evaluate on; null switches evaluation off.")
+    augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
+    evaluate_augment: tuple[AugmentConfig, ...] = Field(
+        default=(), description="Preparation of evaluation images, by the same names, in order."
+    )
+    normalise: bool = Field(
+        default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."
+    )
+    prefetch: Integer = Field(
+        default=2, ge=0, description="Number of batches that a thread makes ready ahead of the step; 0 works without a thread."
+    )
+    cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
 
 
 class LossConfig(Section):
     """Softmax cross entropy."""
 
     label_smoothing: Number = Field(
-        default=0.0, ge=0, lt=1, description="Probability mass spread evenly over the classes, in [0, 1)."
+        default=0.0, ge=0, lt=1, description="Share of the target probability that is spread evenly over all classes, in [0, 1)."
     )
 
 
 class GridConfig(Section):
     """The process grid: the ranks of a column share samples, the ranks of a row share weights."""
 
-    rows: Integer = Field(default=1, ge=1, description="Ranks that split one layer's weights or images (Pr).")
-    cols: Integer | None = Field(default=None, ge=1, description="Ranks that split the batch (Pc); null: world size / rows.")
+    rows: Integer = Field(default=1, ge=1, description="Number of ranks that split one layer's weights or images (Pr).")
+    cols: Integer | None = Field(
+        default=None,
+        ge=1,
+        description="Number of ranks that split the batch (Pc); null takes the number of ranks divided by rows.",
+    )
     tiles: tuple[Part, Part] | None = Field(
-        default=None, description="Parts [vertical, horizontal] of an image under domain, rows in all; null: [rows, 1]."
+        default=None,
+        description="Parts [vertical, horizontal] of an image under domain, as many as rows in all; null takes [rows, 1].",
     )
     overlap: tuple[Text, ...] = Field(
         default=(), description="Patterns of convolutions under domain whose interior is computed while their halos travel."
@@ -183,7 +197,7 @@ class PlanConfig(BaseModel):
 
     default: Use = Field(
         default="batch",
-        description='Use of layers that no pattern matches: batch, model (output channels split) or domain (images split); '
+        description="Use of layers that no pattern matches: batch, model (output channels split) or domain (images split); "
         'further keys are patterns, such as "features.*": domain.',
     )
 
@@ -197,66 +211,87 @@ class BatchNormConfig(Section):
     """Batch normalisation."""
 
     statistics: Literal["local", "synchronised"] = Field(
-        default="local", description="Batch statistics of the ranks that share samples, or of all ranks of the step."
+        default="local",
+        description="Samples of batch statistics: those of the ranks that share samples (local), or of all ranks (synchronised).",
     )
-    momentum: Number = Field(default=0.1, gt=0, le=1, description="Weight of the new batch in the running statistics, in (0, 1].")
-    epsilon: Number = Field(default=1e-5, gt=0, description="Added to the variance before the square root.")
+    momentum: Number = Field(default=0.1, gt=0, le=1, description="Weight of a new batch in the running statistics, in (0, 1].")
+    epsilon: Number = Field(default=1e-5, gt=0, description="Number added to the variance before its square root is taken.")
 
 
 class CheckpointConfig(Section):
     """What is kept for a restart."""
 
-    every_epochs: Integer = Field(default=1, ge=0, description="Epochs between checkpoints (0: off).")
-    every_steps: Integer = Field(default=0, ge=0, description="Steps between checkpoints inside an epoch (0: off).")
-    keep: Integer = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    every_epochs: Integer = Field(
+        default=1, ge=0, description="Number of epochs from one checkpoint to the next; 0 switches them off."
+    )
+    every_steps: Integer = Field(
+        default=0, ge=0, description="Number of steps from one checkpoint to the next inside an epoch; 0 switches them off."
+    )
+    keep: Integer = Field(default=2, ge=1, description="Number of newest checkpoints that are kept; older ones are deleted.")
 
 
 class EvaluateConfig(Section):
     """Evaluation on the test file."""
 
-    every_epochs: Integer = Field(default=1, ge=0, description="Epochs between evaluations (0: off).")
-    batch: Integer | None = Field(default=None, ge=1, description="Global batch, samples; null: the training batch.")
+    every_epochs: Integer = Field(
+        default=1, ge=0, description="Number of epochs from one evaluation to the next; 0 switches them off."
+    )
+    batch: Integer | None = Field(
+        default=None, ge=1, description="Global batch of the evaluation, in samples; null takes the training batch."
+    )
 
 
 class MetricsConfig(Section):
     """What is reported."""
 
-    tensorboard: bool = Field(default=False, description="Write TensorBoard event files too (needs the extra `export`).")
-    interval_seconds: Number = Field(default=10.0, gt=0, description="Seconds between progress lines where there is no terminal.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files too, which needs the extra `export`.")
+    interval_seconds: Number = Field(
+        default=10.0, gt=0, description="Time between progress lines where there is no terminal, in seconds."
+    )
 
 
 class Config(Section):
     """One run."""
 
     name: Annotated[Text, BeforeValidator(_one_component)] = Field(
-        default="run", description="Name of the run; its directory is made from it."
+        default="run", description="Name of the run, from which its directory is named."
     )
     seed: Integer = Field(default=0, ge=0, lt=2**63, description="Seed of weights, sample order, augmentation and dropout.")
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters, gradients.")
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters and gradients.")
     backend: Literal["auto", "numpy", "onednn"] = Field(
-        default="auto", description="Kernel set; auto: the fastest that is here and computes this dtype."
+        default="auto", description="Kernel set; auto takes the fastest that is here and computes this dtype."
     )
-    threads: Threads = Field(default="auto", description="Threads per rank; auto: the node's cores over its local ranks.")
+    threads: Threads = Field(
+        default="auto",
+        description="Number of threads per rank; auto takes OMP_NUM_THREADS where it is set, else the rank's cores.",
+    )
     model: ModelConfig = Field(description="The network: a name, or a mapping of name and options.")
-    data: DataConfig = Field(description="The images.")
-    batch: Integer = Field(ge=1, description="Global batch: samples of one step over all ranks.")
-    micro_batches: Integer = Field(default=1, ge=1, description="Parts into which a rank splits its share of the batch.")
-    epochs: Integer = Field(ge=0, description="Passes over the training file (0: evaluation only).")
-    optimizer: OptimizerConfig = Field(description="The optimiser.")
-    schedule: ScheduleConfig = Field(description="The learning-rate schedule.")
-    loss: LossConfig = Field(default_factory=LossConfig, description="The loss.")
-    averager: AveragerConfig = Field(default_factory=AveragerConfig, description="Averaging of gradients over ranks.")
-    grid: GridConfig = Field(default_factory=GridConfig, description="The process grid.")
-    plan: PlanConfig = Field(default_factory=PlanConfig, description="What the grid's rows do, layer by layer.")
-    batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="Batch normalisation.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")
+    data: DataConfig = Field(description="The data files and what is done with their images.")
+    batch: Integer = Field(ge=1, description="Global batch: number of samples of one step over all ranks.")
+    micro_batches: Integer = Field(
+        default=1, ge=1, description="Number of parts into which a rank splits its share of the batch."
+    )
+    epochs: Integer = Field(ge=0, description="Number of passes over the training file; 0 only evaluates.")
+    optimizer: OptimizerConfig = Field(description="The optimiser: a name, or a mapping of name, learning rate and options.")
+    schedule: ScheduleConfig = Field(description="The learning-rate schedule: a name, or a mapping of name and options.")
+    loss: LossConfig = Field(default_factory=LossConfig, description="The loss, which is softmax cross entropy.")
+    averager: AveragerConfig = Field(
+        default_factory=AveragerConfig,
+        description="The averaging of gradients over ranks: a name, or a mapping of name and options.",
+    )
+    grid: GridConfig = Field(default_factory=GridConfig, description="The process grid, rows x columns of ranks.")
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="The use of the grid's rows, layer by layer.")
+    batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread"] = Field(
         default="auto",
         description="Who moves messages while kernels run: nobody, a test after each operator, or a thread as well; auto takes "
         "test unless a measurement at the start leaves no doubt that another one is faster.",
     )
-    trace: bool = Field(default=False, description="Record every step; write trace.json and print where the time went.")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Metrics.")
-    deadline_seconds: Number = Field(default=300.0, gt=0, description="Seconds a rank waits for others before the job is ended.")
+    trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")
+    deadline_seconds: Number = Field(
+        default=300.0, gt=0, description="Longest time that a rank waits for the others before it ends the job, in seconds."
+    )
     output: Text = Field(default="runs", description="Directory in which run directories are made.")
