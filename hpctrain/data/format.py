@@ -73,7 +73,8 @@ class ImageFile:
         """Open for reading, without file locks (parallel file systems often have none).
 
         Raises:
-            DataError: missing, truncated, empty, not of this format, or with a label outside 0 .. classes - 1.
+            DataError: missing, not readable, truncated, empty, not of this format, with anything but the images other than its
+                checksum says, or with a label outside 0 .. classes - 1.
         """
         path = Path(path)
         require_file(
@@ -137,4 +138,5 @@ def _check_format(path: Path, header: Mapping[str, object], readable: tuple[int,
 def _map(path: Path, images: StoredImages) -> np.ndarray:
     """Memory map of the images, which lie in one block."""
     assert images.offset is not None, "checked"
-    return np.asarray(np.memmap(path, np.uint8, "r", images.offset, images.shape))
+    with system_errors_as(f"The data file {path} cannot be mapped into memory"):
+        return np.asarray(np.memmap(path, np.uint8, "r", images.offset, images.shape))

@@ -86,7 +86,7 @@ def check(path: Path, contents: Stored) -> None:
     images, labels = contents.images, contents.labels
     if labels.ndim != 1 or labels.dtype.kind != "i" or contents.mean.ndim != 1 or contents.mean.dtype.kind != "f":
         raise DataError(f"{path} does not hold labels (N,) int64 and means (C,) float64; convert it again.")
-    if len(images.shape) != 4 or images.dtype != np.uint8 or images.offset is None:
+    if len(images.shape) != 4 or min(images.shape[1:]) < 1 or images.dtype != np.uint8 or images.offset is None:
         raise DataError(f"{path} does not hold contiguous uint8 images (N, H, W, C); convert it again.")
     if not labels.size:
         raise DataError(f"The data file {path} holds no image; at least one is needed.")

@@ -210,6 +210,11 @@ def replace(opened, name, values, **options):
         (lambda f: replace(f, "mean", np.zeros(1)), "1 channels"),
         (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.uint8), chunks=(1, 7, 9, 3)), "contiguous"),
         (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.float32)), "uint8"),
+        (lambda f: replace(f, "images", np.zeros((13, 0, 9, 3), np.uint8)), "contiguous uint8 images"),
+        (lambda f: replace(f, "class_names", np.zeros(0, "S3")), "no class"),
+        (lambda f: replace(f, "class_names", np.array([b"\xff"] * 5)), "damaged"),
+        (lambda f: replace(f, "labels", np.zeros((13, 1), np.int64)), r"labels \(N,\) int64"),
+        (lambda f: replace(f, "std", np.ones(2)), r"deviations of \(2,\)"),
         (lambda f: f.pop("std"), "damaged"),
     ],
 )
