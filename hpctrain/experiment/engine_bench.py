@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from hpctrain.experiment.engine_profile import PrimitiveTime, profile
-from hpctrain.experiment.engine_step import EngineStep, LayerTime, Workload, gemm_peak, peak_resident_bytes, time_layers, timed
+from hpctrain.experiment.engine_step import (
+    EngineStep,
+    LayerTime,
+    Workload,
+    gemm_peak,
+    peak_resident_bytes,
+    stand_ins,
+    time_layers,
+    timed,
+)
 from hpctrain.experiment.stepping import Rounds, SteppingError, interleave, ours, peer, with_threads
 
 _WARM_UP = 2
@@ -29,6 +38,7 @@ class Measurement:
     a large matrix product) are measured by, so that a busy machine changes them little. reorder_seconds: of a step, in all copies
     between layouts (of images, weights and gradients), and how many. kernel_seconds: the library's own time in all its
     kernels; both None where the kernel set keeps no such account. peak_bytes: resident, before anything was profiled.
+    own_operators: how many are the kernel set's own; stand_ins: the layers whose operators are NumPy's instead, by the reason.
     """
 
     model: str
@@ -48,6 +58,8 @@ class Measurement:
     kernel_seconds: float | None
     reorder_seconds: float | None
     reorders: int | None
+    own_operators: int
+    stand_ins: Mapping[str, Sequence[str]]
     layers: Sequence[LayerTime]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +86,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int) -> Measureme
     layers = time_layers(step, steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
+    own_operators, others = stand_ins(step.program)
     return Measurement(
         model=task.model,
         backend=step.backend,
@@ -92,6 +105,8 @@ def measure(task: Workload, backend: str, steps: int, threads: int) -> Measureme
         kernel_seconds=kernel,
         reorder_seconds=reorder,
         reorders=count,
+        own_operators=own_operators,
+        stand_ins=others,
         layers=layers,
     )
 
@@ -163,7 +178,18 @@ def _totals(found: Measurement) -> str:
             f"oneDNN's kernels {found.kernel_seconds * 1e3:.2f} ms a step, "
             f"{found.reorder_seconds * 1e3:.2f} ms of them in {found.reorders} reorders"
         )
+    lines += _whose(found)
     return "\n".join(lines)
+
+
+def _whose(found: Measurement) -> Sequence[str]:
+    """Which operators are not the kernel set's own, and why; nothing where that is NumPy."""
+    if found.backend == "numpy":
+        return ()
+    if not found.stand_ins:
+        return (f"all {found.own_operators} operators run on {found.backend}",)
+    others = [f"{', '.join(layers)} ({reason})" for reason, layers in found.stand_ins.items()]
+    return (f"{found.own_operators} operators run on {found.backend}; in NumPy: {'; '.join(others)}",)
 
 
 def _layer_table(found: Measurement) -> Any:

@@ -15,6 +15,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
+from hpctrain.nn.plan import SelfMade
+from hpctrain.nn.program import Program
 from hpctrain.optim.sgd import Sgd
 
 LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
@@ -175,6 +177,21 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
     found.append(LayerTime("loss", "loss", median("loss", "forward"), 0.0, 0.0, 0, 0))
     found.append(LayerTime("update", "update", 0.0, median("update", "parameters"), 0.0, 0, 0))
     return found
+
+
+def stand_ins(program: Program) -> tuple[int, dict[str, list[str]]]:
+    """How many operators are the kernel set's own, and the layers of those that are not, by the reason. Views compute nothing."""
+    own, others = 0, dict[str, list[str]]()
+    for step in program.plan.steps:
+        if step.operator.view:
+            continue
+        users = step.node is not None and isinstance(step.node.spec, SelfMade)
+        reason = "its layer brings its own" if users else step.operator.stands_in_because
+        if reason:
+            others.setdefault(reason, []).append(step.name)
+        else:
+            own += step.node is not None
+    return own, others
 
 
 def gemm_peak(size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -92,16 +92,16 @@ class ExecutionPlan:
 
 def plan(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
     """Fuse, make operators, insert reorders, decide who shares memory."""
-    result = _make_steps(kernels.fuse(graph, training=training), kernels, training)
-    _find_gradients(result, input_gradient)
+    result = _make_steps(kernels.fuse(graph, training=training), kernels, training, input_gradient)
     _find_rebuilt(result)
     _share_activations(result)
     _share_gradients(result)
     return result
 
 
-def _make_steps(graph: Graph, kernels: KernelSet, training: bool) -> ExecutionPlan:
+def _make_steps(graph: Graph, kernels: KernelSet, training: bool, input_gradient: bool) -> ExecutionPlan:
     tensors = list(graph.tensors)
+    needs_grad = _find_gradients(graph, training, input_gradient)
     steps: list[PlannedStep] = []
     copies: dict[tuple[int, str], int] = {}
 
@@ -111,6 +111,7 @@ def _make_steps(graph: Graph, kernels: KernelSet, training: bool) -> ExecutionPl
         key = (tensor, wanted.layout)
         if key not in copies:
             tensors.append(wanted)
+            needs_grad.append(needs_grad[tensor])
             copies[key] = len(tensors) - 1
             reorder = kernels.reorder(tensors[tensor], wanted)
             steps.append(PlannedStep(f"reorder.{tensor}", reorder, (tensor,), copies[key]))
@@ -118,15 +119,17 @@ def _make_steps(graph: Graph, kernels: KernelSet, training: bool) -> ExecutionPl
 
     for node in graph.nodes:
         specs = tuple(tensors[i] for i in node.inputs)
-        operator = _make_operator(node, specs, kernels, training)
+        operator = _make_operator(node, specs, kernels, training, any(needs_grad[i] for i in node.inputs))
         inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
         tensors[node.output] = operator.output
         steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
     output = in_layout(graph.output, tensors[graph.output].plain())
-    return ExecutionPlan(steps, tensors, output, training)
+    return ExecutionPlan(steps, tensors, output, training, needs_grad)
 
 
-def _make_operator(node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool) -> Operator:
+def _make_operator(
+    node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
+) -> Operator:
     """
     Raises:
         BackendError: the kernel set refuses; the message is prefixed with the layer's name.
@@ -134,19 +137,20 @@ def _make_operator(node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSe
     if isinstance(node.spec, SelfMade):
         return node.spec.operator(tuple(spec.plain() for spec in inputs), training=training)
     try:
-        return kernels.make(node.spec, inputs, training=training)
+        return kernels.make(node.spec, inputs, training=training, input_gradient=input_gradient)
     except BackendError as error:
         error.args = (f"Layer {node.name}: {error}",)
         raise
 
 
-def _find_gradients(plan: ExecutionPlan, input_gradient: bool) -> None:
-    plan.needs_grad = [False] * len(plan.tensors)
-    if not plan.training:
-        return
-    plan.needs_grad[0] = input_gradient
-    for step in plan.steps:
-        plan.needs_grad[step.output] = step.has_parameters or any(plan.needs_grad[i] for i in step.inputs)
+def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
+    """By tensor of the graph: backward computes its gradient."""
+    needs_grad = [False] * len(graph.tensors)
+    if training:
+        needs_grad[0] = input_gradient
+        for node in graph.nodes:
+            needs_grad[node.output] = bool(node.parameters) or any(needs_grad[i] for i in node.inputs)
+    return needs_grad
 
 
 def _find_rebuilt(plan: ExecutionPlan) -> None:

@@ -85,7 +85,8 @@ def run(
     """
     training = output_grad is not None
     offered = tuple(layouts) if layouts is not None else tuple(TensorSpec(x.shape, dtype) for x in inputs)
-    operator = kernels.make(spec, offered, training=training)
+    asked = wants is None or any(wants)
+    operator = kernels.make(spec, offered, training=training, input_gradient=asked)
     own = {role: _parameter(kernels, value, dtype) for role, value in (parameters or {}).items()}
     kept = {role: np.array(value, dtype) for role, value in (statistics or {}).items()}
     buffers = Buffers(

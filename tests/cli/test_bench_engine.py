@@ -37,6 +37,7 @@ def test_reports_every_operator(tmp_path: Path, backend: str) -> None:
     wanted = ["stage1.conv", "stage1.bn", "stage2.conv", "classifier.fc1", "classifier.fc2", "loss", "update"]
     assert [name for name in names if name in wanted] == wanted
     assert all(name in printed for name in names)
+    assert (f"all {found['own_operators']} operators run on onednn" in printed) == (backend == "onednn")
     assert found["images_per_second"] == pytest.approx(3 / found["step_seconds"])
     assert found["peak_gflops"] > 0 < found["arena_bytes"] < found["peak_bytes"]
 

@@ -96,6 +96,7 @@ class Operator(ABC):
     begins_early: `begin_forward` is called at the operator's place, and `forward` just before its first reader.
     rebuilds_output: `rebuild_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
         forward to backward, where it would be needed.
+    stands_in_because: why a kernel set took another one's operator, for reports; empty where it took one of its own.
     """
 
     spec: Spec
@@ -107,9 +108,10 @@ class Operator(ABC):
     in_place: ClassVar[bool] = False
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
-    gives_factors: ClassVar[bool] = False
+    gives_factors: bool = False
     begins_early: bool = False
     rebuilds_output: bool = False
+    stands_in_because: str = ""
     saved_bytes: int = 0
     scratch_bytes: int = 0
 
@@ -172,8 +174,13 @@ class KernelSet(ABC):
     dtypes: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+    def make(
+        self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True
+    ) -> Operator:
         """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+
+        input_gradient: `backward_input` will be called. False for what reads the images themselves: kernels are chosen without
+            regard to it.
 
         Raises:
             BackendError: a spec or dtype that this set cannot compute.

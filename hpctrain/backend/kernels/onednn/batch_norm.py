@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.elementwise import Addition, ReluMask
 from hpctrain.backend.kernels.onednn.layouts import elements, images, rows, vector
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 
-class BatchNormOperator(Operator):
+class BatchNormOperator(LibraryOperator):
     """y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
 
     Training leaves the batch's mean and unbiased variance in the statistics "batch_mean" and "batch_var"; the biased variance
@@ -65,6 +66,7 @@ class BatchNormOperator(Operator):
             kind = (c.FORWARD_INFERENCE, values, values, spec.epsilon, flags, own)
             self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
             self._scratchpad_bytes = self._forward_primitive.scratchpad_bytes
+            self.primitives = {FORWARD: self._forward_primitive}
             return
         kind = (c.FORWARD_TRAINING, values, values, spec.epsilon, flags, own)
         self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
@@ -81,6 +83,7 @@ class BatchNormOperator(Operator):
             self._forward_primitive,
             own,
         )
+        self.primitives = {FORWARD: self._forward_primitive, BACKWARD: self._backward_primitive}
         self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)
         self._scratchpad_bytes = max(self._forward_primitive.scratchpad_bytes, self._backward_primitive.scratchpad_bytes)
 

@@ -251,6 +251,11 @@ class Primitive:
         return (text.value or b"").decode()
 
     @property
+    def is_plain(self) -> bool:
+        """True where the library has nothing better than its plain loops ("ref"), which are ten times slower or more."""
+        return self.implementation.startswith("ref")
+
+    @property
     def scratchpad_bytes(self) -> int:
         """Bytes that every call needs as its scratchpad."""
         return self.descriptor(c.QUERY_SCRATCHPAD_MD).size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
 from hpctrain.backend.kernels.onednn.convolution import Convolution, choose
@@ -16,22 +16,26 @@ from hpctrain.backend.kernels.onednn.elementwise import ReluMask
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
+from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.onednn.reorder import Copy
 from hpctrain.backend.kernels.onednn.tiles import Work
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 
 
-def make_conv2d(engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool) -> Conv2dOperator:
+def make_conv2d(
+    engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
+) -> Conv2dOperator:
     """The operator on images of `x`, whatever layout they come in."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
-    plan = choose(engine, inner, x, training=training, relu=isinstance(spec, WithRelu))
+    relu = isinstance(spec, WithRelu)
+    plan = choose(engine, inner, x, training=training, relu=relu, input_gradient=input_gradient)
     kind = Conv2dOperator if plan.adding is None else AddingConv2dOperator
     return kind(engine, spec, plan, training=training)
 
 
-class Conv2dOperator(Operator):
+class Conv2dOperator(LibraryOperator):
     """y = x * weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
@@ -40,6 +44,7 @@ class Conv2dOperator(Operator):
     def __init__(self, engine: Engine, spec: Conv2dSpec | WithRelu, plan: Convolution, *, training: bool) -> None:
         self.spec, self._engine, self._plan, self._training = spec, engine, plan, training
         relu = isinstance(spec, WithRelu)
+        self.primitives = {FORWARD: plan.forward, BACKWARD_DATA: plan.backward_data, BACKWARD_WEIGHTS: plan.backward_weights}
         self._what = plan.what
         self._turns = plan.spec.window.kernel != (1, 1)
         self.inputs, self.output = (plan.x,), plan.y
@@ -53,7 +58,9 @@ class Conv2dOperator(Operator):
         formats = [plan.weights]
         turned_bytes = 0
         if self._training:
-            formats += [plan.backward_data_weights, plan.diff_weights]
+            formats.append(plan.diff_weights)
+            if plan.backward_data is not None:
+                formats.append(plan.backward_data_weights)
             if plan.adding is not None:
                 formats.append(plan.adding_weights)
                 turned_bytes = plan.plain_weights.size_bytes if self._turns else 0

@@ -25,14 +25,23 @@ class Convolution:
     """The three primitives of one convolution between images in given layouts.
 
     Attributes:
-        forward, backward_data, backward_weights: the latter two None in evaluation.
+        forward, backward_data, backward_weights: the latter two None in evaluation, the second where nobody asks for the
+            input's gradient.
         weights: the format that `forward` reads, likewise `backward_data_weights`, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
         winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
     """
 
     def __init__(
-        self, engine: Engine, spec: Conv2dSpec, x: TensorSpec, layouts: tuple[str, str], *, training: bool, relu: bool
+        self,
+        engine: Engine,
+        spec: Conv2dSpec,
+        x: TensorSpec,
+        layouts: tuple[str, str],
+        *,
+        training: bool,
+        relu: bool,
+        input_gradient: bool = True,
     ) -> None:
         self._engine, self.spec, self.what = engine, spec, describe(spec, x)
         self.x, self.y = in_layout(x.plain(), layouts[0]), in_layout(spec.output(x), layouts[1])
@@ -49,16 +58,17 @@ class Convolution:
         self.backward_weights: Primitive | None = None
         self.adding: Primitive | None = None
         if training:
-            self.backward_data = self._backward_data()
-            self.backward_data_weights = self.backward_data.descriptor(c.QUERY_WEIGHTS_MD)
             self.backward_weights = self._backward_weights()
             self.diff_weights = self.backward_weights.descriptor(c.QUERY_DIFF_WEIGHTS_MD)
+        if training and input_gradient:
+            self.backward_data = self._backward_data()
+            self.backward_data_weights = self.backward_data.descriptor(c.QUERY_WEIGHTS_MD)
             self._make_adding()
         self.winograd: Product | None = None
         self.winograd_data: Product | None = None
         self.winograd_weights: WeightGradient | None = None
         if training:
-            self._make_winograd(relu)
+            self._make_winograd(relu, input_gradient)
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -68,11 +78,8 @@ class Convolution:
 
     @property
     def penalty(self) -> int:
-        """How many primitives fell to oneDNN's plain loops, which are slow; the image's own gradient is never asked for."""
-        asked = [self.forward, self.backward_weights]
-        if self.spec.channels_in > 3:
-            asked.append(self.backward_data)
-        return sum(primitive is not None and primitive.implementation.startswith("ref") for primitive in asked)
+        """How many primitives fell to oneDNN's plain loops, which are slow."""
+        return sum(primitive.is_plain for primitive in (self.forward, self.backward_data, self.backward_weights) if primitive)
 
     def _weight_dims(self) -> tuple[int, ...]:
         spec = self.spec
@@ -127,13 +134,13 @@ class Convolution:
             made = Primitive(self._engine, "convolution_forward", what, *kind, *formats, *rest)
         except Unimplemented:
             return
-        if made.implementation.startswith("ref"):
+        if made.is_plain:
             return
         self.adding = made
         self.adding_weights = made.descriptor(c.QUERY_WEIGHTS_MD)
         self.transposed_weights = Descriptor.strided(self._engine, shape, (1, r * s * channels, s * channels, channels))
 
-    def _make_winograd(self, relu: bool) -> None:
+    def _make_winograd(self, relu: bool, input_gradient: bool) -> None:
         spec, block = self.spec, BLOCKS.get(self.y.layout, 0)
         channels, k, window = spec.channels_in, spec.channels_out, spec.window
         turned = adjoint(window)
@@ -147,15 +154,17 @@ class Convolution:
         taps = ((9 * channels, 1), 0, channels)
         if forward.pays(_DIRECT_SPEED):
             self.winograd = Product(self._engine, self.what, forward, *taps, bias=spec.bias, relu=relu)
-        if backward.pays(_DIRECT_SPEED):
+        if input_gradient and backward.pays(_DIRECT_SPEED):
             what = f"{self.what} backward data"
             self.winograd_data = Product(self._engine, what, backward, (1, 9 * channels), 8 * channels, -channels)
         if forward.pays(_DIRECT_WEIGHTS_SPEED):
             self.winograd_weights = WeightGradient(self._engine, self.what, forward, *taps, bias=spec.bias)
 
 
-def choose(engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool) -> Convolution:
-    """The first layout without slow kernels, of those that oneDNN has fast ones for.
+def choose(
+    engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool, input_gradient: bool = True
+) -> Convolution:
+    """The first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
 
     Raises:
         Unimplemented: no layout at all can be computed.
@@ -168,7 +177,7 @@ def choose(engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, r
     refusal: Unimplemented | None = None
     for layouts in candidates:
         try:
-            found = Convolution(engine, spec, x, layouts, training=training, relu=relu)
+            found = Convolution(engine, spec, x, layouts, training=training, relu=relu, input_gradient=input_gradient)
         except Unimplemented as error:
             refusal = error
             continue

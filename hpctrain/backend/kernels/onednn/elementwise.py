@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.layouts import elements
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.reorder import Copy
 from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
 
@@ -24,15 +25,15 @@ class ReluMask:
         arguments = (values, values, 0.0, 0.0)
         hint = Primitive(engine, "eltwise_forward", what, c.FORWARD_TRAINING, c.ELTWISE_RELU_USE_DST, *arguments, attributes)
         self._values = values
-        self._primitive = Primitive(
+        self.primitive = Primitive(
             engine, "eltwise_backward", what, c.ELTWISE_RELU_USE_DST, values, values, values, 0.0, 0.0, hint, attributes
         )
-        assert self._primitive.scratchpad_bytes == 0, what
+        assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, y: Array, dy: Array, dx: Array) -> Call:
         """The call on fixed memory."""
         values = self._values
-        return self._primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
+        return self.primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
 
 
 class Addition:
@@ -41,16 +42,16 @@ class Addition:
     def __init__(self, engine: Engine, what: str, values: Descriptor, *, relu: bool = False) -> None:
         self._values = values
         attributes = Attributes(engine, relu=relu)
-        self._primitive = Primitive(engine, "binary", what, c.BINARY_ADD, values, values, values, attributes)
-        assert self._primitive.scratchpad_bytes == 0, what
+        self.primitive = Primitive(engine, "binary", what, c.BINARY_ADD, values, values, values, attributes)
+        assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, a: Array, b: Array, y: Array) -> Call:
         """The call on fixed memory."""
         values = self._values
-        return self._primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
+        return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
 
 
-class ReluOperator(Operator):
+class ReluOperator(LibraryOperator):
     """y = max(x, 0) in x's layout."""
 
     in_place = True
@@ -73,6 +74,7 @@ class ReluOperator(Operator):
             Attributes(engine),
         )
         self._mask = ReluMask(engine, f"{what} backward", self._values)
+        self.primitives = {FORWARD: self._primitive, BACKWARD: self._mask.primitive}
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
@@ -90,7 +92,7 @@ class ReluOperator(Operator):
             self._backward()
 
 
-class AddOperator(Operator):
+class AddOperator(LibraryOperator):
     """y = a + b (then ReLU), both in the layout of the first."""
 
     in_place = True
@@ -106,6 +108,7 @@ class AddOperator(Operator):
         self._mask = ReluMask(engine, f"{what} backward", values) if spec.relu else None
         self._copy = Copy(engine, f"{what} backward", values, values)
         self._plain_sum = Addition(engine, f"{what} backward", values)
+        self.primitives = {FORWARD: self._forward_sum.primitive, BACKWARD: None if self._mask is None else self._mask.primitive}
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

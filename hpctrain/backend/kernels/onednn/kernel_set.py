@@ -18,7 +18,9 @@ from hpctrain.backend.kernels.onednn.fusion import fuse
 from hpctrain.backend.kernels.onednn.library import available
 from hpctrain.backend.kernels.onednn.linear import LinearOperator
 from hpctrain.backend.kernels.onednn.memory import allocate
+from hpctrain.backend.kernels.onednn.operator import LibraryOperator
 from hpctrain.backend.kernels.onednn.pool import IdentityOperator, PoolOperator, plain_pool
+from hpctrain.backend.kernels.onednn.rectified import RectifiedOperator
 from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
 from hpctrain.backend.kernels.specs import (
     NHWC,
@@ -42,7 +44,7 @@ _Inputs = tuple[TensorSpec, ...]
 
 class OnednnKernelSet(KernelSet):
     """oneDNN's kernels where it has them, NumPy's in plain memory for the rest (empty images, dropout, synchronised batch norm,
-    windows of changing size, the loss).
+    windows of changing size, the loss, and whatever oneDNN would compute by its plain loops).
 
     Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
 
@@ -63,7 +65,7 @@ class OnednnKernelSet(KernelSet):
         self._engine = Engine()
         self._fused = fused
         self._fallback = NumpyKernelSet()
-        self._makers: dict[type, Callable[[Any, _Inputs, bool], Operator | None]] = {
+        self._makers: dict[type, Callable[[Any, _Inputs, bool, bool], Operator | str]] = {
             Conv2dSpec: self._conv2d,
             LinearSpec: self._linear,
             WithRelu: self._with_relu,
@@ -79,17 +81,32 @@ class OnednnKernelSet(KernelSet):
         """oneDNN's version."""
         return self._engine.version
 
-    def make(self, spec: Spec, inputs: _Inputs, *, training: bool) -> Operator:
+    def make(self, spec: Spec, inputs: _Inputs, *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
                 raise BackendError(f"The onednn kernel set computes in float32 only, not {x.dtype}; the numpy set has both.")
+        chosen = self._choose(spec, inputs, training, input_gradient)
+        if isinstance(chosen, Operator):
+            return chosen
+        plain = tuple(x.plain() for x in inputs)
+        inner = spec.inner if isinstance(spec, WithRelu) else spec
+        operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
+        if isinstance(spec, WithRelu):
+            operator = RectifiedOperator(self._engine, spec, operator)
+        operator.stands_in_because = chosen
+        return operator
+
+    def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
+        """The library's operator, or why there is none that is worth taking."""
         maker = self._makers.get(type(spec))
-        empty = any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape
-        made = None if maker is None or empty else maker(spec, inputs, training)
-        if made is not None:
-            return made
-        assert not isinstance(spec, WithRelu), spec
-        return self._fallback.make(spec, tuple(x.plain() for x in inputs), training=training)
+        if maker is None:
+            return "oneDNN has no such operation"
+        if any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape:
+            return "it is empty"
+        made = maker(spec, inputs, training, input_gradient)
+        if isinstance(made, LibraryOperator) and made.plain_loops:
+            return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
+        return made
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return self._fallback.make_loss(spec)
@@ -104,34 +121,37 @@ class OnednnKernelSet(KernelSet):
     def allocate(self, size_bytes: int) -> Array:
         return allocate(size_bytes)
 
-    def _conv2d(self, spec: Conv2dSpec, inputs: _Inputs, training: bool) -> Operator:
-        return make_conv2d(self._engine, spec, inputs[0], training=training)
+    def _conv2d(self, spec: Conv2dSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
 
-    def _linear(self, spec: LinearSpec, inputs: _Inputs, training: bool) -> Operator:
+    def _linear(self, spec: LinearSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
         return LinearOperator(self._engine, spec, inputs[0], training=training)
 
-    def _with_relu(self, spec: WithRelu, inputs: _Inputs, training: bool) -> Operator:
+    def _with_relu(self, spec: WithRelu, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
         if isinstance(spec.inner, Conv2dSpec):
-            return make_conv2d(self._engine, spec, inputs[0], training=training)
+            return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
         return LinearOperator(self._engine, spec, inputs[0], training=training)
 
-    def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool) -> Operator | None:
+    def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
         if spec.synchronised and training:
-            return None
+            return "its statistics are those of several ranks"
         return BatchNormOperator(self._engine, spec, inputs[0], training=training)
 
-    def _pool(self, spec: PoolSpec | AdaptiveAveragePoolSpec, inputs: _Inputs, training: bool) -> Operator | None:
+    def _pool(
+        self, spec: PoolSpec | AdaptiveAveragePoolSpec, inputs: _Inputs, training: bool, input_gradient: bool
+    ) -> Operator | str:
         plain = plain_pool(spec, inputs[0])
         if plain is None:
-            return None
+            adaptive = isinstance(spec, AdaptiveAveragePoolSpec)
+            return "its windows change in size" if adaptive else "its windows hang over the edge and count padding"
         if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
             return IdentityOperator(spec, inputs[0])
         return PoolOperator(self._engine, spec, inputs[0], training=training)
 
-    def _relu(self, spec: ReluSpec, inputs: _Inputs, training: bool) -> Operator:
+    def _relu(self, spec: ReluSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
         return ReluOperator(self._engine, spec, inputs[0])
 
-    def _add(self, spec: AddSpec, inputs: _Inputs, training: bool) -> Operator:
+    def _add(self, spec: AddSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
         own = next((x for x in inputs if x.layout != NHWC), inputs[0])
         return AddOperator(self._engine, spec, own)
 

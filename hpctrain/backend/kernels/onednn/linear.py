@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements, vector
+from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 
 
-class LinearOperator(Operator):
+class LinearOperator(LibraryOperator):
     """y = x @ weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
@@ -29,26 +30,30 @@ class LinearOperator(Operator):
         self._x, self._y = Descriptor.tagged(engine, x.shape, "ab"), Descriptor.tagged(engine, self.output.shape, "ab")
         self._weights = Descriptor.tagged(engine, (inner.features_out, inner.features_in), "ba")
         self._bias = vector(engine, inner.features_out) if inner.bias else None
-        primitives = self._make_primitives(engine, what, relu)
+        self.primitives = self._make_primitives(engine, what, relu)
         self._mask = ReluMask(engine, f"{what} backward", elements(engine, self.output)) if relu and training else None
         scratch = Regions()
-        self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in primitives))
+        self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in self.primitives.values()))
         self.scratch_bytes = scratch.total_bytes
 
-    def _make_primitives(self, engine: Engine, what: str, relu: bool) -> list[Primitive]:
+    def _make_primitives(self, engine: Engine, what: str, relu: bool) -> dict[str, Primitive]:
         x, weights, bias, y, own = self._x, self._weights, self._bias, self._y, Attributes(engine)
         kind = c.FORWARD_TRAINING if self._training else c.FORWARD_INFERENCE
         forward = "inner_product_forward"
         attributes = Attributes(engine, relu=relu)
         self._forward_primitive = Primitive(engine, forward, f"{what} forward", kind, x, weights, bias, y, attributes)
         if not self._training:
-            return [self._forward_primitive]
+            return {FORWARD: self._forward_primitive}
         hint = Primitive(engine, forward, what, c.FORWARD_TRAINING, x, weights, bias, y, own)
         self._data_primitive = Primitive(engine, "inner_product_backward_data", f"{what} backward data", x, weights, y, hint, own)
         self._weights_primitive = Primitive(
             engine, "inner_product_backward_weights", f"{what} backward weights", x, weights, bias, y, hint, own
         )
-        return [self._forward_primitive, self._data_primitive, self._weights_primitive]
+        return {
+            FORWARD: self._forward_primitive,
+            BACKWARD_DATA: self._data_primitive,
+            BACKWARD_WEIGHTS: self._weights_primitive,
+        }
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

@@ -7,6 +7,7 @@ from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Engine, Primitive
 from hpctrain.backend.kernels.onednn.geometry import pooling_geometry
 from hpctrain.backend.kernels.onednn.layouts import images, in_layout
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec, Window
 
@@ -28,7 +29,7 @@ def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolS
     return spec
 
 
-class PoolOperator(Operator):
+class PoolOperator(LibraryOperator):
     """y = max or mean over each window, in x's layout; max keeps the place of each maximum for backward."""
 
     def __init__(self, engine: Engine, given: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:
@@ -48,16 +49,17 @@ class PoolOperator(Operator):
         )
         self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)
         self._workspace_bytes = self._workspace.size_bytes if training else 0
-        primitives = [self._forward_primitive]
+        primitives = {FORWARD: self._forward_primitive}
         if training:
             hint = self._forward_primitive
             self._backward_primitive = Primitive(
                 engine, "pooling_backward", f"{what} backward", algorithm, self._x, self._y, *geometry, hint, own
             )
-            primitives.append(self._backward_primitive)
+            primitives[BACKWARD] = self._backward_primitive
+        self.primitives = primitives
         self.saved_bytes = self._workspace_bytes
         scratch = Regions()
-        self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in primitives))
+        self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in primitives.values()))
         self.scratch_bytes = scratch.total_bytes
 
     def bind(self, buffers: Buffers) -> None:

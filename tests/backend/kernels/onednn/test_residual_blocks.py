@@ -48,8 +48,10 @@ class Watching(NumpyKernelSet):
         super().__init__()
         self.nearest = np.inf
 
-    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
-        operator = super().make(spec, inputs, training=training)
+    def make(
+        self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True
+    ) -> Operator:
+        operator = super().make(spec, inputs, training=training, input_gradient=input_gradient)
         if isinstance(spec, ReluSpec):
             forward = operator.forward
 
