@@ -25,9 +25,14 @@ _IMAGE = click.option(
     nargs=3,
     type=click.IntRange(min=1),
     metavar="H W C",
-    help="Size of the images as the network sees them; by default that of the training file's, augmented.",
+    help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
+    "where there is no such file.",
 )
-_CLASSES = click.option("--classes", type=click.IntRange(min=1), help="Number of classes; by default that of the training file.")
+_CLASSES = click.option(
+    "--classes",
+    type=click.IntRange(min=1),
+    help="Number of classes; by default that of the training file, or the model's own where there is no such file.",
+)
 _PER_NODE = click.option(
     "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
 )
@@ -142,6 +147,8 @@ def schedule(
     link = _link(alpha_seconds, beta_seconds_per_byte)
     averaged = plans.group_schedules(task, link, ranks_per_node)
     if as_json:
+        if task.assumption:
+            click.echo(task.assumption, err=True)
         click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
         return
     for line in plan_tables.schedule_lines(task, averaged, link):

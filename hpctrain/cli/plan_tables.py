@@ -43,6 +43,8 @@ def _head(task: Task) -> Iterator[str]:
         f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
         f"{channels}, batch {config.batch}{micro}: {samples} a rank; {config.dtype}, kernels {task.kernels.name}"
     )
+    if task.assumption:
+        yield task.assumption
     yield (
         "Owned, and halo: by the ranks r = 0, 1, ... of a column (the first). Sent: bytes that a rank hands over for others in a "
         "pass, least..most over the ranks. MB: parameters, and activations as tensors, of the rank with most."
@@ -165,6 +167,8 @@ def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkMode
         f"{task.config.averager.name} on a grid of {task.plan.rows} x {task.plan.cols}, batch {task.config.batch}; first steps, "
         f"for alpha {link.alpha_seconds:g} s, beta {link.beta_seconds_per_byte:g} s a byte"
     )
+    if task.assumption:
+        yield task.assumption
     for each in averaged:
         yield ""
         yield f"group {each.group}, r = {', '.join(map(str, each.rows))}: {each.elements:,} elements, {each.ranks} ranks"
@@ -220,6 +224,7 @@ def as_dict(task: Task, found: Description, averaged: Sequence[GroupSchedule], p
         "model": task.config.model.name,
         "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
         "image": list(task.image_shape),
+        "assumption": task.assumption or None,
         "batch": task.config.batch,
         "samples": list(found.counts),
         "dtype": found.dtype,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from hpctrain.config.schema import Config
 from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
 from hpctrain.experiment.check import OPTIMIZERS
@@ -45,7 +47,10 @@ Image = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Task:
-    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position."""
+    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
+
+    assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
+    """
 
     config: Config
     plan: GridPlan
@@ -54,6 +59,7 @@ class Task:
     graph_of: Callable[[int], Graph]
     specs: Mapping[str, ParameterSpec]
     kernels: KernelSet
+    assumption: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,15 +120,19 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
     Args:
         image, classes: (H, W, C) of the images as the network sees them, and their classes; None: from the header of the
-            configured training file.
+            configured training file, or the model's own where there is no such file.
 
     Raises:
         HpctrainError: what the configuration, the file and the grid do not agree on.
     """
     plan = plan_for(config, ranks)
+    assumption = ""
     if image is None or classes is None:
-        found_image, found_classes = _header(config)
-        image, classes = image or found_image, classes or found_classes
+        missing = not Path(config.data.train).exists()
+        known_image, known_classes = _of_the_model(config) if missing else _header(config)
+        image, classes = image or known_image, classes or known_classes
+        if missing:
+            assumption = _assumption(config, image, classes)
     model = catalogue.build(config.model.name, model_options(config, classes, image))
     shape = image
 
@@ -137,7 +147,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
     kernels = make_backend(config.backend, config.dtype).kernels
-    return Task(config, plan, image, counts, graph_of, specs, kernels)
+    return Task(config, plan, image, counts, graph_of, specs, kernels, assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:
@@ -146,6 +156,26 @@ def _header(config: Config) -> tuple[Image, int]:
     steps = [(each.name, each.options) for each in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
     return pipeline.output_shape(*file.shape), len(file.class_names)
+
+
+def _of_the_model(config: Config) -> tuple[Image, int]:
+    """The images that the model is meant for, as the configured augmentations leave them, and the classes that it has."""
+    options = catalogue.check(config.model.name, config.model.options)
+    height, width, channels = catalogue.image_shape(config.model.name)
+    shape = (height, width, int(options.get("channels_in", channels)))
+    steps = [(step.name, step.options) for step in config.data.augment]
+    flat = np.zeros(shape[2])
+    with suppress(ShapeError):  # crops of larger images than the model's: they end at what the model is meant for
+        shape = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype).output_shape(*shape)
+    return shape, int(options.get("classes", 1))
+
+
+def _assumption(config: Config, image: Image, classes: int) -> str:
+    height, width, channels = image
+    return (
+        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes, "
+        f"the model's own where --image and --classes do not say; the file's will count once it is there."
+    )
 
 
 def description(task: Task) -> Description:

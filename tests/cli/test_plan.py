@@ -91,6 +91,25 @@ def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
     assert layers[-1]["shape"] == [4, 3]
 
 
+def test_without_data_the_models_own_images_and_classes_are_taken_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "train.h5"
+    config = (str(CONFIGS / "quickstart.yaml"), f"data.train={path}", "batch=8", "backend=numpy")
+    arguments = (*config, "grid.rows=2", "--ranks", "4")
+    words = f"There is no {path} yet, so this assumes images of 28 x 28 x 1 and 10 classes"
+    result = run("show", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "".join(words.split()) in "".join(result.output.split())  # lines are folded
+    found = shown(*arguments)
+    assert (found["image"], found["entries"][-1]["shape"]) == ([28, 28, 1], [4, 10])
+    assert words in run("--schedule", *arguments).output
+    listed = run("--schedule", *arguments, "--json")
+    assert words in listed.stderr
+    assert json.loads(listed.stdout)
+    assert shown(*arguments, "--image", "16", "16", "1", "--classes", "7")["assumption"] is None
+    cropped = shown(*arguments, "model={name: small, classes: 7}", "data.augment=[{name: random_resized_crop, size: 14}]")
+    assert (cropped["image"], cropped["entries"][-1]["shape"]) == ([14, 14, 1], [4, 7])
+
+
 @pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
 def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
     result = run(*form, VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
