@@ -221,9 +221,6 @@ _SMALL = ("epochs=1", "model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
 
-#: page -> commands that its reader has run before
-BEFORE = {"docs/grid.md": "hpctrain data convert folder imagenet/train data/imagenet/train.h5 --size 256"}
-
 
 def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
     """Run a command that starts hpctrain; it must end with code 0."""
@@ -270,8 +267,6 @@ def test_commands_run(
     folder = tmp_path / "checkout"
     shutil.copytree(after_make_train, folder)
     monkeypatch.chdir(folder)
-    if page in BEFORE:
-        run(shlex.split(BEFORE[page]), folder, job)
     for block in blocks(page, "bash", "console"):
         if block.language == "console":
             command, _, expected = block.text.partition("\n")
