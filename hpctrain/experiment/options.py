@@ -120,8 +120,21 @@ def filled(config: Config) -> Config:
     return config.model_copy(update={**sections, "data": images})
 
 
+def defaults(config: Config) -> dict[str, Any]:
+    """What an option means that is left out, by dotted key ("optimizer.momentum"), for what the configuration names."""
+    return {
+        f"{section}.{option}": value
+        for section, kind in SECTIONS.items()
+        for option, value in _defaults(kind, getattr(config, section).name).items()
+    }
+
+
+def _defaults(kind: str, name: str) -> dict[str, Any]:
+    return {option.name: option.default for option in choice(kind, name).options if not option.needed}
+
+
 def _filled(section: Named, kind: str) -> Named:
-    defaults = {option.name: option.default for option in choice(kind, section.name).options if not option.needed}
+    defaults = _defaults(kind, section.name)
     declared = {name: getattr(section, name) for name in type(section).model_fields}
     return type(section).model_validate({**declared, **defaults, **section.options})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import yaml
 
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.config.dump import dump
+from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.data.classes import difference, in_order_of
 from hpctrain.data.facts import DataFacts
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.experiment import resume_rules
 from hpctrain.experiment.images import CHECKPOINT, open_training_file
 from hpctrain.experiment.model import model_options
-from hpctrain.experiment.option_defaults import option_defaults
+from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
 from hpctrain.train import checkpoint
@@ -126,7 +128,7 @@ def data_of(content: CheckpointContent) -> DataFacts | None:
 def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
     """From the checkpoint's configuration, ranks and data to those of now."""
     config = session.config
-    old, new = _stored_values(content), flat(yaml.safe_load(dump(config)))
+    old, new = _stored_values(content), _values(dump(config))
     old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
     if data is not None:
         old |= _data_values(data)
@@ -145,12 +147,19 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
     Raises:
         CheckpointError: it describes another one; the message lists the differences.
     """
-    differences = changes(_stored_values(content), flat(yaml.safe_load(dump(config))), _absent(config, data))
+    differences = changes(_stored_values(content), _values(dump(config)), _absent(config, data))
     resume_rules.check_model(differences, str(path))
 
 
 def _stored_values(content: CheckpointContent) -> dict[str, Any]:
-    return flat(yaml.safe_load(str(content.meta["config"])))
+    return _values(str(content.meta["config"]))
+
+
+def _values(text: str) -> dict[str, Any]:
+    """A configuration's values, all options filled in; as they stand where an earlier hpctrain wrote what this one refuses."""
+    with suppress(HpctrainError):
+        text = dump(filled(parse(text)[0]))
+    return flat(yaml.safe_load(text))
 
 
 def _data_values(data: DataFacts) -> dict[str, str]:
@@ -166,7 +175,7 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     said = model_options(silent, len(data.class_names), (height, width, channels))
-    return flat(Config.model_construct().model_dump(mode="json")) | option_defaults(config) | flat({"model": said})
+    return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": said})
 
 
 def describe(position: Position, samples: int | None) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.data import format as data_format
 from hpctrain.data.sampler import Sampler
+from hpctrain.optim import schedules
 from hpctrain.testing.jobs import Outcome
 from hpctrain.train import checkpoint
 from hpctrain.train.run_directory import RunDirectory, latest
@@ -115,6 +116,46 @@ def test_another_batch_goes_on_with_the_next_sample(job: Job, folder: Path) -> N
         assert [len(step) for step in steps] == sizes
         assert [sample for step in steps for sample in step] == order.order(epoch).tolist()
     assert [record["step"] for record in _run(folder).metrics() if record["kind"] == "epoch"] == [6, 9]
+    _assert_no_jump_of_the_learning_rate(folder)
+
+
+def _assert_no_jump_of_the_learning_rate(folder: Path) -> None:
+    """It follows from the share of the training that is done, to a step, whatever the batch: as with a batch of 1."""
+    fine = schedules.make("cosine", {}, 0.05, 2, SAMPLES, 0.5)
+    sizes = [len(step) for epoch in (0, 1) for step in _seen(folder, epoch)]
+    for line in (folder / "seen-0.jsonl").read_text().splitlines():
+        number, _, rate, _ = json.loads(line)
+        assert abs(rate - fine.lr(sum(sizes[:number]))) < 0.011, number
+
+
+def test_other_batches_and_other_grids_at_each_resume_train_as_one_process(job: Job, folder: Path) -> None:
+    """In float64: whatever grid, plan, averager and ranks go on, also where the epoch's last batch is another than planned."""
+    common = ("dtype=float64", "batch_norm.statistics=synchronised", "optimizer.clip_norm=0.5", "checkpoint.every_steps=2")
+    crop = ("data.augment=[{name: pad_crop, padding: 1}]", "model={name: small, channels: [3], hidden: 5, dropout: 0.3}")
+    starts = (
+        ("batch=16", "--steps", "2", 2, ("grid.rows=2", "plan.default=domain")),
+        ("batch=7", "--steps", "3", 3, ("averager=overlap",)),
+        ("batch=30", "--steps", "2", 2, ("grid.rows=2", "plan.default=model", "averager=priority")),
+    )
+    ends = []
+    for output, on_ranks in (("alone", False), ("grids", True)):
+        for batch, *steps, ranks, grid in starts:
+            options = [*common, *crop, f"output={output}", "--resume", "auto", batch, *steps]
+            _trains(job, folder, *options, *(grid if on_ranks else ()), ranks=ranks if on_ranks else 0)
+        run = latest(folder / output, "tiny")
+        assert run is not None
+        newest = checkpoint.read_newest(run.checkpoints)
+        assert newest is not None
+        ends.append(newest[1])
+    assert ends[0].meta["position"]["samples"] == 30  # type: ignore[index]  # 16 + 16, 7 + 7 + 7, 22; then 30 of the next epoch
+    for key, tensor in ends[0].tensors.items():
+        np.testing.assert_allclose(ends[1].tensors[key], tensor, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+def test_an_option_that_is_written_out_is_no_change(job: Job, folder: Path) -> None:
+    _trains(job, folder, "--steps", "1", "data.augment=[flip]")
+    outcome = _trains(job, folder, "--resume", "auto", "--steps", "1", "data.augment=[{name: flip, probability: 0.5}]")
+    assert " -> " not in outcome.stdout
 
 
 def test_changes_are_printed_kept_and_followed_by_the_configuration(job: Job, folder: Path) -> None:
