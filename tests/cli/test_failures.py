@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli.failure import USER_ERROR, Commands
+from hpctrain.cli.failure import USER_ERROR, Commands, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.errors import DataError
 from hpctrain.testing.jobs import Outcome, clean_environment
@@ -174,6 +175,16 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     command = f"{sys.executable} -m hpctrain config schema | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=180, check=False)
     assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_job_whose_reader_leaves_ends_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # which is replaced
+    aborted: list[int] = []
+    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 0, aborted.append):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    sys.stdout.close()
+    assert (end.value.code, aborted) == (1, [1])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_mpi_library_is_said_once_a_job(job: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Real trainings, as small as they go: the page's own line, with these behind it, on at most two ranks.
-_SMALL = ("epochs=1", "model.width=0.25", "batch=16", "evaluate.batch=16")
+_SMALL = ("model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
 
@@ -227,7 +227,7 @@ def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
     ranks, arguments = program(words)
     if arguments[0] in ("train", "eval"):  # which end their process
         small = [*arguments, *_SMALL]
-        if arguments[0] == "train" and "--resume" not in arguments:
+        if arguments[0] == "train":
             small += _STEPS
         outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
         assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
