@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.errors import ConfigError
+from hpctrain.rules import joined, rule
 
 T = TypeVar("T")
 
@@ -148,8 +149,8 @@ def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
     except (PydanticUserError, TypeError):  # a type that no configuration can hold, or a value from a program
         return value
     except ValidationError as error:
-        reasons = dict.fromkeys(item["msg"].replace("Input should be", "must be") for item in error.errors(include_url=False))
-        raise OptionError(f"{what} is {json.dumps(value)}, but {' or '.join(reasons)}.", key) from None
+        reasons = joined(rule(item) for item in error.errors(include_url=False))
+        raise OptionError(f"{what} is {json.dumps(value)}, but {reasons}.", key) from None
 
 
 def _choices(name: str, names: Iterable[str]) -> str:

@@ -136,7 +136,7 @@ def test_options_are_the_constructors_keywords():
         ("sgd", {"momentun": 0.9}, ['"momentun"', 'nearest is "momentum"']),
         ("sgd", {"zzz": 0.9}, ['"zzz"', '"momentum"', '"clip_norm"']),
         ("sgd", {"momentum": "high"}, ['"momentum"', '"high"', "number"]),
-        ("sgd", {"nesterov": 1}, ['"nesterov"', "boolean"]),
+        ("sgd", {"nesterov": 1}, ['"nesterov"', "true or false"]),
         ("sgd", {"decay_exclude": "some"}, ['"decay_exclude"', "norm_and_bias"]),
         ("sgd", {"self": 1}, ['"self"']),
     ],

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, dotted
+from hpctrain.rules import rule
 
 _SHOWN_CHARACTERS = 60
 
@@ -78,7 +79,7 @@ def show(value: Any) -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     except yaml.YAMLError:
         text = repr(value)
-    text = text.removesuffix("\n").removesuffix("\n...")
+    text = " ".join(text.removesuffix("\n").removesuffix("\n...").split("\n"))
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -97,6 +98,8 @@ def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
     context = item.get("ctx", {})
     if item["type"] == "extra_forbidden":
         return path, f'Unknown key "{dotted(path)}"; {_nearest_key(path)}.'
+    if item["type"] == "missing" and isinstance(path[-1], int):
+        return path[:-1], f"{dotted(path[:-1])} is {show(item['input'])}, but must be a list of {_items(path[:-1])} items."
     if item["type"] == "missing":
         return path, f'The key "{dotted(path)}" is missing{_meaning(path)}'
     if item["type"] == "option":
@@ -106,20 +109,25 @@ def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
     return path, f"{dotted(path)} is {show(item['input'])}, but {_rule(item, path)}."
 
 
+def _items(path: KeyPath) -> int:
+    """How many items the list at a path has."""
+    section = section_at(path[:-1])
+    assert section is not None
+    kinds = (section.model_fields[str(path[-1])].annotation, *get_args(section.model_fields[str(path[-1])].annotation))
+    return next(len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple)
+
+
 def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
     """What a value must be, with the nearest legal one where there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else ""
         return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
-    if item["type"] == "tuple_type":
-        return "must be a list"
-    message = str(item["msg"]).replace("Input should be", "must be").replace("String should have", "must have")
-    message = message.split(", unable to parse")[0].split(", got a number")[0]
+    message = rule(item)
     bound = context.get("ge", context.get("le"))
     if bound is not None:
         return f"{message}; the nearest legal value is {show(bound)}"
-    if item["type"] == "literal_error":
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
         legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
         near = _nearest(str(item["input"]), [value for value in legal if _digits(value) == _digits(str(item["input"]))])
         return f"{message}; the nearest is '{near}'" if near else message

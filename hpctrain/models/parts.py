@@ -13,6 +13,8 @@ from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 
+MOST_CHANNELS = 1_000_000  # far beyond any network: what is larger is a slip of the pen
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -33,10 +35,16 @@ def scaled(channels: int, width: float) -> int:
     """`channels` times `width`, rounded, at least 1.
 
     Raises:
-        ConfigError: a width that is not positive.
+        ConfigError: a width that is not positive, or so large that a layer would have more than a million channels.
     """
     if not width > 0.0:
         raise ConfigError(f"A width of {width} leaves no channels; it must be above 0, and 1.0 is the published network.")
+    largest = MOST_CHANNELS / max(1, channels)
+    if width > largest:
+        raise ConfigError(
+            f"A width of {width:g} makes more than {MOST_CHANNELS:,} channels of {channels}, and no layer may have more; "
+            f"the largest width for this layer is {largest:g}."
+        )
     return max(1, round(channels * width))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,6 +21,24 @@ class RowUse(StrEnum):
     DOMAIN = "domain"
 
 
+def _use(name: str) -> RowUse:
+    """
+    Raises:
+        ConfigError: there is no such use; the message gives the nearest.
+    """
+    try:
+        return RowUse(name)
+    except ValueError:
+        nearest = difflib.get_close_matches(str(name), list(RowUse), n=1, cutoff=0.0)[0]
+        raise ConfigError(f"A layer's use is {name!r}, but must be batch, model or domain; the nearest is {nearest}.") from None
+
+
+def _names(layers: Iterable[str]) -> frozenset[str]:
+    if isinstance(layers, str):  # a set of its letters otherwise
+        raise ConfigError(f"The overlapped layers are {layers!r}, one text; they must be a set of layer names.")
+    return frozenset(layers)
+
+
 @dataclass(frozen=True)
 class GridPlan:
     """What each layer does on a grid of `rows` x `cols` ranks.
@@ -30,8 +48,11 @@ class GridPlan:
     layers, by name, whose interior is computed while their halos travel. hides: gradients of what was moved travel back under
     the weights' gradients; False only to measure what that gains.
 
+    Uses may be given by name ("domain").
+
     Raises:
-        ConfigError: tiles that do not multiply to the rows.
+        ConfigError: a grid without rows or columns, a use that there is not, tiles that do not multiply to the rows, or one text
+            for `overlapped` where layers are meant.
     """
 
     rows: int = 1
@@ -43,6 +64,13 @@ class GridPlan:
     hides: bool = True
 
     def __post_init__(self) -> None:
+        for axis, size in (("row", self.rows), ("column", self.cols)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"A grid of {size!r} {axis}s is not possible; the smallest has 1 {axis}.")
+        # Plain strings are equal to the members, but not the same: rules that ask `use is RowUse.DOMAIN` would pass them over.
+        object.__setattr__(self, "default", _use(self.default))
+        object.__setattr__(self, "use", {pattern: _use(name) for pattern, name in self.use.items()})
+        object.__setattr__(self, "overlapped", _names(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
                 f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "

@@ -3,7 +3,9 @@
 import pytest
 
 from hpctrain.config.faults import known_paths, section_at, show
+from hpctrain.config.load import parse
 from hpctrain.config.schema import AugmentConfig, Config, DataConfig, OptimizerConfig
+from hpctrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,60 @@ def test_values_are_shown_as_yaml(value, text):
 def test_long_values_and_values_that_are_no_yaml_are_shown_too():
     assert len(show("x" * 999)) == 60
     assert show(object).startswith("<class 'object'")
+
+
+VALUES = (
+    "null", "true", "abc", "''", "1.5", "-1", "0", "99999999999999999999999", "1e400", ".nan", ".inf",
+    "[]", "[1]", "[1, 2, 3]", "[a, b]", "[0, 1]", "[1.5, 2]", "[[1], 2]", "[null]",
+    "{}", "{a: 1}", "'1'", "'1e5'", "x/y", "{name: 3}", "{name: ''}", "!!binary aGk=",
+)  # fmt: skip
+NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
+
+
+def test_every_wrong_value_of_every_key_is_told_in_our_words() -> None:
+    keys = [".".join(map(str, path)) for path in known_paths()]
+    told = set()
+    for key in [*keys, "plan.features.*", "optimizer.momentum", "model.width"]:
+        for value in VALUES:
+            try:
+                parse(BASE, "base.yaml", [f"{key}={value}"])
+            except ConfigError as error:
+                lines = str(error).split("\n")
+                assert all(line.startswith('override "') and line.endswith(".") for line in lines), lines
+                assert not any(word in line.split('": ', 1)[1] for line in lines for word in NO_WORDS_OF_OURS), lines
+                told.add(key)
+    assert len(told) == len(keys) + 3
+
+
+BASE = """
+model: small
+data: {train: train.h5}
+batch: 8
+epochs: 1
+optimizer: {name: sgd, lr: 0.1}
+schedule: constant
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("grid.tiles=[1, 2, 3]", "grid.tiles is [1, 2, 3], but must be a list of 2 items, not 3."),
+        ("grid.tiles=[1]", "grid.tiles is [1], but must be a list of 2 items."),
+        ("grid.tiles=4", "grid.tiles is 4, but must be a list."),
+        ("grid.tiles=[0, 1]", "grid.tiles.0 is 0, but must be at least 1; the nearest legal value is 1."),
+        ("trace=perhaps", "trace is perhaps, but must be true or false."),
+        ("name=null", "name is null, but must be a string."),
+        ("name=''", "name is '', but must have at least 1 character."),
+        ("batch=2.5", "batch is 2.5, but must be an integer."),
+        ("optimizer.lr=fast", "optimizer.lr is fast, but must be a number."),
+        ("optimizer.lr=.inf", "optimizer.lr is .inf, but must be a finite number."),
+        ("batch_norm.momentum=2", "batch_norm.momentum is 2, but must be at most 1; the nearest legal value is 1.0."),
+        ("backend=null", "backend is null, but must be 'auto', 'numpy' or 'onednn'."),
+        ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy' or 'onednn'; the nearest is 'onednn'."),
+    ],
+)
+def test_rules_are_told_in_full(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(BASE, "base.yaml", [override])
+    assert str(error.value) == f'override "{override}": {sentence}'

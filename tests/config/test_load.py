@@ -73,7 +73,7 @@ def test_loads_a_file(tmp_path):
         ("batch: 9", "batch: 9\nthreads: all", 10, ["threads is all", '"auto"', "at least 1"]),
         ("batch: 9", "batch: 9\nloss: {label_smoothing: 1}", 10, ["loss.label_smoothing is 1", "less than 1"]),
         ("batch: 9", "batch: 9\ndata_dir: x", 10, ['Unknown key "data_dir"']),
-        ("batch: 9", "batch: 9\nmetrics:\n  tensorboard: maybe", 11, ["metrics.tensorboard is maybe", "boolean"]),
+        ("batch: 9", "batch: 9\nmetrics:\n  tensorboard: maybe", 11, ["metrics.tensorboard is maybe", "true or false"]),
         ("batch: 9", "batch: 9\nmetrics: fast", 10, ["metrics is fast", "mapping", "tensorboard"]),
         ("batch: 9", "batch: 9\noutput: ''", 10, ["output is ''", "at least 1 character"]),
         ("name: seven", "name: a/b", 1, ["name is a/b", "directory"]),

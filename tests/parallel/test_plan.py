@@ -1,5 +1,7 @@
 """Plans: which use a layer has, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from hpctrain.errors import ConfigError
@@ -24,3 +26,27 @@ def test_tiles_must_multiply_to_the_rows() -> None:
         GridPlan(6, 1, tiles=(2, 2))
     assert GridPlan(6, 1, tiles=(2, 3)).image_tiles == (2, 3)
     assert GridPlan(6, 1).image_tiles == (6, 1)
+
+
+def test_uses_may_be_given_as_plain_strings() -> None:
+    plan = GridPlan(2, 1, "model", {"c": "domain"})  # type: ignore[arg-type, dict-item]
+    assert plan == GridPlan(2, 1, RowUse.MODEL, {"c": RowUse.DOMAIN})
+    assert plan.default is RowUse.MODEL
+    assert plan.use_of("c") is RowUse.DOMAIN
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"use": {"c": "domian"}}, r"'domian', but must be batch, model or domain; the nearest is domain\."),
+        ({"default": None}, "must be batch, model or domain"),
+        ({"rows": 0}, r"A grid of 0 rows is not possible; the smallest has 1 row\."),
+        ({"cols": -1}, "A grid of -1 columns"),
+        ({"rows": True}, "A grid of True rows"),
+        ({"cols": 2.0}, r"A grid of 2\.0 columns"),
+        ({"overlapped": "conv1"}, "must be a set of layer names"),
+    ],
+)
+def test_what_is_no_plan_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        GridPlan(**given)

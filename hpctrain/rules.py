@@ -1,0 +1,55 @@
+"""What a value must be, in our words: from pydantic's types of errors to the second half of a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# By pydantic's type of error; {names} are those of its context. A test holds the schema and all options to this table.
+_RULES: Mapping[str, str] = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "enum": "must be {expected}",
+    "extra_forbidden": "must not be given",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of fewer digits",
+    "int_type": "must be an integer",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "mapping_type": "must be a mapping",
+    "missing": "must have more items",
+    "model_type": "must be a mapping",
+    "none_required": "must be null",
+    "string_too_short": "must have at least {min_length} character",
+    "string_type": "must be a string",
+    "too_long": "must be a list of {max_length} items, not {actual_length}",
+    "too_short": "must be a list of at least {min_length} items, not {actual_length}",
+    "tuple_type": "must be a list",
+}
+
+
+def rule(item: Mapping[str, Any]) -> str:
+    """The rule that a value breaks, such as "must be at least 1", from one of `ValidationError.errors()`.
+
+    Errors of types that the program has made itself are sentences already.
+    """
+    template = _RULES.get(item["type"])
+    if template is None:
+        return str(item["msg"])
+    context = item.get("ctx", {})
+    return template.format(**{name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()})
+
+
+def joined(rules: Iterable[str]) -> str:
+    """Rules of which one must be kept, as one: "must be an integer or a list"."""
+    first, *others = dict.fromkeys(rules)
+    return " or ".join((first, *(other.removeprefix("must be ") for other in others)))

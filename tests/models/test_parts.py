@@ -1,0 +1,27 @@
+"""What the families share: widths."""
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.models import catalogue
+from hpctrain.models.parts import MOST_CHANNELS, scaled
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "wanted"),
+    [(64, 1.0, 64), (64, 0.001, 1), (3, 0.5, 2), (100, MOST_CHANNELS / 100, MOST_CHANNELS)],
+)
+def test_widths_are_rounded(channels: int, width: float, wanted: int) -> None:
+    assert scaled(channels, width) == wanted
+
+
+@pytest.mark.parametrize(("channels", "width"), [(64, 1e308), (64, float("inf")), (1, 1e7), (10**400, 1.0)])
+def test_enormous_widths_are_refused(channels: int, width: float) -> None:
+    with pytest.raises(ConfigError, match=r"makes more than 1,000,000 channels .* the largest width for this layer is"):
+        scaled(channels, width)
+
+
+@pytest.mark.parametrize("model", ["vgg16", "resnet50", "resnet20", "small"])
+def test_every_family_refuses_an_enormous_width(model: str) -> None:
+    with pytest.raises(ConfigError, match="the largest width for this layer is"):
+        catalogue.build(model, {"width": 1e308})
