@@ -20,6 +20,7 @@ from hpctrain.threads import ThreadPlan, set_threads
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.experiment.session import Session
+    from hpctrain.train.reporter import ProgressStyle
 
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
@@ -105,9 +106,21 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
     is_flag=True,
     help="Time steps without communication, then communication alone; 20 steps, unless --steps says otherwise.",
 )
+@click.option(
+    "--progress",
+    "style",
+    type=click.Choice(["bar", "lines", "none"]),
+    help="How to show where training is: a bar, a line at every interval, or neither (default: a bar on a terminal, else lines).",
+)
 @click.pass_obj
 def train(
-    watch: SignalWatch | None, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int, compute_only: bool
+    watch: SignalWatch | None,
+    file: Path,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    steps: int,
+    compute_only: bool,
+    style: ProgressStyle | None,
 ) -> None:
     """Train the model of FILE.
 
@@ -125,9 +138,9 @@ def train(
         from hpctrain.experiment.run import run_compute_only, run_training
 
         if compute_only:
-            run_compute_only(session, steps or COMPUTE_ONLY_STEPS)
+            run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            stopped = run_training(session, watch, resume=resume, steps=steps)
+            stopped = run_training(session, watch, resume=resume, steps=steps, style=style)
     if stopped:
         job.leave(STOPPED)
 

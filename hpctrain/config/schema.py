@@ -246,7 +246,7 @@ class MetricsConfig(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files too, which needs the extra `export`.")
     interval_seconds: Number = Field(
-        default=10.0, gt=0, description="Time between progress lines where there is no terminal, in seconds."
+        default=10.0, gt=0, description="Time between records of progress, and between lines where there is no bar, in seconds."
     )
 
 

@@ -15,6 +15,7 @@ from hpctrain.experiment.session import Session
 from hpctrain.train import snapshot
 from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.evaluator import Evaluator
+from hpctrain.train.progress_text import loss_text
 from hpctrain.train.shards import Shards
 
 
@@ -41,7 +42,8 @@ def run_evaluation(session: Session, source: str) -> None:
     sums = evaluator.run()
     if session.is_root:
         means = sums.means()
-        print(f"{path}: {sums.count} samples, loss {means['loss']:.4f}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+        loss = loss_text(means["loss"])
+        print(f"{path}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
 
 
 def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Evaluator]:

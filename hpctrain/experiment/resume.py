@@ -200,7 +200,7 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     reporter.record(
         "resume",
         {
-            "epoch": position.epoch,
+            "epoch": position.epoch + 1,
             "step": position.global_step,
             "samples": position.samples,
             "checkpoint": start.path.name,

@@ -24,13 +24,16 @@ from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.train import checkpoint, snapshot
 from hpctrain.train.metrics import Reporter, SilentReporter
-from hpctrain.train.reporter import ConsoleReporter
+from hpctrain.train.progress_text import loss_text
+from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.run_directory import RunDirectory, software_versions
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome
 
 
-def run_training(session: Session, watch: SignalWatch, *, resume: str | None, steps: int = 0) -> bool:
+def run_training(
+    session: Session, watch: SignalWatch, *, resume: str | None, steps: int = 0, style: ProgressStyle | None = None
+) -> bool:
     """Train; print the last test accuracy and where the run's files lie. Collective.
 
     True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
@@ -44,7 +47,7 @@ def run_training(session: Session, watch: SignalWatch, *, resume: str | None, st
         position, directory = start.position, start.directory
         _cut_records(session, parts, directory, position)
     directory = directory or _new_directory(session, parts)
-    reporter = _reporter(session, directory, position.global_step)
+    reporter = _reporter(session, directory, style, position.global_step)
     try:
         _introduce(session, parts, reporter)
         if start is not None:
@@ -81,13 +84,13 @@ def run_training(session: Session, watch: SignalWatch, *, resume: str | None, st
     return reason is not None
 
 
-def run_compute_only(session: Session, steps: int) -> None:
+def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
     alone = compute_only.without_communication(session)
     parts = build(alone)
     posting.agree(alone, parts)
     directory = _new_directory(alone, parts)
-    reporter = _reporter(alone, directory)
+    reporter = _reporter(alone, directory, style)
     trace = alone.progress.trace
     assert trace is not None
     try:
@@ -161,7 +164,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
     raise_alike(session.world, write)
 
 
-def _reporter(session: Session, directory: RunDirectory, done_steps: int = 0) -> Reporter:
+def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
     if not session.is_root:
         return SilentReporter()
     metrics = session.config.metrics
@@ -170,6 +173,7 @@ def _reporter(session: Session, directory: RunDirectory, done_steps: int = 0) ->
         interval_seconds=metrics.interval_seconds,
         tensorboard=directory.path / "tensorboard" if metrics.tensorboard else None,
         done_steps=done_steps,
+        style=style,
     )
 
 
@@ -221,15 +225,23 @@ def _conclude(session: Session, outcome: Outcome, directory: RunDirectory, reaso
     if reason is not None:
         written = checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
         print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
-    elif outcome.stopped:
-        print(f"stopped on request; go on with --resume {directory.path}")
+    elif outcome.steps_reached:
+        print(_steps_reached(outcome, epochs, directory))
     if evaluation is not None:
         means, then = evaluation.means(), f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
         print(
             f"test accuracy{then} {means['top1']:.2%} "
-            f"(top5 {means['top5']:.2%}, loss {means['loss']:.4f}, {evaluation.count} images)"
+            f"(top5 {means['top5']:.2%}, loss {loss_text(means['loss'])}, {evaluation.count} images)"
         )
     print(f"files of this run: {directory.path}", flush=True)
+
+
+def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
+    """How a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
+    position = outcome.position
+    end = "" if outcome.evaluation is not None else "; no evaluation was made, as these come at ends of epochs"
+    where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
+    return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
 
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:

@@ -34,10 +34,14 @@ class RunningSums:
 class Reporter(Protocol):
     """Receives what happens; rank 0 has one that writes, the others one that does nothing."""
 
-    def start(self, epochs: int, samples_per_epoch: int, done_samples: int) -> None: ...
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None: ...
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """The totals of one step are known. `sums` are the epoch's so far."""
+        """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
+        ...
+
+    def flush(self) -> None:
+        """Training ends inside an epoch: the latest step is recorded, too."""
         ...
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -54,10 +58,13 @@ class Reporter(Protocol):
 class SilentReporter:
     """What all ranks but 0 have."""
 
-    def start(self, epochs: int, samples_per_epoch: int, done_samples: int) -> None:
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
         return None
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
+        return None
+
+    def flush(self) -> None:
         return None
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:

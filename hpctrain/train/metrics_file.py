@@ -74,7 +74,8 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
     if its_step != step or not isinstance(its_epoch, int):
         return its_step > step
     if record.get("kind") == "epoch":
-        return its_epoch >= epoch
+        counted_from_0 = "images" not in record  # as runs of earlier versions did
+        return its_epoch + counted_from_0 > epoch
     if record.get("kind") == "evaluation":  # it counts the epochs done
         return its_epoch > epoch or evaluates
     return False

@@ -1,28 +1,37 @@
-"""Rank 0's reporter: a rich progress bar on a terminal, one line per interval elsewhere, JSON lines always."""
+"""Rank 0's reporter: a bar on a terminal, one line per interval elsewhere, JSON lines always."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from hpctrain.errors import ConfigError
 from hpctrain.train.metrics import RunningSums
+from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
 from hpctrain.train.run_directory import RunDirectory
+
+#: how a run shows where it is
+ProgressStyle = Literal["bar", "lines", "none"]
+
+# What a bar needs beside its facts: itself, the percentage, and the spaces between.
+_NARROWEST_BAR = 8
+_BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
 
 class ConsoleReporter:
     """Writes for people on stdout and for programs into the run directory.
 
     Args:
-        directory: receives metrics. interval_seconds: between two lines where there is no terminal. tensorboard: directory of
-        TensorBoard files, or None. console: where to print. done_steps: of an earlier part of this run; TensorBoard hides what
-        that wrote of later ones.
+        directory: receives metrics. interval_seconds: between two records of progress, and between two lines where there is no
+            bar; the first step and the last always have one. tensorboard: directory of TensorBoard files, or None.
+        console: where to print. done_steps: of an earlier part of this run; TensorBoard hides what that wrote of later ones.
+        style: None: a bar on a terminal, lines elsewhere. clock: in seconds.
     """
 
     def __init__(
@@ -33,53 +42,76 @@ class ConsoleReporter:
         tensorboard: Path | None = None,
         console: Console | None = None,
         done_steps: int = 0,
+        style: ProgressStyle | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console if console is not None else Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._console = console if console is not None else make_console(style)
+        self._style = style or ("bar" if self._console.is_terminal else "lines")
         self._directory = directory
         self._interval_seconds = interval_seconds
+        self._clock = clock
         self._board = _board(tensorboard, done_steps) if tensorboard is not None else None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._epochs = 0
-        self._last_line = time.monotonic()
+        self._last_record: float | None = None
+        self._unrecorded: dict[str, Any] | None = None
 
-    def start(self, epochs: int, samples_per_epoch: int, done_samples: int) -> None:
-        """Training begins, or goes on behind `done_samples`."""
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
+        """Training begins, or goes on behind `done_samples`; it will end behind `last_sample`, counted over all epochs."""
         self._epochs = epochs
         self._samples = samples_per_epoch
-        if self._console.is_terminal:
+        self._left = TimeLeft(done_samples, last_sample, self._clock)
+        if self._style == "bar":
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
                 TextColumn("{task.fields[note]}"),
                 console=self._console,
                 refresh_per_second=4,
+                expand=True,
             )
             self._progress.start()
-            self._task = self._progress.add_task("training", total=epochs * samples_per_epoch, completed=done_samples, note="")
+            self._task = self._progress.add_task("training", total=last_sample, completed=done_samples, note="")
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """Move the bar, or print a line when the interval is over."""
-        now = time.monotonic()
-        due = now - self._last_line >= self._interval_seconds
-        if not sums.count or (self._progress is None and not due):
-            return
+        """Move the bar; record, and print a line where there is no bar, at first and when the interval is over."""
         means = sums.means()
-        note = f"loss {means['loss']:.4f}  top1 {means['top1']:.2%}  lr {lr:.4g}  {images_per_second:,.0f} images/s"
+        record = {"epoch": epoch, "step": step, "images": sums.count, **means, "lr": lr, "images_per_second": images_per_second}
+        self._unrecorded = record
         if self._progress is not None and self._task is not None:
-            self._progress.update(
-                self._task,
-                description=f"epoch {epoch + 1}/{self._epochs}",
-                completed=epoch * self._samples + sums.count,
-                note=note,
-            )
-        if due:
-            self._last_line = now
-            self.record("interval", {"epoch": epoch, "step": step, **means, "lr": lr, "images_per_second": images_per_second})
-            if self._progress is None:
-                self.say(f"epoch {epoch + 1}/{self._epochs}  step {step}  {note}")
+            where, facts = self._facts(record)
+            note = fitting(facts, self._console.width - len(where) - _BAR_ROOM)
+            done = (epoch - 1) * self._samples + sums.count
+            self._progress.update(self._task, description=where, completed=done, note=note)
+        now = self._clock()
+        if self._last_record is None or now - self._last_record >= self._interval_seconds:
+            self._last_record = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Record, and print where there are lines, the latest step unless that has been done."""
+        record, self._unrecorded = self._unrecorded, None
+        if record is None:
+            return
+        self.record("interval", record)
+        if self._style == "lines":
+            where, facts = self._facts(record)
+            self.say("  ".join([where, f"step {record['step']}", *(text for _, text in facts)]))
+
+    def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+        """The epoch, and what is said of a step, each with its rank: 0 is the most important."""
+        seconds = self._left.seconds((record["epoch"] - 1) * self._samples + record["images"])
+        facts = [
+            (0, f"loss {loss_text(record['loss'])}"),
+            (2, f"top1 {record['top1']:.2%}"),
+            (4, f"lr {record['lr']:.4g}"),
+            (3, f"{record['images_per_second']:,.0f} images/s"),
+        ]
+        if seconds is not None:
+            facts.append((1, f"{duration_text(seconds)} left"))
+        return f"epoch {record['epoch']}/{self._epochs}", facts
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line of metrics; numbers go to TensorBoard too."""
@@ -91,7 +123,7 @@ class ConsoleReporter:
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
-        self._console.print(text)
+        self._console.print(text, markup=False)
 
     def close(self) -> None:
         """End the bar and the TensorBoard files; may be called twice."""
@@ -101,6 +133,12 @@ class ConsoleReporter:
         if self._board is not None:
             self._board.close()
             self._board = None
+
+
+def make_console(style: ProgressStyle | None) -> Console:
+    """Stdout, where nothing is cut; a bar that was asked for is drawn even where stdout is no terminal (under mpiexec)."""
+    forced = True if style == "bar" else None
+    return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_terminal=forced)
 
 
 def _board(directory: Path, done_steps: int) -> Any:

@@ -16,6 +16,7 @@ from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.progress_text import loss_text
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.tracing import traced_steps
@@ -98,7 +99,8 @@ class Trainer:
 
     def _run(self, position: Position) -> Outcome:
         samples = self._loader.sampler.samples
-        self._reporter.start(self._cadence.epochs, samples, position.epoch * samples + position.sums.count)
+        done = position.epoch * samples + position.sums.count
+        self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
         self._saved_step = position.global_step
         self._lr = self._rate_before(position)
         self._require_finite(position)
@@ -110,6 +112,7 @@ class Trainer:
             if not stopped and (sums := self._end_epoch(position)) is not None:
                 evaluation, evaluated_epochs = sums, position.epoch
         if stopped:
+            self._reporter.flush()
             self._save_once(position)
         self._require_finite(position)
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
@@ -154,7 +157,6 @@ class Trainer:
         position.global_step += 1
         position.samples += batch.global_count
         self._lr = lr
-        self._reporter.step(position.epoch, position.global_step, position.sums, lr, self._rate.per_second())
         every = self._cadence.checkpoint_steps
         if self._enough or (every and position.global_step % every == 0):
             self._settle(position)
@@ -162,6 +164,17 @@ class Trainer:
                 self._save_once(position)
         if self._trace is not None:
             self._trace.add(Category.WORK, "bookkeeping", begin_ns, self._trace.clock_ns())
+
+    def _last_sample(self, position: Position) -> int:
+        """Where this run will end if nobody stops it: samples, counted over all epochs."""
+        sampler, steps = self._loader.sampler, self._cadence.steps
+        epoch, first = position.epoch, position.samples
+        while steps and epoch < self._cadence.epochs:
+            if steps < sampler.steps(first):
+                return epoch * sampler.samples + first + steps * sampler.batch
+            steps -= sampler.steps(first)
+            epoch, first = epoch + 1, 0
+        return (epoch if self._cadence.steps else self._cadence.epochs) * sampler.samples
 
     def _rate_at(self, position: Position) -> float:
         """The learning rate of the step that begins at a position: by samples, so that another batch makes no jump in it."""
@@ -189,6 +202,7 @@ class Trainer:
         self._network.statistics.blend(totals.statistics, totals.count)
         position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
         self._rate.add(totals.count)
+        self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._lr, self._rate.per_second())
         self._stop = self._stop or totals.stop > 0
 
     def _require_finite(self, position: Position) -> None:
@@ -209,16 +223,18 @@ class Trainer:
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
-        record = {"epoch": position.epoch, "step": position.global_step, "lr": self._lr, **values}
+        epoch = position.epoch + 1
+        record = {"epoch": epoch, "step": position.global_step, "images": position.sums.count, "lr": self._lr, **values}
         self._reporter.record("epoch", record)
-        line = f"epoch {position.epoch + 1}/{self._cadence.epochs}: train loss {values['loss']:.4f}, top1 {values['top1']:.2%}"
+        line = f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
         last = position.epoch == self._cadence.epochs
         evaluation = None
         if _due(position.epoch, self._cadence.evaluate_epochs, last):
             evaluation = self.evaluate(position)
         if evaluation is not None:
-            line += f"; test loss {evaluation.means()['loss']:.4f}, top1 {evaluation.means()['top1']:.2%}"
+            means = evaluation.means()
+            line += f"; test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}"
         trained = values["images_per_second"] > 0.0  # not where a checkpoint already had the whole epoch
         self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s" if trained else line)
         if _due(position.epoch, self._cadence.checkpoint_epochs, last):

@@ -211,7 +211,7 @@ def test_an_epoch_that_is_over_stays_over_with_other_images(job: Job, folder: Pa
     assert sum(map(len, _seen(folder, 1))) == SAMPLES + 9
     (ended,) = [line for line in outcome.stdout.splitlines() if line.startswith("epoch 1/2: train loss")]
     assert "images/s" not in ended
-    assert [record["epoch"] for record in _run(folder).metrics() if record["kind"] == "epoch"] == [0, 1]
+    assert [record["epoch"] for record in _run(folder).metrics() if record["kind"] == "epoch"] == [1, 2]
 
 
 @pytest.mark.parametrize("every_steps", [0, 5])

@@ -135,6 +135,23 @@ def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(job: Job, folder:
             assert np.isfinite(tensor).all(), f"{name} in {path}"
 
 
+def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(job: Job, folder: Path) -> None:
+    calm = "metrics.interval_seconds=1000"
+    outcome = _train(job, 0, folder, "--steps", "3", calm)
+    assert outcome.code == 0, outcome.output
+    run = _run(folder)
+    assert "ended after step 3, in epoch 1 of 2, as --steps asked; no evaluation was made" in outcome.stdout
+    assert f"go on with the same command and --resume {run.path}\n" in outcome.stdout
+    assert outcome.stdout.count(" left\n") == 2
+    assert [(r["epoch"], r["step"]) for r in run.metrics() if r["kind"] == "interval"] == [(1, 1), (1, 3)]
+    outcome = _train(job, 0, folder, "--resume", "auto", calm, "--progress", "none")
+    assert outcome.code == 0, outcome.output
+    assert " left\n" not in outcome.stdout
+    records = [(r["kind"], r["epoch"], r["step"]) for r in run.metrics() if "loss" in r]
+    assert records[:3] == [("interval", 1, 1), ("interval", 1, 3), ("interval", 1, 4)]
+    assert records[3:] == [("epoch", 1, 5), ("evaluation", 1, 5), ("epoch", 2, 10), ("evaluation", 2, 10)]
+
+
 AVERAGERS = {
     "priority": "averager={name: priority, slice_parameters: 100, window: 2}",
     "gradients only": "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}",
@@ -255,7 +272,7 @@ def test_a_killed_and_resumed_run_has_each_step_once(
     assert _run(folder).path == run.path
     records = _without_times(run.metrics())
     assert records == _without_times(_run(folder, "whole").metrics())
-    assert [record["step"] for record in records if record["kind"] == "interval"] == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert [record["step"] for record in records if record["kind"] == "interval"] == list(range(1, 11))
     again = _train(job, ranks, folder, *options, *resume)  # nothing to train: evaluated once more, in place of the last time
     assert again.code == 0, again.output
     assert _without_times(run.metrics()) == records

@@ -18,13 +18,17 @@ Record = dict[str, Any]
 STEPS_PER_EPOCH = 5
 
 
-def written(epochs: int) -> list[Record]:
-    """What a run of 5 steps an epoch records: its start, each step, each epoch's end and its evaluation."""
+def written(epochs: int, first: int = 1) -> list[Record]:
+    """What a run of 5 steps an epoch records: its start, each step, each epoch's end and its evaluation.
+
+    first: number of the first epoch; runs of earlier versions counted from 0, and recorded no images.
+    """
+    images: Record = {"images": 7} if first else {}
     found: list[Record] = [{"kind": "progress", "mode": "test"}]
     for epoch in range(epochs):
         for step in range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1):
-            found.append({"kind": "interval", "epoch": epoch, "step": step})
-        found.append({"kind": "epoch", "epoch": epoch, "step": step})
+            found.append({"kind": "interval", "epoch": epoch + first, "step": step, **images})
+        found.append({"kind": "epoch", "epoch": epoch + first, "step": step, **images})
         found.append({"kind": "evaluation", "epoch": epoch + 1, "step": step})
     return found
 
@@ -49,10 +53,11 @@ def warnings() -> Iterator[list[logging.LogRecord]]:
     logger.removeHandler(handler)
 
 
+@pytest.mark.parametrize("first", [1, 0])
 @pytest.mark.parametrize("step", range(16))
-def test_a_cut_and_the_same_steps_again_give_the_whole_file(path: Path, step: int) -> None:
+def test_a_cut_and_the_same_steps_again_give_the_whole_file(path: Path, step: int, first: int) -> None:
     """The position is where a checkpoint is taken: at an epoch's end it is behind its evaluation."""
-    records = written(3)
+    records = written(3, first)
     epoch, boundary = step // STEPS_PER_EPOCH, step > 0 and step % STEPS_PER_EPOCH == 0
     here = [index for index, record in enumerate(records) if record.get("step") == step]
     behind = here[-1 if boundary else 0] + 1 if here else 1
@@ -65,11 +70,12 @@ def test_a_cut_and_the_same_steps_again_give_the_whole_file(path: Path, step: in
         assert path.read_bytes() == lines(*records)
 
 
-def test_a_checkpoint_inside_the_epochs_last_step_is_before_its_end(path: Path) -> None:
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_checkpoint_inside_the_epochs_last_step_is_before_its_end(path: Path, first: int) -> None:
     """The epoch's end and its evaluation come again."""
-    path.write_bytes(lines(*written(2)))
+    path.write_bytes(lines(*written(2, first)))
     cut_back(path, 0, 5)
-    assert path.read_bytes() == lines(*written(1)[:-2])
+    assert path.read_bytes() == lines(*written(1, first)[:-2])
 
 
 def test_an_evaluation_that_comes_again_goes(path: Path) -> None:

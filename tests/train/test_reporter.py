@@ -1,16 +1,17 @@
 """The reporter: a bar on a terminal, lines elsewhere, metrics always, TensorBoard files when asked."""
 
 import io
+import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.reporter import ConsoleReporter
+from hpctrain.train.progress_text import loss_text
+from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.run_directory import RunDirectory
-
-SUMS = RunningSums(loss=5.0, top1=5, top5=9, count=10)
 
 
 @pytest.fixture
@@ -19,15 +20,29 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def _run(
-    directory: RunDirectory, console: Console, interval_seconds: float, tensorboard: Path | None = None, done_steps: int = 0
+    directory: RunDirectory,
+    console: Console,
+    interval_seconds: float,
+    tensorboard: Path | None = None,
+    done_steps: int = 0,
+    style: ProgressStyle | None = None,
 ) -> None:
+    """Three steps of the first of two epochs of 20 samples; a clock that goes on by a second at each look."""
+    seconds = count()
     reporter = ConsoleReporter(
-        directory, interval_seconds=interval_seconds, console=console, tensorboard=tensorboard, done_steps=done_steps
+        directory,
+        interval_seconds=interval_seconds,
+        console=console,
+        tensorboard=tensorboard,
+        done_steps=done_steps,
+        style=style,
+        clock=lambda: float(next(seconds)),
     )
-    reporter.start(2, 20, 0)
-    for step in range(3):
-        reporter.step(0, step, SUMS, 0.1, 1234.0)
-    reporter.record("epoch", {"epoch": 0, "step": 3, "loss": 0.5})
+    reporter.start(2, 20, 0, 40)
+    for step in range(1, 4):
+        reporter.step(1, step, RunningSums(loss=5.0 * step, top1=2 * step, top5=3 * step, count=4 * step), 0.1, 1234.0)
+    reporter.flush()
+    reporter.record("epoch", {"epoch": 1, "step": 3, "loss": 0.5})
     reporter.close()
     reporter.close()
 
@@ -35,23 +50,56 @@ def _run(
 def test_without_a_terminal_there_is_one_line_an_interval(directory: RunDirectory) -> None:
     output = io.StringIO()
     _run(directory, Console(file=output, force_terminal=False, width=200), interval_seconds=1e-9)
-    assert output.getvalue().count("epoch 1/2  step") == 3
-    assert "top1 50.00%" in output.getvalue()
-    assert [line["kind"] for line in directory.metrics()] == ["interval", "interval", "interval", "epoch"]
+    lines = output.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("epoch 1/2  step 1  loss 1.2500  top1 50.00%  lr 0.1  1,234 images/s  0:00:")
+    assert all(line.endswith(" left") for line in lines)
+    assert [(line["kind"], line["epoch"]) for line in directory.metrics()] == [("interval", 1)] * 3 + [("epoch", 1)]
 
 
-def test_a_long_interval_says_nothing(directory: RunDirectory) -> None:
+@pytest.mark.parametrize("style", ["bar", "lines", "none"])
+def test_the_first_step_and_the_last_are_recorded_however_short_a_run(directory: RunDirectory, style: ProgressStyle) -> None:
     output = io.StringIO()
-    _run(directory, Console(file=output, force_terminal=False), interval_seconds=1e9)
-    assert output.getvalue() == ""
-    assert [line["kind"] for line in directory.metrics()] == ["epoch"]
+    _run(directory, Console(file=output, force_terminal=style == "bar"), interval_seconds=1e9, style=style)
+    assert output.getvalue().count("  step ") == (2 if style == "lines" else 0)
+    intervals = [line for line in directory.metrics() if line["kind"] == "interval"]
+    assert [(line["step"], line["images"], line["loss"]) for line in intervals] == [(1, 4, 1.25), (3, 12, 1.25)]
+    assert (output.getvalue() == "") == (style == "none")
 
 
-def test_a_terminal_has_a_bar(directory: RunDirectory) -> None:
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize(("epochs", "loss", "rate"), [(6, 2.3, 1234.0), (300, 1.8e26, 12345678.9)])
+def test_a_terminals_bar_fits_its_width(directory: RunDirectory, width: int, epochs: int, loss: float, rate: float) -> None:
+    """Nothing is cut: what has no room is left out, the loss last."""
     output = io.StringIO()
-    _run(directory, Console(file=output, force_terminal=True, width=160), interval_seconds=1e9)
-    assert "10/40" in output.getvalue()
-    assert "1,234 images/s" in output.getvalue()
+    reporter = ConsoleReporter(directory, console=Console(file=output, force_terminal=True, width=width), clock=count().__next__)
+    reporter.start(epochs, 100, 0, epochs * 100)
+    reporter.step(epochs, 5, RunningSums(loss * 50, 25, 30, 50), 0.0123456, rate)
+    reporter.close()
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).replace("\r", "\n").split("\n")
+    last = [frame for frame in frames if frame.strip()][-1]
+    assert len(last) <= width
+    assert "…" not in last
+    assert last.startswith(f"epoch {epochs}/{epochs} ━")
+    assert f"loss {loss_text(loss)}" in last
+    assert "left" in last
+    assert ("top1" in last) == (width >= 80)
+
+
+def test_the_bar_ends_where_the_steps_of_the_run_do(directory: RunDirectory) -> None:
+    output = io.StringIO()
+    reporter = ConsoleReporter(directory, console=Console(file=output, force_terminal=True, width=80))
+    reporter.start(6, 100, 0, 40)
+    reporter.step(1, 4, RunningSums(2.0, 5, 7, 40), 0.1, 10.0)
+    reporter.close()
+    assert "100%" in output.getvalue()
+
+
+def test_nothing_in_brackets_is_taken_for_markup(directory: RunDirectory) -> None:
+    output = io.StringIO()
+    reporter = ConsoleReporter(directory, console=Console(file=output, width=200, soft_wrap=True))
+    reporter.say("run directory runs/[bold]x")
+    assert output.getvalue() == "run directory runs/[bold]x\n"
 
 
 def test_tensorboard_files_hold_the_scalars(directory: RunDirectory, tmp_path: Path) -> None:
