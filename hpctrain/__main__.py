@@ -6,6 +6,8 @@ import sys
 
 # Commands whose process computes: their signals are blocked before anything else is loaded.
 _COMPUTING = (["train"], ["eval"], ["bench", "engine"])
+# Those that run on ranks: a small parent sees to it that none leaves without a word.
+_RANKS = ("train", "eval")
 
 
 def main() -> None:
@@ -24,12 +26,16 @@ def _compute(command: str) -> None:
     import os
 
     from hpctrain.comm.launcher import rank_of
+    from hpctrain.launch.keeper import keep
 
-    watch = SignalWatch(held, rank=rank_of(os.environ), at_once=command != "train").start()
+    rank = rank_of(os.environ)
+    end = keep(rank, held) if command in _RANKS else lambda: None
+    watch = SignalWatch(held, rank=rank, at_once=command != "train").start()
     try:
         _command(watch)
     finally:
         watch.close()
+        end()
 
 
 def _command(watch: object) -> None:

@@ -78,6 +78,12 @@ def job_ends_on_error(rank: Callable[[], int], abort: Callable[[int], None]) -> 
             yield
     except KeyboardInterrupt:
         _leave(abort, 130)
+    except SystemExit as left:
+        if left.code:
+            raise
+        # MPI would wait in this rank for the others to end, and they in a step for this one.
+        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}[rank {rank()}] sys.exit() inside of a run ends the job.\n")
+        _leave(abort, BUG)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)

@@ -40,7 +40,7 @@ from hpctrain.train.run_directory import latest
 QUIET = tuple(number for number in HELD if number not in STOPS)
 
 _MARK = "STORM_JOB"
-_GAP_SECONDS = (0.3e-3, 1e-3)
+_GAP_SECONDS = (0.1e-3, 0.7e-3)
 # Of one burst: SIGINT and SIGTERM that come later than AGAIN_SECONDS mean something else.
 _BURST_SECONDS = 2.0
 _PATIENCE_SECONDS = 180.0
@@ -48,7 +48,7 @@ _PATIENCE_SECONDS = 180.0
 _CONFIG = """
 name: storm
 seed: 7
-model: {{name: small, channels: [16, 24], hidden: 32, dropout: 0.2}}
+model: {{name: small, channels: [16, 16], hidden: 24, dropout: 0.2}}
 data: {{train: {folder}/train.h5, test: {folder}/test.h5, augment: [{{name: flip}}]}}
 batch: 32
 epochs: {epochs}
@@ -87,7 +87,7 @@ class Tally:
     faults: list[str] = field(default_factory=list)
 
 
-def prepare(folder: Path, images: int = 2048, epochs: int = 8) -> None:
+def prepare(folder: Path, images: int = 1024, epochs: int = 6) -> None:
     """Data and configuration for jobs in `folder`."""
     from hpctrain.data import format as data_format
 
@@ -231,7 +231,7 @@ def _stop_once(
     if job.ready():
         # Half of the requests come while the job is still starting.
         time.sleep(draws.uniform(0, run_seconds) if draws.random() < 0.5 else draws.uniform(0, 1))
-        sent = job.storm([number], draws.choice([1, 30, 100_000]), _BURST_SECONDS, draws)
+        sent = job.storm([number], draws.choice([1, *[100_000] * 3]), _BURST_SECONDS, draws)
     code, said = job.end()
     tally.sent += sent
     if sent:

@@ -1,0 +1,135 @@
+"""No rank leaves a run without a word: a parent process sees how it ended, says so, and makes a failure of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.testing.jobs import Outcome, run_job
+from hpctrain.testing.signal_storm import prepare
+
+Job = Callable[..., Outcome]
+
+_START = """
+import os, signal, sys, time
+from hpctrain.launch.signals import hold
+from hpctrain.launch.keeper import keep
+started = os.getpid()
+finished = keep(None, hold())
+"""
+
+
+def _run(program: str, **env: str) -> Outcome:
+    return run_job(0, ["-c", _START + textwrap.dedent(program)], env=env)
+
+
+def test_an_end_without_a_word_is_a_failure() -> None:
+    outcome = _run("os._exit(0)")
+    assert outcome.code == 1
+    sentence = "the process left with exit code 0 before the run was over: something called exit() in it."
+    assert outcome.stderr == f"hpctrain: {sentence}\n"
+
+
+@pytest.mark.parametrize("code", [0, 3, 85])
+def test_a_finished_process_keeps_its_code(code: int) -> None:
+    outcome = _run(f"finished(); sys.exit({code})")
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("code", [1, 2, 124, 143])
+def test_an_end_that_explains_itself_is_not_explained_again(code: int) -> None:
+    outcome = _run(f"os._exit({code})")
+    assert (outcome.code, outcome.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_an_end_by_a_signal_stays_one(number: signal.Signals) -> None:
+    outcome = _run(f"os.kill(os.getpid(), {number:d})")
+    assert outcome.code == -number
+    assert f"hpctrain: the process was ended by {number.name}" in outcome.stderr
+
+
+def test_signals_reach_the_child() -> None:
+    program = """
+    os.kill(started, signal.SIGUSR1)
+    print(signal.sigwaitinfo({signal.SIGUSR1}).si_pid == started, os.getppid() == started)
+    finished()
+    """
+    assert _run(program).stdout == "True True\n"
+
+
+def test_a_killed_keeper_takes_its_rank_along() -> None:
+    program = _START + "print(os.getpid(), flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        child = int(keeper.stdout.readline())
+        assert child != keeper.pid
+        keeper.kill()
+        keeper.wait()
+        end = time.monotonic() + 20
+        while _lives(child) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not _lives(child)
+
+
+def _lives(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.parametrize("reason", ["HPCTRAIN_KEEPER is 0", "there is a thread"])
+def test_without_a_keeper_the_process_is_the_one_that_was_started(reason: str) -> None:
+    program = "import threading, time; threading.Thread(target=time.sleep, args=(0.2,)).start()\n" if "thread" in reason else ""
+    environment = {"HPCTRAIN_KEEPER": "0"} if "KEEPER" in reason else {}
+    outcome = run_job(0, ["-c", program + _START + "print(os.getpid() == started); finished()"], env=environment)
+    assert (outcome.code, outcome.stdout) == (0, "True\n")
+
+
+# The program; rank RANK leaves in the middle of step 2 by what is said.
+_LEAVES = """
+import os, runpy, sys
+how, rank = sys.argv.pop(1), int(sys.argv.pop(1))
+def patched(*arguments):
+    from hpctrain.train.step import TrainingStep
+    run = TrainingStep.run
+    def leaving(self, batch, global_step, lr):
+        here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+        if (here, global_step) == (rank, 2):
+            exec(how)
+        run(self, batch, global_step, lr)
+    TrainingStep.run = leaving
+    return command(*arguments)
+from hpctrain.cli import main
+command = main.LazyGroup.get_command
+main.LazyGroup.get_command = patched
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "how", "words"),
+    [
+        (0, 0, "os._exit(0)", "hpctrain: the process left with exit code 0 before the run was over"),
+        (2, 1, "os._exit(0)", "hpctrain: [rank 1] the process left with exit code 0 before the run was over"),
+        (2, 0, "os._exit(0)", "hpctrain: [rank 0] the process left with exit code 0 before the run was over"),
+        (2, 1, "sys.exit()", "[rank 1] sys.exit() inside of a run ends the job."),
+    ],
+)
+def test_a_rank_that_leaves_inside_a_step_ends_the_job_in_words(
+    job: Job, tmp_path: Path, ranks: int, rank: int, how: str, words: str
+) -> None:
+    prepare(tmp_path, images=160, epochs=1)
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    outcome = job(ranks, ["leaves.py", how, str(rank), "train", "storm.yaml"], cwd=tmp_path)
+    assert outcome.code != 0, outcome.output
+    assert words in outcome.stderr
+    assert outcome.seconds < 60
+    assert os.listdir(tmp_path / "runs")
