@@ -66,15 +66,23 @@ class GradientAverager(ABC):
         The first step does it where nobody has.
 
         Args:
-            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks. Sizes of
-                slices may follow from measurements and decide which numbers are added first, so only this repeats a run bit by
-                bit. The order of operations, which changes no bit, is measured where it had not been.
+            stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks (`accepts`).
+                Sizes of slices decide which numbers are added first: where they are measured, only this repeats a run bit by bit.
+                The order of operations, which changes no bit, is measured where it had not been.
 
         Raises:
             CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
         """
         if self._joint is not None:
             self._joint.agree()
+
+    def request(self) -> str | None:
+        """What a stored schedule must have been made for, in words; None where a strategy has none. Known before `agree`."""
+        return None
+
+    def accepts(self, stored: Schedule | None) -> bool:
+        """Whether a stored schedule is one for this averager: the same strategy, options and parameters on as many ranks."""
+        return stored is not None and (stored.request, stored.ranks) == (self.request(), self.comm.size)
 
     def plan(self, link: LinkModel | None) -> Schedule | None:
         """What the first steps post over a link, from sizes alone; None where a strategy has no schedule. Not collective.

@@ -17,10 +17,12 @@ class Bucketed(AllreduceAverager):
     """One allreduce for each bucket of neighbouring parameters, posted when the last of their gradients is ready.
 
     Args:
-        bucket_bytes: Least size of a bucket, in bytes; null chooses it by the link, which is measured at the start.
+        bucket_bytes: Least size of a bucket, in bytes; null chooses it as `sizes` says.
+        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
+            repeat bit by bit; "measured" follows the link, which is measured at the start.
 
     Raises:
-        ConfigError: bucket_bytes below 1.
+        ConfigError: bucket_bytes below 1, or given though sizes are to be measured.
     """
 
     def __init__(
@@ -32,13 +34,14 @@ class Bucketed(AllreduceAverager):
         *,
         norms: JointNorms | None = None,
         bucket_bytes: int | None = None,
+        sizes: planning.Sizes = "rule",
     ) -> None:
         super().__init__(group, optimizer, comm, progress, norms=norms)
         self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
-        self._measures_link = bucket_bytes is None
+        self._sizes = planning.check_sizes(sizes, "bucket_bytes", bucket_bytes)
 
     def _request(self) -> str:
-        return f"bucketed, bucket_bytes {self._bucket_bytes}"
+        return f"bucketed, bucket_bytes {self._bucket_bytes}{planning.in_request(self._sizes)}"
 
     def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         size_bytes = self._bucket_bytes

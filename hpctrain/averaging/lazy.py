@@ -68,7 +68,9 @@ class Lazy(AllreduceAverager):
         layers: Number of layers, counted from the input, whose gradients are summed over several steps.
         max_interval: Most steps between two averagings of these layers; 1 makes it `bucketed`.
         check_every: Number of averagings from one check of the interval to the next.
-        bucket_bytes: Least size of a bucket, in bytes; null chooses it by the link, which is measured at the start.
+        bucket_bytes: Least size of a bucket, in bytes; null chooses it as `sizes` says.
+        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
+            repeat bit by bit; "measured" follows the link, which is measured at the start.
 
     Raises:
         ConfigError: a value below 1, or a network with several groups of parameters.
@@ -88,6 +90,7 @@ class Lazy(AllreduceAverager):
         max_interval: int = 8,
         check_every: int = 4,
         bucket_bytes: int | None = None,
+        sizes: planning.Sizes = "rule",
     ) -> None:
         if norms is not None:
             raise ConfigError(
@@ -99,7 +102,7 @@ class Lazy(AllreduceAverager):
         self._max_interval = planning.check_positive("max_interval", max_interval)
         self._check_every = planning.check_positive("check_every", check_every)
         self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
-        self._measures_link = bucket_bytes is None
+        self._sizes = planning.check_sizes(sizes, "bucket_bytes", bucket_bytes)
         self._lazy = _front(group, layers)
         stop = max((group.segment(name).stop for name in self._lazy), default=0)
         self._added = np.zeros_like(group.grad, shape=(stop,))
@@ -113,7 +116,7 @@ class Lazy(AllreduceAverager):
         self.interval = 1
 
     def _request(self) -> str:
-        return f"lazy, layers {self._layers}, bucket_bytes {self._bucket_bytes}"
+        return f"lazy, layers {self._layers}, bucket_bytes {self._bucket_bytes}{planning.in_request(self._sizes)}"
 
     def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         group = self.group

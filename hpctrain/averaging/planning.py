@@ -1,4 +1,8 @@
-"""How large slices are and in which order they travel: from a link's alpha and beta, and from measured times."""
+"""How large slices are and in which order they travel: from a link's alpha and beta, and from measured times.
+
+Sizes decide which numbers are added first, so a repeated run needs the same ones: by default they follow by rule, from bytes and
+ranks. The order of operations changes no bit, and follows from what is measured.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import Literal
 
 from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import ConfigError
+
+Sizes = Literal["rule", "measured"]
+#: the link that sizes by rule are made for: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and
+#: some 200 KiB (shared memory); fused slices go with the square root of it, so they are never far from what is best
+RULE_LINK = LinkModel(alpha_seconds=65.536e-6, beta_seconds_per_byte=1e-9)
 
 _LEAST_BUCKET_BYTES = 1 << 14
 # Above some 32 MB an MPI may allocate, and touch anew, what it needs for a collective each time.
@@ -28,7 +38,7 @@ _LOOKS = 3
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel) -> int:
-    """The size of fused slices that a step exposes least with; a power of two, so that a repeated measurement gives it again.
+    """The size of fused slices that a step exposes least with; a power of two.
 
     k slices of n / k bytes cost k (P - 1) alpha in latency, and the last one, which backward cannot hide, (P - 1) / P n / k beta.
     The sum is least at slices of sqrt(n P alpha / beta) bytes.
@@ -48,7 +58,7 @@ def slice_bytes(least: int, ranks: int, link: LinkModel | None) -> int:
     """The size of slices that may overtake each other, at least `least`: no smaller than latency allows.
 
     (P - 1) alpha is a quarter of the transfer, (P - 1) / P n beta, at n = 4 P alpha / beta. Rounded up to a power of two times
-    `least`, so that a repeated measurement gives it again; never so large that it had to be cut for another reason.
+    `least`; never so large that it had to be cut for another reason.
     """
     if link is None or link.beta_seconds_per_byte == 0.0:
         return least
@@ -238,8 +248,24 @@ def check_positive(name: str, value: int) -> int:
     return value
 
 
+def check_sizes(sizes: Sizes, name: str, by_hand: int | None) -> Sizes:
+    """`sizes` itself.
+
+    Raises:
+        ConfigError: sizes are to be measured, though the option `name` sets them by hand.
+    """
+    if sizes == "measured" and by_hand is not None:
+        raise ConfigError(f"sizes is measured, but {name} is {by_hand}, which sets them; leave one of the two out.")
+    return sizes
+
+
+def in_request(sizes: Sizes | None) -> str:
+    """What the option adds to the words that a stored schedule is known by; sizes by rule are the default, and add nothing."""
+    return ", sizes measured" if sizes == "measured" else ""
+
+
 def check_optional(name: str, value: int | None) -> int | None:
-    """`value` itself; None: to be measured.
+    """`value` itself; None: not set by hand.
 
     Raises:
         ConfigError: it is below 1.

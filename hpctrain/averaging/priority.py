@@ -29,7 +29,9 @@ class Priority(ShardedAverager):
 
     Args:
         slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
-            paper, or more where the measured link has a latency that so small messages would pay too often.
+            paper, or more where so small messages would pay a link's latency too often.
+        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
+            repeat bit by bit; "measured" follows the link, which is measured at the start.
         window: Most slices in flight. Null takes what the measured link sends between two looks at it: a smaller window lets the
             link idle, a larger one lets urgent slices wait longer.
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
@@ -40,7 +42,7 @@ class Priority(ShardedAverager):
         nominal_batch, micro_batches, nodes: as in `Sharded`.
 
     Raises:
-        ConfigError: fc_exchange "always" with several micro-batches, or a size or window below 1.
+        ConfigError: fc_exchange "always" with several micro-batches, a size or window below 1, sizes given and to be measured.
     """
 
     _streams = 1
@@ -54,6 +56,7 @@ class Priority(ShardedAverager):
         *,
         norms: JointNorms | None = None,
         slice_parameters: int | None = None,
+        sizes: planning.Sizes = "rule",
         window: int | None = None,
         fc_exchange: FcExchange = "auto",
         two_level: bool = True,
@@ -77,12 +80,14 @@ class Priority(ShardedAverager):
         )
         self._slice_parameters = planning.check_optional("slice_parameters", slice_parameters)
         self._window = planning.check_optional("window", window)
-        self._measures_link = slice_parameters is None or window is None
+        self._sizes = planning.check_sizes(sizes, "slice_parameters", slice_parameters)
+        self._measures_link = sizes == "measured" or window is None
 
     def _request(self) -> str:
-        return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}, window {self._window}"
+        sizes = planning.in_request(self._sizes)
+        return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}, window {self._window}{sizes}"
 
-    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
+    def _slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         most = self._slice_parameters
         if most is None:
             item_bytes = self.group.grad.itemsize

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hpctrain.averaging import planning
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.gate import Gate
 from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
-from hpctrain.averaging.planning import parts_of
 from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.comm.base import Communicator, Handle
@@ -53,7 +53,8 @@ class AllreduceAverager(GradientAverager):
     It is updated on every rank in the next `before_forward` of a parameter of it, or in `drain`. Slices hold whole parameters.
     """
 
-    _measures_link = False
+    #: sizes follow from a link: None: from none, "rule": from one that is always the same, "measured"
+    _sizes: planning.Sizes | None = None
     #: a very large slice travels in several operations, posted together
     _cuts_large = True
 
@@ -79,17 +80,17 @@ class AllreduceAverager(GradientAverager):
 
     @abstractmethod
     def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Slices of all parameters, in forward order."""
+        """Slices of all parameters, in forward order. link: what sizes follow from, where they do from any."""
 
     def agree(self, stored: Schedule | None = None) -> None:
         comm = self.comm.split(0, self.comm.rank, f"{self.comm.name} gradients")
         assert comm is not None
         self._comm = comm
         self._queue = self.progress.queue(comm)
-        usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
-        measures = any(comm.allgather_object(self._measures_link and not usable))  # the same on every rank
+        usable = stored if self.accepts(stored) else None
+        measures = any(comm.allgather_object(self._sizes == "measured" and usable is None))  # the same on every rank
         link = calibrate(comm, self.progress) if measures else None
-        self.schedule = stored if stored is not None and usable else self.plan(link)
+        self.schedule = self.plan(link) if usable is None else usable
         agree(comm, self.schedule)
         super().agree(stored)
         self._touching = {
@@ -98,11 +99,11 @@ class AllreduceAverager(GradientAverager):
         self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in self.schedule.slices]
 
     def plan(self, link: LinkModel | None) -> Schedule:
-        slices = self._slices(link)
+        slices = self._slices(planning.RULE_LINK if self._sizes == "rule" else link)
         order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
-        return Schedule(self._full_request(), self.comm.size, slices, tuple(order))
+        return Schedule(self.request(), self.comm.size, slices, tuple(order))
 
-    def _full_request(self) -> str:
+    def request(self) -> str:
         return f"{self._request()}; {fingerprint(self.group)}"
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
@@ -154,7 +155,7 @@ class AllreduceAverager(GradientAverager):
         assert self.schedule is not None
         each = self.schedule.slices[k]
         whole = self.group.grad[each.start : each.stop]
-        parts = parts_of(whole.size, whole.itemsize, self._comm.size) if self._cuts_large else [(0, whole.size)]
+        parts = planning.parts_of(whole.size, whole.itemsize, self._comm.size) if self._cuts_large else [(0, whole.size)]
         if len(parts) == 1:
             return self._comm.iallreduce(whole)
         return _Several([self._comm.iallreduce(whole[begin:end]) for begin, end in parts])

@@ -31,8 +31,9 @@ class Sharded(ShardedAverager):
     Args:
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
             "never".
-        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it by the link, which is measured at
-            the start.
+        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
+        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
+            repeat bit by bit; "measured" follows the link, which is measured at the start.
         two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
             first.
         replan: The order of the allgathers is planned again after a few steps, by measured times.
@@ -41,7 +42,7 @@ class Sharded(ShardedAverager):
         micro_batches, nodes (of the ranks): likewise.
 
     Raises:
-        ConfigError: fc_exchange "always" with several micro-batches.
+        ConfigError: fc_exchange "always" with several micro-batches, a size or window below 1, sizes given and to be measured.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Sharded(ShardedAverager):
         norms: JointNorms | None = None,
         fc_exchange: FcExchange = "auto",
         bucket_bytes: int | None = None,
+        sizes: planning.Sizes = "rule",
         two_level: bool = True,
         nodes: Sequence[int] | None = None,
         nominal_batch: int | None = None,
@@ -75,13 +77,15 @@ class Sharded(ShardedAverager):
             two_level=two_level,
         )
         self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
-        self._measures_link = bucket_bytes is None
+        self._sizes = planning.check_sizes(sizes, "bucket_bytes", bucket_bytes)
+        self._measures_link = sizes == "measured"
         self._window = None if window is None else planning.check_positive("window", window)
 
     def _request(self) -> str:
-        return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}, window {self._window}"
+        sizes = planning.in_request(self._sizes)
+        return f"sharded, bucket_bytes {self._bucket_bytes}, replan {self._replan}, window {self._window}{sizes}"
 
-    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
+    def _slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         size_bytes = self._bucket_bytes
         if size_bytes is None:
             assert link is not None

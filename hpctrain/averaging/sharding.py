@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from hpctrain.averaging import planning
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.exchange import FcExchange, exchanging_layers
 from hpctrain.averaging.gate import Gate
@@ -106,8 +107,11 @@ class ShardedAverager(GradientAverager):
         """The strategy and its options, in words: what a stored schedule must have been made for."""
 
     @abstractmethod
-    def _sizes(self, link: LinkModel | None) -> tuple[int, int]:
-        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut."""
+    def _slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
+        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut.
+
+        link: the measured one or, by default, that of the rule.
+        """
 
     @abstractmethod
     def _urgency(self) -> Urgency:
@@ -119,7 +123,8 @@ class ShardedAverager(GradientAverager):
 
     _streams = 2
     _window: int | None = None
-    _measures_link = True
+    _sizes: planning.Sizes = "rule"
+    _measures_link = False
 
     # -- set-up --------------------------------------------------------------------------------------------------------------
 
@@ -128,15 +133,13 @@ class ShardedAverager(GradientAverager):
         reduce = in_levels(comm, self._levels, f"{comm.name} gradients")
         gather = in_levels(comm, self._levels, f"{comm.name} parameters") if self._streams == 2 else reduce
         self._comms = {Stream.GRADIENTS: reduce, Stream.PARAMETERS: gather}
-        usable = stored is not None and (stored.request, stored.ranks) == (self._full_request(), comm.size)
-        if stored is not None and usable:  # an optimiser that needs norms may have got, or lost, an option
-            usable = self.optimizer.needs_norms == any(operation.kind is Kind.NORMS for operation in stored.operations)
-        if stored is not None and usable and stored.timed:
+        usable = stored if self.accepts(stored) else None
+        if usable is not None and usable.timed:
             self._replan = False
-        needs_link = self._replan or (self._measures_link and not usable)
+        needs_link = self._replan or (self._measures_link and usable is None)
         measures = any(reduce.allgather_object(needs_link))  # the same on every rank
         self._link = calibrate(reduce, self.progress) if measures else None
-        self.schedule = stored if stored is not None and usable else self.plan(self._link)
+        self.schedule = self.plan(self._link) if usable is None else usable
         agree(reduce, self.schedule)
         self._queues = {stream: self.progress.queue(each, self.schedule.window) for stream, each in self._comms.items()}
         super().agree(stored)
@@ -144,12 +147,18 @@ class ShardedAverager(GradientAverager):
         self.optimizer.bind(self.group, self._ownership.owned)
 
     def plan(self, link: LinkModel | None) -> Schedule:
-        """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the measured link."""
-        slices = self._slices(*self._sizes(link))
+        """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the link, if it measures."""
+        slices = self._slices(*self._slice_elements(link if self._sizes == "measured" else planning.RULE_LINK))
         operations = self._operations(slices, Times.unknown(tuple(self.group.parameters)), link)
-        return Schedule(self._full_request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
+        return Schedule(self.request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
 
-    def _full_request(self) -> str:
+    def accepts(self, stored: Schedule | None) -> bool:
+        """Also, the optimiser still needs norms, or still does not: it may have got, or lost, an option."""
+        if stored is None or not super().accepts(stored):
+            return False
+        return self.optimizer.needs_norms == any(operation.kind is Kind.NORMS for operation in stored.operations)
+
+    def request(self) -> str:
         nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
         return f"{self._request()}; {fingerprint(self.group, self._exchanging)}{nodes}"
 

@@ -43,7 +43,7 @@ _ALPHA = click.option(
     type=click.FloatRange(min=0),
     default=20e-6,
     show_default=True,
-    help="Time that an empty message takes, in seconds; a run measures it.",
+    help="Time that an empty message takes, in seconds; a run measures it, and orders operations by it.",
 )
 _BETA = click.option(
     "--beta",
@@ -139,6 +139,7 @@ def schedule(
     For each group of parameters: slices, owners, order, window and hash.
 
     A run measures alpha and beta, and orders some operations again by measured times; what it settles on lies in its directory.
+    Sizes of slices follow by rule, whatever is measured, unless averager.sizes is "measured".
     """
     task = _task(file, overrides, ranks, image, classes)
     from hpctrain.cli import plan_tables

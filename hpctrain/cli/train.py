@@ -112,6 +112,11 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
     type=click.Choice(["bar", "lines", "none"]),
     help="How to show where training is: a bar, a line at every interval, or neither (default: a bar on a terminal, else lines).",
 )
+@click.option(
+    "--schedule-from",
+    metavar="RUN",
+    help="Average gradients in the slices and the order of this run, a directory or a checkpoint file, to repeat it bit by bit.",
+)
 @click.pass_obj
 def train(
     watch: SignalWatch | None,
@@ -121,6 +126,7 @@ def train(
     steps: int,
     compute_only: bool,
     style: ProgressStyle | None,
+    schedule_from: str | None,
 ) -> None:
     """Train the model of FILE.
 
@@ -129,6 +135,8 @@ def train(
     """
     if compute_only and resume is not None:
         raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
+    if compute_only and schedule_from is not None:
+        raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
     watch, job = watch or SignalWatch(), _Job()
     if compute_only:
         watch.end_at_once()
@@ -140,7 +148,7 @@ def train(
         if compute_only:
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            stopped = run_training(session, watch, resume=resume, steps=steps, style=style)
+            stopped = run_training(session, watch, resume=resume, steps=steps, schedule_from=schedule_from, style=style)
     if stopped:
         job.leave(STOPPED)
 

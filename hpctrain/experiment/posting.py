@@ -2,27 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.schedule import Schedule
 from hpctrain.comm.agreement import raise_alike
 from hpctrain.comm.grid import GridAxis
+from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.session import Session
+from hpctrain.train import checkpoint
 from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.run_directory import RunDirectory
 
 _META = "schedules"
 
 
-def agree(session: Session, parts: Parts, start: CheckpointContent | None = None) -> None:
+def agree(
+    session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None
+) -> None:
     """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
 
+    Args:
+        schedule_from: a run directory or a checkpoint whose schedules are used where `start` has none that fit.
+
     Raises:
-        CheckpointError: a schedule in the checkpoint that cannot be read.
+        CheckpointError: a schedule that cannot be read, or none in `schedule_from`. ConfigError: none there that fits.
         CollectiveMismatchError: ranks with different schedules.
     """
-    stored = raise_alike(session.world, lambda: _read(start))
+    stored = raise_alike(session.world, lambda: _stored(session, parts, start, schedule_from))
     for group, averager in parts.averagers.items():
-        averager.agree(stored.get(_key(group, session.grid.row)))
+        averager.agree(stored.get(group))
+
+
+def _stored(
+    session: Session, parts: Parts, start: CheckpointContent | None, schedule_from: str | None
+) -> dict[str, Schedule]:
+    """A schedule that fits, by group, for those groups that have one."""
+    own = {} if start is None else _of_checkpoint(start)
+    keys = {group: _key(group, session.grid.row) for group in parts.averagers}
+    found = {group: own[key] for group, key in keys.items() if key in own and parts.averagers[group].accepts(own[key])}
+    if schedule_from is None or len(found) == len(keys):
+        return found
+    others = of_run(schedule_from)
+    for group, averager in parts.averagers.items():
+        if group not in found:
+            found[group] = fitting(schedule_from, keys[group], others, averager)
+    return found
+
+
+def fitting(source: str, key: str, schedules: Mapping[str, Schedule], averager: GradientAverager) -> Schedule:
+    """The schedule of that key.
+
+    Raises:
+        ConfigError: it is not there, or is one for something else.
+    """
+    if averager.request() is None:
+        raise ConfigError("The averager has no schedule, so its runs repeat as they are; leave --schedule-from out.")
+    if key not in schedules:
+        raise ConfigError(
+            f"{source} has schedules of {', '.join(sorted(schedules))}, but this run needs one of {key}; "
+            f"set grid and plan as they were there, or leave --schedule-from out."
+        )
+    stored = schedules[key]
+    if stored.ranks != averager.comm.size:
+        raise ConfigError(
+            f"The schedule of {key} in {source} is one of {stored.ranks} ranks, but here are {averager.comm.size}; "
+            f"start as many ranks on the same grid, or leave --schedule-from out."
+        )
+    if stored.request != averager.request():
+        raise ConfigError(
+            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run asks for {averager.request()!r}; "
+            f"give it the same averager, options and model, or leave --schedule-from out."
+        )
+    if not averager.accepts(stored):
+        norms = "no norms" if averager.optimizer.needs_norms else "norms"
+        raise ConfigError(
+            f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm do); "
+            f"give this run the same optimizer, or leave --schedule-from out."
+        )
+    return stored
 
 
 def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, object]:
@@ -45,8 +105,22 @@ def _key(group: str, row: int) -> str:
     return group if row == 0 else f"{group}-row{row}"
 
 
-def _read(start: CheckpointContent | None) -> dict[str, Schedule]:
-    if start is None:
-        return {}
-    texts: dict[str, str] = start.meta.get(_META, {})  # type: ignore[assignment]
+def _of_checkpoint(content: CheckpointContent) -> dict[str, Schedule]:
+    texts: Mapping[str, str] = content.meta.get(_META, {})  # type: ignore[assignment]
     return {key: Schedule.from_json(text) for key, text in texts.items()}
+
+
+def of_run(source: str) -> dict[str, Schedule]:
+    """The schedules of a run directory, or of a checkpoint.
+
+    Raises:
+        CheckpointError: it is neither, or has none.
+    """
+    path = Path(source)
+    if path.is_file():
+        found = _of_checkpoint(checkpoint.read(path))
+    else:
+        found = {key: Schedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
+    if not found:
+        raise CheckpointError(f"{source} holds no schedule: its averager has none, or it ended before its first step.")
+    return found

@@ -32,15 +32,24 @@ from hpctrain.train.trainer import Outcome
 
 
 def run_training(
-    session: Session, watch: SignalWatch, *, resume: str | None, steps: int = 0, style: ProgressStyle | None = None
+    session: Session,
+    watch: SignalWatch,
+    *,
+    resume: str | None,
+    steps: int = 0,
+    schedule_from: str | None = None,
+    style: ProgressStyle | None = None,
 ) -> bool:
     """Train; print the last test accuracy and where the run's files lie. Collective.
 
     True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
+
+    Args:
+        resume: see `find_start`. steps: to stop after. schedule_from: a run whose averaging is repeated (see `posting.agree`).
     """
     start = find_start(session, resume) if resume is not None else None
     parts = build(session, None if start is None else start.data)
-    posting.agree(session, parts, None if start is None else start.content)
+    posting.agree(session, parts, None if start is None else start.content, schedule_from)
     position, directory = Position(), None
     if start is not None:
         snapshot.put(start.content, parts.network, parts.averagers, parts.shards)

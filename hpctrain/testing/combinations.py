@@ -49,7 +49,7 @@ from hpctrain.testing.virtual import run_virtual, virtual_engine
 
 TOLERANCE = 1e-9
 #: options that an averager may have
-AVERAGING = ("averager", "slices", "window", "fc_exchange", "replan", "two_level", "lazy", "micro_batches")
+AVERAGING = ("averager", "slices", "sizes", "window", "fc_exchange", "replan", "two_level", "lazy", "micro_batches")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
 
 

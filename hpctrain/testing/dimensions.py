@@ -59,6 +59,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "interior-first": {"no": False, "yes": True},
     "hides": {"yes": True, "no": False},
     "slices": {"default": None, "tiny": (100, 40), "small": (1500, 400)},  # bucket_bytes, slice_parameters
+    "sizes": {"default": None, "measured": "measured"},
     "window": {"default": None, "1": 1, "3": 3},
     "fc_exchange": {"default": None, "always": "always", "never": "never"},
     "replan": {"default": None, "no": False},
@@ -112,7 +113,7 @@ def value_of(row: Row, name: str) -> Any:
 def averager_options(row: Row) -> dict[str, Any]:
     """The averager's options, as a configuration has them."""
     name = value_of(row, "averager")
-    options: dict[str, Any] = {key: value_of(row, key) for key in ("window", "fc_exchange", "replan", "two_level")}
+    options: dict[str, Any] = {key: value_of(row, key) for key in ("sizes", "window", "fc_exchange", "replan", "two_level")}
     options = {key: value for key, value in options.items() if value is not None} | value_of(row, "lazy")
     slices = value_of(row, "slices")
     if slices is not None:

@@ -147,6 +147,12 @@ class RunDirectory:
         """The schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"
 
+    def schedules(self) -> dict[str, str]:
+        """The schedules (JSON text) that were written, by parameter group."""
+        pattern = self.schedule_path("*").name
+        begin, end = pattern.split("*")
+        return {path.name[len(begin) : -len(end)]: path.read_text() for path in sorted(self.path.glob(pattern))}
+
     def config(self) -> str:
         """The resolved configuration's text."""
         return (self.path / "config.yaml").read_text()

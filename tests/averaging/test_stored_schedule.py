@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
 import numpy as np
 import pytest
 
-from hpctrain.averaging import reduction, sharding
+from hpctrain.averaging import planning, reduction, sharding, timing
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.bucketed import Bucketed
+from hpctrain.averaging.lazy import Lazy
+from hpctrain.averaging.planning import Times
 from hpctrain.averaging.priority import Priority
 from hpctrain.averaging.schedule import Schedule
 from hpctrain.averaging.sharded import Sharded
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.lars import Lars
+from hpctrain.optim.sgd import Sgd
 from hpctrain.testing.virtual import run_virtual, virtual_engine
 
 SIZES = (5000, 9001, 3, 12000, 8000)
 FAST, SLOW = LinkModel(1e-6, 1e-8), LinkModel(1e-3, 1e-8)  # slices of 16 KiB, and one of everything
-STRATEGIES = {"bucketed": Bucketed, "sharded": Sharded, "priority": Priority}
+STRATEGIES: dict[str, Callable[..., GradientAverager]] = {
+    "bucketed": Bucketed,
+    "sharded": Sharded,
+    "priority": Priority,
+    "lazy": partial(Lazy, layers=2),
+}
 Stored = tuple[np.ndarray, list[dict[str, np.ndarray]], str]
 
 
-def _averager(strategy: str, comm: ThreadCommunicator) -> GradientAverager:
+def _averager(strategy: str, comm: ThreadCommunicator, sizes: str = "measured") -> GradientAverager:
     random = np.random.default_rng(5)
     specs = {
         f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape), decay=k != 2)
@@ -33,7 +48,7 @@ def _averager(strategy: str, comm: ThreadCommunicator) -> GradientAverager:
     group = FlatGroup(specs, "float32")
     group.data[...] = random.standard_normal(group.size)
     optimizer = Lars(weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5)
-    return STRATEGIES[strategy](group, optimizer, comm, virtual_engine(comm))
+    return STRATEGIES[strategy](group, optimizer, comm, virtual_engine(comm), sizes=sizes)
 
 
 def _run(averager: GradientAverager, steps: range) -> None:
@@ -56,9 +71,9 @@ def _measure(monkeypatch: pytest.MonkeyPatch, link: LinkModel) -> None:
         monkeypatch.setattr(module, "calibrate", lambda comm, progress: link)
 
 
-def _first(strategy: str, ranks: int, steps: range) -> list[Stored]:
+def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> list[Stored]:
     def program(comm: ThreadCommunicator) -> Stored:
-        averager = _averager(strategy, comm)
+        averager = _averager(strategy, comm, sizes)
         averager.agree()
         _run(averager, steps)
         state = [averager.full_state(parameter) for parameter in averager.group.parameters.values()]
@@ -84,7 +99,7 @@ def _second(strategy: str, ranks: int, steps: range, first: Stored, stored: bool
 
 @pytest.mark.parametrize("stop", [3, 7])  # before and after operations are ordered by measured times
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "lazy"])  # whose interval starts at 1 again
 def test_resume_is_bitwise_whatever_is_measured(
     monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, stop: int
 ) -> None:
@@ -98,7 +113,7 @@ def test_resume_is_bitwise_whatever_is_measured(
         assert ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded"])
+@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "lazy"])
 def test_another_measurement_alone_would_have_changed_slices(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     _measure(monkeypatch, FAST)
     first = _first(strategy, 2, range(3))[0]
@@ -121,3 +136,69 @@ def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pyt
     monkeypatch.setattr(sharding, "calibrate", calibrate)
     assert Schedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
     assert bool(measured) is (stop <= 5)
+
+
+def _measure_times(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every clock measures times by chance, which put operations into another order."""
+    calls = count(seed)
+
+    def times(clock: timing.StepClock) -> Times:
+        random = np.random.default_rng(next(calls))
+        ready, free, needed = ({f"l{k}.weight": random.uniform(0, 1e-2) for k in range(len(SIZES))} for _ in range(3))
+        return Times(ready, {name: at + ready[name] for name, at in free.items()}, needed, 3e-2)
+
+    monkeypatch.setattr(timing.StepClock, "times", times)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """The link and the times of two runs differ: they have the same slices and end with the same bits, in whatever order."""
+    monkeypatch.setattr(planning, "RULE_LINK", FAST)  # several slices of these few parameters
+    monkeypatch.setattr(planning, "_LEAST_BUCKET_BYTES", 1 << 12)
+    ended: list[Stored] = []
+    for seed, link in enumerate((FAST, SLOW, LinkModel(1e-7, 1e-6), LinkModel(0.0, 0.0))):
+        _measure(monkeypatch, link)
+        _measure_times(monkeypatch, 10 * seed)
+        ended.append(_first(strategy, 3, range(9), "rule")[0])
+    schedules = [Schedule.from_json(each[2]) for each in ended]
+    assert len(schedules[0].slices) > 2 or strategy == "priority"
+    for (data, state, _), schedule in zip(ended, schedules, strict=True):
+        assert schedule.slices == schedules[0].slices
+        assert data.tobytes() == ended[0][0].tobytes()
+        for own, other in zip(state, ended[0][1], strict=True):
+            assert all(own[name].tobytes() == other[name].tobytes() for name in own)
+    if strategy in ("sharded", "priority"):
+        assert all(schedule.timed for schedule in schedules)
+
+
+def test_times_do_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "RULE_LINK", LinkModel(1e-7, 1e-7))
+    orders = set()
+    for seed in range(6):
+        _measure(monkeypatch, LinkModel(1e-7, 1e-8))
+        _measure_times(monkeypatch, 10 * seed)
+        orders.add(Schedule.from_json(_first("sharded", 2, range(7), "rule")[0][2]).operations)
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_schedule_of_an_earlier_version_fits_the_default(strategy: str) -> None:
+    """The words that it was stored under know nothing of how sizes were found."""
+
+    def request(comm: ThreadCommunicator, sizes: str) -> str:
+        return _averager(strategy, comm, sizes).request() or ""
+
+    (by_rule,), (measured,) = (run_virtual(1, lambda comm, sizes=sizes: request(comm, sizes)) for sizes in ("rule", "measured"))
+    assert "sizes" not in by_rule
+    assert measured.replace(", sizes measured", "") == by_rule
+    assert measured != by_rule
+
+
+def test_sizes_are_given_or_measured() -> None:
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    group = FlatGroup({}, "float32")
+    bucket, cut = "bucket_bytes", "slice_parameters"
+    for kind, option in ((Bucketed, bucket), (Sharded, bucket), (Lazy, bucket), (Priority, cut)):
+        with pytest.raises(ConfigError, match=f"sizes is measured, but {option} is 7"):
+            kind(group, Sgd(), comm, engine, sizes="measured", **{option: 7})  # type: ignore[operator]

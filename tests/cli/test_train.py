@@ -190,13 +190,20 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
+def _train_on_a_link(job: Job, ranks: int, folder: Path, alpha: str, *more: str) -> Outcome:
+    (folder / "on_a_link.py").write_text(ON_A_LINK)
+    options = ["model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never", *more]
+    return job(ranks, ["on_a_link.py", alpha, "train", "tiny.yaml", *options], cwd=folder)
+
+
+def _slices(run: Any) -> Any:
+    return json.loads(run.schedule_path("all").read_text())["slices"]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Path, ranks: int) -> None:
-    (folder / "on_a_link.py").write_text(ON_A_LINK)
-
     def train(alpha: str, *more: str) -> None:
-        options = ["model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never", *more]
-        outcome = job(ranks, ["on_a_link.py", alpha, "train", "tiny.yaml", *options], cwd=folder)
+        outcome = _train_on_a_link(job, ranks, folder, alpha, "averager.sizes=measured", *more)
         assert outcome.code == 0, outcome.output
 
     train("1e-6", f"output={folder}/whole")
@@ -206,8 +213,20 @@ def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Pat
     _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
     assert _run(folder).schedule_path("all").read_text() == before
     train("1e-2", "--steps", "7", f"output={folder}/other")
-    schedules = [json.loads(text) for text in (before, _run(folder, "other").schedule_path("all").read_text())]
-    assert len(schedules[0]["slices"]) > len(schedules[1]["slices"])
+    assert len(_slices(_run(folder))) > len(_slices(_run(folder, "other")))
+    train("1e-2", "--schedule-from", str(_run(folder, "whole").path), f"output={folder}/again")
+    _assert_same(_last(_run(folder, "again")), _last(_run(folder, "whole")))
+
+
+def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(job: Job, folder: Path) -> None:
+    for alpha, output in (("1e-6", "first"), ("1e-2", "second")):
+        outcome = _train_on_a_link(job, 3, folder, alpha, f"output={folder}/{output}")
+        assert outcome.code == 0, outcome.output
+    _assert_same(_last(_run(folder, "second")), _last(_run(folder, "first")))
+    source = str(_run(folder, "first").path)
+    refused = _train_on_a_link(job, 2, folder, "1e-6", "--schedule-from", source)
+    assert refused.code == 2
+    assert "is one of 3 ranks, but here are 2; start as many ranks" in refused.stderr
 
 
 def _last(run: Any) -> checkpoint.CheckpointContent:
