@@ -48,6 +48,10 @@ class Start:
     changes: tuple[Change, ...]
     data: DataFacts | None
 
+    def without_tensors(self) -> Start:
+        """What is still of use once they are where they belong; their memory is free then."""
+        return replace(self, content=CheckpointContent({}, self.content.meta))
+
 
 def find_start(session: Session, source: str) -> Start | None:
     """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
@@ -102,9 +106,9 @@ def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
         file = in_order_of(file, data.class_names, CHECKPOINT)
     now = DataFacts.of(file)
     complete = data is not None and position.samples == data.samples
-    found = _changes(content, data, session, now)
+    differences = _changes(content, data, session, now)
     check(
-        found,
+        differences,
         between_epochs=complete or position.samples == 0,
         begun_epochs=position.epoch + (position.samples > 0),
         place=f"{path} (at {describe(position, None if data is None else data.samples)})",
@@ -116,7 +120,7 @@ def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
             f"{path} has seen {position.samples} images of its epoch, but {config.data.train} holds {now.samples} only; "
             f"give data.train the file that it was trained on."
         )
-    return Start(RunDirectory.open(path.parent.parent), path, content, position, found, data)
+    return Start(RunDirectory.open(path.parent.parent), path, content, position, differences, data)
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:

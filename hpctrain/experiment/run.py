@@ -53,6 +53,7 @@ def run_training(
     position, directory = Position(), None
     if start is not None:
         snapshot.put(start.content, parts.network, parts.averagers, parts.shards)
+        start = start.without_tensors()
         position, directory = start.position, start.directory
         _cut_records(session, parts, directory, position)
     directory = directory or _new_directory(session, parts)

@@ -254,12 +254,12 @@ def _cut_torn_line(descriptor: int) -> None:
 
 def runs(output: Path, name: str) -> Iterable[RunDirectory]:
     """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names."""
-    found = []
+    stamped = []
     for path in Path(output).glob("*/config.yaml"):
         match = _STAMP.fullmatch(path.parent.name)
         if match and _name_in(path) == name:
-            found.append((match[1], int(match[2] or 1), path.parent))
-    return [RunDirectory(path) for *_, path in sorted(found, reverse=True)]
+            stamped.append((match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(stamped, reverse=True)]
 
 
 def _name_in(path: Path) -> str | None:
