@@ -48,8 +48,8 @@ def user_errors_end_in_sentences(
     """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
 
     Args:
-        rank: this process's rank; by default the one that the launcher has given it. abort: ends the job; may return where
-            there is one process only.
+        rank: this process's rank in the job that it belongs to; None for a command that needs no other ranks. abort: ends the
+            job; may return where there is one process only.
     """
     try:
         yield
@@ -57,10 +57,9 @@ def user_errors_end_in_sentences(
         sentences = _sentences(error)
         if not sentences:
             raise
-        launcher = _launcher()
-        if (rank() if rank is not None else launcher.rank or 0) != 0:
+        if rank is not None and rank() != 0:
             time.sleep(_ALONE_AFTER_SECONDS)
-        if not (isinstance(error, LaunchError) and launcher.local_rank):  # ranks that are alone would each say the same
+        if not _is_said_by_another(error, in_job=rank is not None):
             for sentence in sentences:
                 click.echo(f"hpctrain: {sentence}", err=True)
         _leave(abort, USER_ERROR)
@@ -101,6 +100,17 @@ def _sentences(error: HpctrainError | OSError) -> list[str]:
     if error.filename is not None:
         return [f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}."]
     return [f"A file cannot be written: {error.strerror}."] if error.errno in _FULL else []
+
+
+def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
+    """True where another rank finds the same without talking to this one.
+
+    `srun hpctrain config check` is the same command on each rank; ranks that are alone with their start, each node's.
+    """
+    launcher = _launcher()
+    if not in_job:
+        return bool(launcher.rank)
+    return isinstance(error, LaunchError) and bool(launcher.local_rank)
 
 
 def _launcher() -> Launcher:

@@ -187,6 +187,17 @@ def test_a_job_whose_reader_leaves_ends_without_a_word(monkeypatch: pytest.Monke
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
+def test_a_command_that_needs_no_ranks_is_told_once_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, rank: str, said: int
+) -> None:
+    for name, value in {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": rank, "PMI_SIZE": "4", "PMI_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli, ["config", "check", "nowhere.yaml"])
+    assert result.exit_code == USER_ERROR
+    assert len(result.stderr.splitlines()) == said
+
+
 def test_a_missing_mpi_library_is_said_once_a_job(job: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = job(2, ["-m", "hpctrain", "train", CONFIG], env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
     assert outcome.code != 0

@@ -69,6 +69,7 @@ def test_one_process_trains_evaluates_and_leaves_its_files(job: Job, folder: Pat
     assert kinds.count("evaluation") == 2
     assert kinds.count("interval") >= 1
     assert "lr: 0.05" in run.config()
+    assert "clip_norm: null" in run.config()  # a default of an option
     assert json.loads((run.path / "versions.json").read_text())["kernels"] == "numpy"
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [5, 10]
 

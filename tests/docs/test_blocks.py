@@ -370,6 +370,20 @@ def test_commands_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
             assert not word.startswith("--") or word in options, f"{page}: `{' '.join(words)}`"
 
 
+_COMMENTED = [*sorted(ROOT.glob("configs/*.yaml")), ROOT / "jobs" / "slurm.sbatch"]
+
+
+@pytest.mark.parametrize("path", _COMMENTED, ids=lambda path: path.name)
+def test_commands_in_comments_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`# Data: hpctrain data convert ...   (and the same with test)`: up to a remark behind three blanks."""
+    names = "|".join(cli.list_commands(click.Context(cli)))
+    commands = re.findall(rf"^#.*?((?:mpiexec .*)?hpctrain (?:{names}) .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert commands or path.stem == "quickstart"
+    for command in commands:
+        for words in map(shlex.split, re.split(r"\s&&\s", command.split("   ")[0])):
+            kind_of(words).check(words, monkeypatch)
+
+
 def _below(command: click.Command) -> Iterator[click.Command]:
     return leaves(command) if isinstance(command, click.Group) else iter(())
 
