@@ -33,8 +33,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "--checkpoint", "nowhere"], "There is no data file"),
-        ([CONFIG], "There is no"),
+        ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
+        ([CONFIG], "has a checkpoint; train one first"),
     ],
     "config show": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
