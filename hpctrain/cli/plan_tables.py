@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpctrain.comm.link import LinkModel
+from hpctrain.experiment.grid import overlap
 from hpctrain.experiment.plans import GroupSchedule, Task, averaging_bytes, micro_counts
 from hpctrain.parallel.boxes import Box, Interval
 from hpctrain.parallel.description import Description, LayerPart, Redistribution, Words
@@ -30,7 +31,7 @@ def print_plan(task: Task, found: Description, averaged: Sequence[GroupSchedule]
     for line in _head(task):
         console.print(line)
     console.print(_layers(task, found))
-    for line in (*_totals(found), *_gradients(task, averaged), *_map(task, places)):
+    for line in (*_totals(found), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
         console.print(line)
 
 
@@ -82,6 +83,16 @@ def _layers(task: Task, found: Description) -> Table:
     table.add_section()
     table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(found.parameters)], item), "")
     return table
+
+
+def _interiors(task: Task) -> Iterator[str]:
+    """Which convolutions that `grid.overlap` names are computed in parts, and which under domain are not."""
+    interiors = overlap(task.graph_of(1), task.plan)
+    if interiors.parts:
+        yield f"Interiors are computed while halos travel in {', '.join(interiors.parts)}."
+    for name, whole in interiors.whole.items():
+        if whole.by_size:
+            yield f"{name} is computed as a whole: it {whole.reason}."
 
 
 def _totals(found: Description) -> Iterator[str]:

@@ -14,7 +14,7 @@ from hpctrain.data.loader import Boxes, Loader
 from hpctrain.errors import DataError
 from hpctrain.experiment.averager import make_averager
 from hpctrain.experiment.check import OPTIMIZERS
-from hpctrain.experiment.grid import grid_plan
+from hpctrain.experiment.grid import check_overlap, grid_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
@@ -113,6 +113,8 @@ def build_network(
         mergers=session.groups.mergers(session.progress),
         distribution=distribution,
     )
+    if distribution is not None:
+        check_overlap(config, network.graph(1), distribution.plan)
     if network.classes != classes:
         raise DataError(
             f"{config.data.train} has {classes} classes, the model {config.model.name} has {network.classes}; "

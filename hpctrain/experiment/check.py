@@ -100,6 +100,19 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             GridPlan(use={pattern: RowUse.DOMAIN}).check(names)
         except ConfigError as error:
             yield where, str(error)
+    yield from _overlap_faults(config, cols)
+
+
+def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
+    graph = grid.model_graph(config)
+    try:
+        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.grid_plan(config, cols)))
+    except HpctrainError:  # what is wrong with the grid has its own sentence
+        return
+    for number, sentence, by_size in faults:
+        if not by_size:
+            yield ("grid", "overlap", number), sentence
 
 
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

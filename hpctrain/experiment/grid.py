@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
@@ -10,6 +12,7 @@ from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
 from hpctrain.parallel.distribute import distribute
+from hpctrain.parallel.interior import Whole
 from hpctrain.parallel.plan import GridPlan, RowUse
 
 
@@ -33,13 +36,13 @@ def grid_plan(config: Config, cols: int) -> GridPlan:
 
 def layer_names(config: Config) -> tuple[str, ...]:
     """Dotted names of the model's layers, which no image's size changes; none where the model itself has a fault."""
-    graph = _graph(config)
+    graph = model_graph(config)
     return () if graph is None else tuple(node.name for node in graph.nodes)
 
 
 def splits_parameters(config: Config) -> bool:
     """True where the ranks of a column each hold a part of some layer's parameters; False where model or plan have a fault."""
-    graph, rows = _graph(config), config.grid.rows
+    graph, rows = model_graph(config), config.grid.rows
     if graph is None or rows == 1:
         return False
     try:
@@ -50,7 +53,7 @@ def splits_parameters(config: Config) -> bool:
     return any(node and node.parameters and placement and placement.shard for node, placement in placed)
 
 
-def _graph(config: Config) -> Graph | None:
+def model_graph(config: Config) -> Graph | None:
     """The model for one image of its usual size; None where the model has a fault."""
     name, options = config.model.name, config.model.options
     try:
@@ -60,6 +63,50 @@ def _graph(config: Config) -> Graph | None:
         return builder.build(catalogue.build(name, options).lower(builder, 0, ""))
     except HpctrainError:
         return None
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What `grid.overlap` comes to. parts: layers in parts, in order; whole: those that are not, with the reason."""
+
+    parts: tuple[str, ...]
+    whole: Mapping[str, Whole]
+
+
+def overlap(graph: Graph, plan: GridPlan) -> Overlap:
+    """What becomes of the layers that the plan wants in parts. graph: the model for one image."""
+    if plan.rows == 1:
+        return Overlap((), {})
+    whole = distribute(graph, plan, (1, *(0,) * (plan.rows - 1))).whole
+    wanted = [node.name for node in graph.nodes if node.name in plan.overlapped]
+    return Overlap(tuple(name for name in wanted if name not in whole), whole)
+
+
+def overlap_faults(config: Config, graph: Graph, plan: GridPlan) -> Iterator[tuple[int, str, bool]]:
+    """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
+    whole = overlap(graph, plan).whole
+    for number, pattern in enumerate(config.grid.overlap if whole else ()):
+        matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]
+        if not matching or any(name not in whole for name in matching):
+            continue
+        # The reason of the layer that comes nearest to being served tells most.
+        name = min(matching, key=lambda name: (not whole[name].by_size, whole[name].reason == "is no convolution"))
+        sentence = (
+            f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {whole[name].reason}; it must "
+            f"name a convolution under domain whose ranks have rows to compute while halos travel, or be left out."
+        )
+        yield number, sentence, whole[name].by_size
+
+
+def check_overlap(config: Config, graph: Graph, plan: GridPlan) -> None:
+    """Refuse patterns of `grid.overlap` that serve no layer. graph: the model for one image.
+
+    Raises:
+        ConfigError: a sentence for each pattern, with the layer and the rule.
+    """
+    sentences = [sentence for _, sentence, _ in overlap_faults(config, graph, plan)]
+    if sentences:
+        raise ConfigError("\n".join(sentences))
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:

@@ -142,6 +142,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
+    grid.check_overlap(config, sample, plan)
     if plan.rows == 1:  # a run distributes nothing then
         plan = GridPlan(1, plan.cols)
     specs, _ = declared(model, sample)

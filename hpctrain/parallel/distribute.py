@@ -6,14 +6,14 @@ readers of the same elements. The output always ends as samples, so every sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
 from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import Box, shape_of
-from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, split_interior
+from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, Whole, split_interior
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import MoveSpec, SumSpec
 from hpctrain.parallel.placement import Placement, Setting, place
@@ -48,12 +48,16 @@ class Step:
 
 @dataclass(frozen=True)
 class DistributedGraph:
-    """Steps in forward order; `layouts[t]` is tensor t's. Tensor 0 is the input: what each rank must be given of it."""
+    """Steps in forward order; `layouts[t]` is tensor t's. Tensor 0 is the input: what each rank must be given of it.
+
+    whole: the layers that the plan wants in parts and that are not, with the reason.
+    """
 
     steps: tuple[Step, ...]
     layouts: tuple[Layout, ...]
     output: int
     dtype: str
+    whole: Mapping[str, Whole] = field(default_factory=dict)
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Split parameters and statistics by full name: for each rank, its interval of output channels."""
@@ -110,6 +114,7 @@ class _Distributor:
         self._steps: list[Step] = []
         self._layouts: list[Layout] = []
         self._where: dict[int, int] = {}
+        self._whole: dict[str, Whole] = {}
         self._moved: dict[tuple[int, tuple[Box, ...]], int] = {}
 
     def run(self) -> DistributedGraph:
@@ -120,7 +125,7 @@ class _Distributor:
         output = self._where[self._graph.output]
         shape = self._layouts[output].shape
         output = self._in(output, layout.samples(shape, self._setting.counts), "output")
-        return DistributedGraph(tuple(self._steps), tuple(self._layouts), output, self._graph.tensors[0].dtype)
+        return DistributedGraph(tuple(self._steps), tuple(self._layouts), output, self._graph.tensors[0].dtype, self._whole)
 
     def _input_layout(self) -> Layout:
         """What the first operation reads, halo included: images are read from files, so nothing needs to travel."""
@@ -162,10 +167,13 @@ class _Distributor:
         self._where[node.output] = output
 
     def _split(self, node: Node, placement: Placement) -> InteriorSplit | None:
-        if node.name not in self._plan.overlapped or len(node.inputs) != 1:
+        if node.name not in self._plan.overlapped:
             return None
-        own = self._layouts[self._where[node.inputs[0]]]
-        return split_interior(node.spec, placement, own) if own.kind is layout.Kind.ROWS else None
+        split = split_interior(node.spec, placement, self._layouts[self._where[node.inputs[0]]])
+        if isinstance(split, InteriorSplit):
+            return split
+        self._whole[node.name] = split
+        return None
 
     def _add_in_parts(self, node: Node, placement: Placement, split: InteriorSplit) -> int:
         """Send both edges' halos, compute the interior, then each edge as its rows arrive, and put all together."""

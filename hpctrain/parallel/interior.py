@@ -42,26 +42,42 @@ class InteriorSplit:
     bottom: Part
 
 
-def split_interior(spec: Spec, placement: Placement, own: Layout) -> InteriorSplit | None:
-    """The three parts; None where the images are not split by height alone, or some rank has no interior that can be computed
-    from its own rows as they lie."""
+@dataclass(frozen=True)
+class Whole:
+    """Why a layer is not computed in parts: `reason` follows its name in a sentence. by_size: other images could change it."""
+
+    reason: str
+    by_size: bool = False
+
+
+def split_interior(spec: Spec, placement: Placement, own: Layout) -> InteriorSplit | Whole:
+    """The three parts, or why there are none: the images must be split by height alone, and every rank must have an interior
+    that can be computed from its own rows as they lie."""
+    if not isinstance(spec, Conv2dSpec):
+        return Whole("is no convolution")
+    if placement.writes.kind is not Kind.ROWS:
+        return Whole("is not under domain")
+    if own.kind is not Kind.ROWS:
+        first = own.kind is Kind.NEEDED
+        return Whole("reads its halo from the data file" if first else "reads what is not split by rows")
     (reads,) = placement.reads
-    if not isinstance(spec, Conv2dSpec) or {own.kind, placement.writes.kind} != {Kind.ROWS} or reads.boxes == own.boxes:
-        return None
+    if reads.boxes == own.boxes:
+        window = spec.window
+        return Whole("reads no row of another rank", by_size=(window.extent[0], window.stride[0]) != (1, 1))
     if any(box[2] != (0, own.shape[2]) for box in own.boxes):
-        return None
+        return Whole("has images that are split by columns too (grid.tiles)")
     interiors = []
-    for mine, made in zip(own.boxes, placement.writes.boxes, strict=True):
-        found = _interior(spec.window, own.shape[_HEIGHT], mine[_HEIGHT], made[_HEIGHT])
-        if found is None:
-            return None
-        interiors.append(found)
+    for rank, (mine, made) in enumerate(zip(own.boxes, placement.writes.boxes, strict=True)):
+        rows = _interior(spec.window, own.shape[_HEIGHT], mine[_HEIGHT], made[_HEIGHT])
+        if rows is None:
+            return Whole(f"leaves rank {rank} of a column no row to compute while its halo travels", by_size=True)
+        interiors.append(rows)
     outputs = [box[_HEIGHT] for box in placement.writes.boxes]
     above = [(begin, low) for (begin, _), (low, _) in zip(outputs, interiors, strict=True)]
     below = [(high, end) for (_, end), (_, high) in zip(outputs, interiors, strict=True)]
     top, interior, bottom = (_part(spec, placement, own, parts) for parts in (above, interiors, below))
     if not all(_fits(box, mine) for box, mine in zip(interior.reads.boxes, own.boxes, strict=True)):
-        return None
+        return Whole("has an interior that does not read all rows of its rank, which would have to be copied", by_size=True)
     return InteriorSplit(top, Part(own, interior.writes, interior.specs), bottom)
 
 

@@ -45,8 +45,8 @@ class GridPlan:
 
     use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
     `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`. overlapped:
-    layers, by name, whose interior is computed while their halos travel. hides: gradients of what was moved travel back under
-    the weights' gradients; False only to measure what that gains.
+    layers, by name, whose interior is computed while their halos travel, where they can be cut. hides: gradients of what was
+    moved travel back under the weights' gradients; False only to measure what that gains.
 
     Uses may be given by name ("domain").
 

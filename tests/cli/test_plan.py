@@ -74,6 +74,15 @@ def test_json_has_every_rank_in_integers() -> None:
     assert set(groups) == {("all", (0, 1, 2)), ("model", (0,)), ("model", (1, 2))}
 
 
+def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> None:
+    config = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "plan.default=domain", "--image", "28", "28", "1")
+    on_ranks = (*config, "--classes", "10", "grid.rows=2", "--ranks", "2")
+    assert "Interiors are computed while halos travel in stage2.conv." in run("show", *on_ranks, "grid.overlap=['*.conv']").output
+    refused = run("show", *config, "--classes", "10", "grid.rows=14", "--ranks", "14", "grid.overlap=['*.conv']")
+    assert refused.exit_code == 2
+    assert "stage2.conv leaves rank 0 of a column no row to compute while its halo travels" in refused.stderr
+
+
 def test_a_column_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
     assert "  c = 1: 3 4 5   nodes 0, 1: a column leaves its node" in result.output.splitlines()

@@ -8,15 +8,17 @@ from hpctrain.backend.kernels.graph import Node
 from hpctrain.backend.kernels.specs import Conv2dSpec, PoolSpec, TensorSpec, Window
 from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import shape_of
-from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, split_interior
+from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, Whole, split_interior
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.placement import Placement, Setting, place
 from hpctrain.parallel.plan import RowUse
 
+NO_ROW = Whole("leaves rank 0 of a column no row to compute while its halo travels", by_size=True)
+
 
 def _split(
     spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]
-) -> tuple[InteriorSplit | None, Placement, Layout]:
+) -> tuple[InteriorSplit | Whole, Placement, Layout]:
     ranks = tiles[0] * tiles[1]
     own = layout.rows(shape, tiles)
     output = spec.output(TensorSpec(shape, "float64")).shape
@@ -37,7 +39,7 @@ def test_random_convolutions_are_cut_into_what_they_are() -> None:
         spec = _convolution(kernel, stride, chance.randint(0, kernel))
         ranks, shape = chance.randint(2, 5), (2, chance.randint(kernel, 40), 5, 2)
         split, placement, own = _split(spec, shape, (ranks, 1))
-        if split is None:
+        if isinstance(split, Whole):
             continue
         found += 1
         for rank in range(ranks):
@@ -54,23 +56,25 @@ def test_random_convolutions_are_cut_into_what_they_are() -> None:
 
 def test_a_halo_of_one_row_leaves_all_others_to_the_interior() -> None:
     split, _, _ = _split(_convolution(3, 1, 1), (1, 12, 5, 2), (3, 1))
-    assert split is not None
+    assert isinstance(split, InteriorSplit)
     assert [box[1] for box in split.interior.writes.boxes] == [(0, 3), (5, 7), (9, 12)]
     assert [box[1] for box in split.top.reads.boxes] == [(0, 0), (3, 6), (7, 10)]
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "tiles"),
+    ("spec", "shape", "tiles", "why"),
     [
-        (_convolution(1, 1, 0), (1, 12, 5, 2), (3, 1)),  # no halo
-        (_convolution(7, 1, 3), (1, 9, 5, 2), (3, 1)),  # no rank has an interior
-        (_convolution(3, 1, 1), (1, 2, 5, 2), (3, 1)),  # a rank has no row
-        (_convolution(3, 1, 1), (1, 12, 8, 2), (2, 2)),  # split in width too
-        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1)),  # a pool
+        (_convolution(1, 1, 0), (1, 12, 5, 2), (3, 1), Whole("reads no row of another rank")),
+        (_convolution(7, 1, 3), (1, 9, 5, 2), (3, 1), NO_ROW),
+        (_convolution(3, 1, 1), (1, 2, 5, 2), (3, 1), NO_ROW),
+        (_convolution(3, 1, 1), (1, 12, 8, 2), (2, 2), Whole("has images that are split by columns too (grid.tiles)")),
+        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1), Whole("is no convolution")),
     ],
 )
-def test_what_is_left_whole(spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]) -> None:
-    assert _split(spec, shape, tiles)[0] is None
+def test_what_is_left_whole_and_why(
+    spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int], why: Whole
+) -> None:
+    assert _split(spec, shape, tiles)[0] == why
 
 
 @pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.BATCH])
@@ -78,12 +82,12 @@ def test_other_uses_are_left_whole(use: RowUse) -> None:
     spec, shape = _convolution(3, 1, 1), (2, 12, 5, 2)
     own = layout.rows(shape, (2, 1))
     placement = place(Node("conv", spec, (0,), 1), [own], (2, 12, 5, 3), use, Setting((1, 1), (2, 1)))
-    assert split_interior(spec, placement, own) is None
+    assert split_interior(spec, placement, own) == Whole("is not under domain")
 
 
 def test_windows_that_lie_in_the_padding_beside_the_image_are_left_whole() -> None:
     spec = Conv2dSpec(2, 3, Window((3, 4), (1, 3), (1, 1, 4, 0)))
-    assert _split(spec, (1, 12, 1, 2), (2, 1))[0] is None
+    assert isinstance(_split(spec, (1, 12, 1, 2), (2, 1))[0], Whole)
 
 
 def test_joined_rows_add_up() -> None:
