@@ -223,6 +223,7 @@ def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(job: Job, fo
     for alpha, output in (("1e-6", "first"), ("1e-2", "second")):
         outcome = _train_on_a_link(job, 3, folder, alpha, f"output={folder}/{output}")
         assert outcome.code == 0, outcome.output
+    assert _slices(_run(folder, "second")) == _slices(_run(folder, "first"))
     _assert_same(_last(_run(folder, "second")), _last(_run(folder, "first")))
     source = str(_run(folder, "first").path)
     refused = _train_on_a_link(job, 2, folder, "1e-6", "--schedule-from", source)
