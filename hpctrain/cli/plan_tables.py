@@ -8,16 +8,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.experiment.grid import overlap
 from hpctrain.experiment.plans import GroupSchedule, Task, averaging_bytes, micro_counts
 from hpctrain.parallel.boxes import Box, Interval
-from hpctrain.parallel.description import Description, LayerPart, Redistribution, Words
+from hpctrain.parallel.description import Description, LayerPart, Redistribution, Traffic, Words
 from hpctrain.parallel.layout import Kind
 
-_COLUMNS = 100
+_COLUMNS = 100  # where there is no terminal; more where the layers need more
+_WIDEST = 1000
 _MOST_LISTED = 32
 _DIMS = ("samples", "rows", "columns", "channels")
 _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean pool"}
@@ -26,11 +29,11 @@ Places = Sequence[tuple[int, int, int]]
 
 
 def print_plan(task: Task, found: Description, averaged: Sequence[GroupSchedule], places: Places) -> None:
-    """The head, the layers, totals, gradients and the map of ranks, on stdout."""
+    """The head, the layers, totals, gradients and the map of ranks, on stdout; no column is ever cut."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
     for line in _head(task):
         console.print(line)
-    console.print(_layers(task, found))
+    _print_layers(console, task, found)
     for line in (*_totals(found), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
         console.print(line)
 
@@ -53,17 +56,36 @@ def _head(task: Task) -> Iterator[str]:
     yield ""
 
 
-def _layers(task: Task, found: Description) -> Table:
+def _print_layers(console: Console, task: Task, found: Description) -> None:
+    """As wide as there is room: what is sent stands side by side or one below the other."""
+    for narrow in (False, True):
+        table = _layers(task, found, narrow=narrow)
+        least = _least_width(console, table)
+        if least <= console.width:
+            break
+    console.print(table, width=max(console.width, least), crop=False, no_wrap=True)
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Columns that a table needs, for its least widths and as it comes out: folding may stop short of the width."""
+    lines = Segment.split_lines(console.render(table))
+    rendered = max(sum(segment.cell_length for segment in line) for line in lines)
+    return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
+
+
+def _layers(task: Task, found: Description, *, narrow: bool) -> Table:
+    """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-    table.add_column("layer", overflow="fold", min_width=22)
+    table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
     table.add_column("use", no_wrap=True)
-    table.add_column("owned", overflow="fold", min_width=16)
-    table.add_column("halo", overflow="fold", max_width=9)
-    for title in ("sent\nforward", "sent\nbackward", "param.\nMB", "activ.\nMB"):
+    table.add_column("owned", overflow="fold", min_width=12 if narrow else 16)
+    table.add_column("halo", overflow="fold", min_width=4, max_width=9)
+    titles = ("sent\nforward,\nbackward",) if narrow else ("sent\nforward", "sent\nbackward")
+    for title in (*titles, "param.\nMB", "activ.\nMB"):
         table.add_column(title, justify="right", no_wrap=True)
     item = found.item_bytes
     for entry in found.entries:
-        sent = (_range(entry.traffic.bytes_forward(item), "\n"), _range(entry.traffic.bytes_backward(item), "\n"))
+        sent = _sent_cells(entry.traffic, item, narrow=narrow)
         activations = _megabytes([max(entry.activations)], item)
         if isinstance(entry, Redistribution):
             table.add_row("  [italic]redistribute[/]", "", f"{entry.source} -> {entry.target}", "", *sent, "", activations)
@@ -79,7 +101,7 @@ def _layers(task: Task, found: Description) -> Table:
             activations,
         )
     total = found.traffic
-    sums = (_range(total.bytes_forward(item), "\n"), _range(total.bytes_backward(item), "\n"))
+    sums = _sent_cells(total, item, narrow=narrow)
     table.add_section()
     table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(found.parameters)], item), "")
     return table
@@ -93,6 +115,14 @@ def _interiors(task: Task) -> Iterator[str]:
     for name, whole in interiors.whole.items():
         if whole.by_size:
             yield f"{name} is computed as a whole: it {whole.reason}."
+
+
+def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:
+    """Bytes sent in forward and backward, in two cells or in the lines of one."""
+    forward, backward = (_range(words, "\n") for words in (traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes)))
+    if not narrow:
+        return forward, backward
+    return ("0" if forward == backward == "0" else f"{forward}\n{backward}",)
 
 
 def _totals(found: Description) -> Iterator[str]:

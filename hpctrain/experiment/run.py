@@ -83,7 +83,7 @@ def run_training(
             evaluation = trainer.evaluate(outcome.position)
         trainer.drain()
         if report is not None:
-            for line in report.finish(directory.path, _about(session, parts)):
+            for line in report.finish(directory.path, _about(session, parts), reporter.width):
                 reporter.say(line)
     finally:
         session.progress.stop_thread()
@@ -110,7 +110,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         trace_report = TraceReport(alone.world, alone.progress, trace)
         trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps)
         trainer.run(Position())
-        said = trace_report.finish(directory.path, about)
+        said = trace_report.finish(directory.path, about, reporter.width)
         table = trace_report.table
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
@@ -249,7 +249,7 @@ def _conclude(session: Session, outcome: Outcome, directory: RunDirectory, reaso
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
     """How a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
     position = outcome.position
-    end = "" if outcome.evaluation is not None else "; no evaluation was made, as these come at ends of epochs"
+    end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
     return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
 

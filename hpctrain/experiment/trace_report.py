@@ -49,11 +49,11 @@ class TraceReport:
         self._begin = self._offset()
         trace.clear()  # start-up is not part of any step
 
-    def finish(self, directory: Path, about: Mapping[str, Any]) -> list[str]:
+    def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
         """Rank 0 writes `trace.json` and `time_table.json`, and gets the lines to print; the others get none.
 
         Args:
-            about: versions, machine, configuration: goes into both files.
+            about: versions, machine, configuration: goes into both files. width: of the terminal; None where nothing is folded.
         """
         events = self._trace.events()
         groups = self._groups()
@@ -64,7 +64,7 @@ class TraceReport:
         if self._world.rank != 0:
             self._send(mine)
             return []
-        return self._write(directory, about, mine)
+        return self._write(directory, about, mine, width)
 
     def _offset(self) -> Offset:
         return measure_offset(self._world, self._progress.wait_handle, clock_ns=self._trace.clock_ns)
@@ -89,7 +89,7 @@ class TraceReport:
             self._progress.wait_handle(self._world.irecv(payload, rank, _TAG), f"trace of rank {rank}")
             yield pickle.loads(payload.tobytes())
 
-    def _write(self, directory: Path, about: Mapping[str, Any], mine: RankTrace) -> list[str]:
+    def _write(self, directory: Path, about: Mapping[str, Any], mine: RankTrace, width: int | None) -> list[str]:
         tables: list[TimeTable | None] = []
         postings: list[Postings] = []
         error_ns = dropped = 0
@@ -113,7 +113,7 @@ class TraceReport:
         table = time_table.merge(found, late)
         content = {**facts, "table": asdict(table), "per_rank": [asdict(each) for each in found]}
         (directory / TABLE_FILE).write_text(json.dumps(content, indent=1) + "\n")
-        return [*lines(table, error_ns * 1e-9, self._world.size), *said]
+        return [*lines(table, error_ns * 1e-9, self._world.size, width), *said]
 
 
 def _table(events: Events) -> TimeTable | None:

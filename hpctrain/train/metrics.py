@@ -32,7 +32,13 @@ class RunningSums:
 
 
 class Reporter(Protocol):
-    """Receives what happens; rank 0 has one that writes, the others one that does nothing."""
+    """Receives what happens; rank 0 has one that writes, the others one that does nothing.
+
+    Attributes:
+        width: columns of the terminal that it writes to; None where there is none.
+    """
+
+    width: int | None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None: ...
 
@@ -57,6 +63,8 @@ class Reporter(Protocol):
 
 class SilentReporter:
     """What all ranks but 0 have."""
+
+    width: int | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
         return None

@@ -47,6 +47,7 @@ class ConsoleReporter:
     ) -> None:
         self._console = console if console is not None else make_console(style)
         self._style = style or ("bar" if self._console.is_terminal else "lines")
+        self.width = self._console.width if self._console.is_terminal else None
         self._directory = directory
         self._interval_seconds = interval_seconds
         self._clock = clock

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.train.time_table import Late, Row, TimeTable
 
 _HEAD = ("layer", "compute", "communication", "hidden", "exposed", "late")
+_SHORT_HEAD = ("layer", "compute", "comm.", "hidden", "exposed", "late")
+_SHORTEST_NAME = 12
 _MOST_ROWS = 40
 
 
-def lines(table: TimeTable, clock_error_seconds: float, ranks: int) -> list[str]:
+def lines(table: TimeTable, clock_error_seconds: float, ranks: int, width: int | None = None) -> list[str]:
     """The table, line by line.
 
     Args:
         clock_error_seconds: who came late by less than that is not known, and not shown.
+        width: columns of the terminal, for which long names are folded; None: as wide as it gets.
     """
     shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or row.exposed_seconds]
     cells = [_cells(row, clock_error_seconds) for row in _fewer(shown)]
@@ -30,7 +34,7 @@ def lines(table: TimeTable, clock_error_seconds: float, ranks: int) -> list[str]
     if ranks > 1 and total.communication_seconds > 0:
         ends.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
     ends.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events a step)")
-    return [title, *_aligned([_HEAD, *cells]), "; ".join(ends)]
+    return [title, *_aligned([_HEAD, *cells], width), *_folded("; ".join(ends), width)]
 
 
 def _fewer(rows: Sequence[Row]) -> list[Row]:
@@ -70,11 +74,30 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width: the first and the last to the left, numbers to the right."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
+def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Columns of equal width: the first and the last to the left, numbers to the right; the first folds to fit the width."""
+    lines = [list(line) for line in cells]
+    if width is not None and sum(_widths(lines)) + 2 * (len(_HEAD) - 1) > width:
+        lines[0] = list(_SHORT_HEAD)
+    widths = _widths(lines)
+    if width is not None:
+        widths[0] = min(widths[0], max(_SHORTEST_NAME, width - sum(widths[1:]) - 2 * (len(_HEAD) - 1)))
     made = []
-    for line in cells:
-        middle = [text.rjust(width) for text, width in zip(line[1:-1], widths[1:-1], strict=True)]
-        made.append("  ".join([line[0].ljust(widths[0]), *middle, line[-1]]).rstrip())
+    for line in lines:
+        name, *more = _folded(line[0], widths[0])
+        middle = [text.rjust(size) for text, size in zip(line[1:-1], widths[1:-1], strict=True)]
+        made.append("  ".join([name.ljust(widths[0]), *middle, line[-1]]).rstrip())
+        made += [f"  {rest}" for rest in more]
     return made
+
+
+def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+
+
+def _folded(text: str, width: int | None) -> list[str]:
+    """Lines of a text, the second and later ones two shorter, as they are indented."""
+    if width is None or len(text) <= width:
+        return [text]
+    first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)
+    return [first, *textwrap.wrap(" ".join(rest), width - 2, break_on_hyphens=False)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from hpctrain.cli import plan_tables
 from hpctrain.cli.main import cli
 from hpctrain.data.format import write
 
@@ -40,6 +41,25 @@ def test_vgg16_on_a_grid_is_readable_in_100_columns() -> None:
     assert " ".join(row.split()) == "features.2 conv 3x3 domain rows 0:112 112:224 1 1 1,835,008 1,835,008 0.15 412.88"
     assert sum(line.startswith("  redistribute") for line in lines) == 5
     assert "  c = 1: 2 3   node 0" in lines
+
+
+def test_no_column_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures as long as they get: bytes of a large batch, least and most over the ranks."""
+    arguments = (VGG, "grid.rows=2", "batch=512", *MIXED, *IMAGENET, "--ranks", "4")
+    entries = {entry["layer"]: entry for entry in shown(*arguments)["entries"] if "layer" in entry}
+    for columns in (80, 100):
+        monkeypatch.setattr(plan_tables, "_COLUMNS", columns)
+        result = run("show", *arguments)
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert "…" not in result.output
+        rows = [line.split() for line in lines if line.startswith(("features.", "classifier."))]
+        assert len(rows) == 38
+        for row in rows:
+            entry = entries[row[0]]
+            assert row[-1] == f"{max(entry['activation_bytes']) / 1e6:,.2f}"
+            assert not max(entry["parameter_bytes"]) or row[-2] == f"{max(entry['parameter_bytes']) / 1e6:,.2f}"
 
 
 def test_json_has_every_rank_in_integers() -> None:

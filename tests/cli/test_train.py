@@ -141,7 +141,7 @@ def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(
     outcome = _train(job, 0, folder, "--steps", "3", calm)
     assert outcome.code == 0, outcome.output
     run = _run(folder)
-    assert "ended after step 3, in epoch 1 of 2, as --steps asked; no evaluation was made" in outcome.stdout
+    assert "ended after step 3, in epoch 1 of 2, as --steps asked\nno evaluation was made" in outcome.stdout
     assert f"go on with the same command and --resume {run.path}\n" in outcome.stdout
     assert outcome.stdout.count(" left\n") == 2
     assert [(r["epoch"], r["step"]) for r in run.metrics() if r["kind"] == "interval"] == [(1, 1), (1, 3)]

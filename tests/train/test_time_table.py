@@ -211,6 +211,24 @@ def test_the_text_has_all_columns_and_says_what_is_left_over() -> None:
     assert "5.0% of it left over" in said[-1]
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_on_a_terminal_long_names_fold_and_no_column_is_lost(width: int) -> None:
+    bucket = "reduce-scatter of stage1.conv.weight .. stage2.bn.bias"
+    late = Late(1023, 0.88, 34.692e-3)
+    figures = {"compute_seconds": 1.234567, "communication_seconds": 2.345678, "hidden_seconds": 1.0, "exposed_seconds": 1.345678}
+    rows = (Row("stage1.conv", "layer", compute_seconds=0.002), Row(bucket, "communication", late=late, **figures))
+    table = TimeTable(rows, Row("total", "total", **figures), 0.0, 2.58, 2.58, 5, 70.0)
+    said = lines(table, 0.0, 1024, width)
+    assert max(map(len, said)) <= width
+    begin = next(k for k, line in enumerate(said) if line.startswith("reduce"))
+    numbers = said[begin][said[begin].index("1234.567") :]
+    assert numbers.split() == ["1234.567", "2345.678", "1000.000", "1345.678", "rank", "1023", "by", "34.692", "(88%)"]
+    end = next(k for k, line in enumerate(said) if line.startswith("left over"))
+    name = [said[begin][: said[begin].index("1234.567")], *said[begin + 1 : end]]
+    assert "".join("".join(name).split()) == "".join(bucket.split())
+    assert said[1].split()[-1] == "late"
+
+
 def test_many_rows_become_few_without_losing_time() -> None:
     rows = tuple(Row(f"layer{k}", "layer", compute_seconds=1e-3 * (k + 1)) for k in range(100))
     total = Row("total", "total", compute_seconds=sum(row.compute_seconds for row in rows))
