@@ -193,7 +193,8 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
     grid = describe(grid_plan(config, session.grid.cols))
-    reporter.say(f"{session.world.size} ranks as {grid}, launcher {session.launcher.name}")
+    ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
+    reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
     cores = cores_of_ranks(session.world, session.grid.node_of)
     if session.launcher.starts_mpi:
