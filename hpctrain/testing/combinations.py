@@ -27,13 +27,14 @@ from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.errors import ConfigError, HpctrainError, ShapeError
 from hpctrain.experiment.averager import make_averager
 from hpctrain.experiment.check import OPTIMIZERS
-from hpctrain.experiment.grid import check_batch
+from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.testing.dimensions import (
     VALUES,
     Row,
     averager_options,
     config_of,
+    graph_of,
     grid_plan,
     has_batch_norm,
     line,
@@ -75,7 +76,7 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
         return None
 
     def attempt() -> None:
-        grid_plan(row)
+        check_overlap(config_of(row), graph_of(row["net"]), grid_plan(row))
         if "batch" in row:
             check_batch(value_of(row, "batch"), *value_of(row, "grid"))
         if "averager" in row and splits_parameters(row):

@@ -122,7 +122,7 @@ def averager_options(row: Row) -> dict[str, Any]:
 
 
 def config_of(row: Row) -> Config:
-    """What `make_averager` and the optimiser's registry read; model and data are never looked at."""
+    """What the checks, `make_averager` and the optimiser's registry read; model and data are never looked at."""
     return Config.model_validate(
         {
             "model": "small",
@@ -132,6 +132,7 @@ def config_of(row: Row) -> Config:
             "epochs": 1,
             "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
             "schedule": "constant",
+            "grid": {"overlap": ["*"] if value_of(row, "interior-first") else []},
             "averager": {"name": value_of(row, "averager"), **averager_options(row)},
         }
     )
@@ -154,7 +155,7 @@ def grid_plan(row: Row) -> GridPlan:
 
 @cache
 def graph_of(net: str) -> Graph:
-    builder = GraphBuilder(TensorSpec((7, *Task.image_shape), "float64"))
+    builder = GraphBuilder(TensorSpec((1, *Task.image_shape), "float64"))
     return builder.build(DIMENSIONS["net"][net].model().lower(builder, 0, ""))
 
 
@@ -170,7 +171,7 @@ def splits_parameters(row: Row) -> bool:
     plan = grid_plan(row)
     if plan.rows == 1:
         return False
-    placed = distribute(graph_of(row["net"]), plan, (7, *(0,) * (plan.rows - 1)))
+    placed = distribute(graph_of(row["net"]), plan, (1, *(0,) * (plan.rows - 1)))
     return any(step.node and step.node.parameters and step.placement and step.placement.shard for step in placed.steps)
 
 
