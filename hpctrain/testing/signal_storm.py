@@ -35,7 +35,7 @@ from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import HELD, STOPS
 from hpctrain.testing.jobs import clean_environment, find_mpiexec
 from hpctrain.train import checkpoint
-from hpctrain.train.run_directory import latest
+from hpctrain.train.run_directory import latest, software_versions
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
 
@@ -304,7 +304,8 @@ def main() -> int:
         results.append({**as_dict(setting, tally), "seconds": round(time.monotonic() - begin)})
         print(json.dumps(results[-1]), flush=True)
         if chosen.out is not None:
-            chosen.out.write_text(json.dumps({"seed": chosen.seed, "settings": results}, indent=1) + "\n")
+            about = {"seed": chosen.seed, "cores": os.cpu_count(), **software_versions()}
+            chosen.out.write_text(json.dumps({**about, "settings": results}, indent=1) + "\n")
     return int(any(result["faults"] for result in results))
 
 
