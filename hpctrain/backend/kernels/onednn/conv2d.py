@@ -16,7 +16,7 @@ from hpctrain.backend.kernels.onednn.elementwise import ReluMask
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
-from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator
+from hpctrain.backend.kernels.onednn.operator import LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.onednn.reorder import Copy
 from hpctrain.backend.kernels.onednn.tiles import Work
@@ -44,7 +44,7 @@ class Conv2dOperator(LibraryOperator):
     def __init__(self, engine: Engine, spec: Conv2dSpec | WithRelu, plan: Convolution, *, training: bool) -> None:
         self.spec, self._engine, self._plan, self._training = spec, engine, plan, training
         relu = isinstance(spec, WithRelu)
-        self.primitives = {FORWARD: plan.forward, BACKWARD_DATA: plan.backward_data, BACKWARD_WEIGHTS: plan.backward_weights}
+        self.primitives = plan.phases
         self._what = plan.what
         self._turns = plan.spec.window.kernel != (1, 1)
         self.inputs, self.output = (plan.x,), plan.y

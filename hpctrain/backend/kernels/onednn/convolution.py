@@ -6,6 +6,7 @@ from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
 from hpctrain.backend.kernels.onednn.layouts import BLOCKS, NCHW, TAGS, blocked_layout, images, in_layout, vector
+from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from hpctrain.backend.kernels.onednn.tiling import Tiling
 from hpctrain.backend.kernels.onednn.winograd import Product, WeightGradient
 from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
@@ -77,9 +78,18 @@ class Convolution:
         return tuple(primitive for primitive in every if primitive is not None)
 
     @property
+    def phases(self) -> dict[str, Primitive | None]:
+        """The primitive that computes each phase; None where nobody asks for it, or Winograd takes its place."""
+        return {
+            FORWARD: None if self.winograd is not None else self.forward,
+            BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,
+            BACKWARD_WEIGHTS: None if self.winograd_weights is not None else self.backward_weights,
+        }
+
+    @property
     def penalty(self) -> int:
-        """How many primitives fell to oneDNN's plain loops, which are slow."""
-        return sum(primitive.is_plain for primitive in (self.forward, self.backward_data, self.backward_weights) if primitive)
+        """How many phases fell to oneDNN's plain loops, which are slow."""
+        return sum(primitive.is_plain for primitive in self.phases.values() if primitive is not None)
 
     def _weight_dims(self) -> tuple[int, ...]:
         spec = self.spec
