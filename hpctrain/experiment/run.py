@@ -17,7 +17,7 @@ from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, grid_plan
 from hpctrain.experiment.occupancy import oversubscribed
 from hpctrain.experiment.progress import set_progress
-from hpctrain.experiment.resume import find_start, introduce
+from hpctrain.experiment.resume import Start, find_start, introduce
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
@@ -55,7 +55,7 @@ def run_training(
         snapshot.put(start.content, parts.network, parts.averagers, parts.shards)
         start = start.without_tensors()
         position, directory = start.position, start.directory
-        _cut_records(session, parts, directory, position)
+        _cut_records(session, parts, start)
     directory = directory or _new_directory(session, parts)
     reporter = _reporter(session, directory, style, position.global_step)
     try:
@@ -139,14 +139,19 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
     return RunDirectory.open(Path(session.world.broadcast_object(raise_alike(session.world, make))))
 
 
-def _cut_records(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
-    """Rank 0 takes out of the run's records what this resume will record again; the configuration is that of now. Collective."""
+def _cut_records(session: Session, parts: Parts, start: Start) -> None:
+    """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
+
+    The configuration is that of now.
+    """
+    directory, position = start.directory, start.position
     evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
 
     def cut() -> None:
         if session.is_root:
+            checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
-            directory.follow_config(dump(session.config), position.global_step)
+            directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
 
     raise_alike(session.world, cut)
 

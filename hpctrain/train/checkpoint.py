@@ -146,6 +146,30 @@ def prune(directory: Path, keep: int) -> list[Path]:
     return deleted
 
 
+def set_aside(directory: Path, step: int) -> list[Path]:
+    """Rename the checkpoints behind `step`, which a run that goes on from there will not come by; give their new names.
+
+    Left as they are, the next `read_newest` would take one of them for the run's newest. One process writes in a directory.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    behind = [(path, path.with_name(f"{path.stem}-set-aside.h5")) for number, path in checkpoints(directory) if number > step]
+    if not behind:
+        return []
+    try:
+        for path, other in behind:
+            os.replace(path, other)
+        synchronise_directory(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoints behind step {step} in {directory} cannot be renamed ({error.strerror}); allow it, or delete them."
+        ) from error
+    names = ", ".join(other.name for _, other in behind)
+    _log.warning("The run goes on from step %d; its checkpoints of later steps are set aside: %s in %s.", step, names, directory)
+    return [other for _, other in behind]
+
+
 def restore(content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
     """The tensor of that key, of exactly that shape and dtype.
 

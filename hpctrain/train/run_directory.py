@@ -37,6 +37,7 @@ from hpctrain.train import metrics_file
 from hpctrain.train.checkpoint import CheckpointContent, read_newest
 
 _STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
+_EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
@@ -157,20 +158,25 @@ class RunDirectory:
         """The resolved configuration's text."""
         return (self.path / "config.yaml").read_text()
 
-    def follow_config(self, config: str, step: int) -> None:
-        """From `step` on the run has this configuration. An earlier one is kept beside it, unless no step came of it.
+    def follow_config(self, config: str, step: int, earlier: str) -> None:
+        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+
+        Configurations of steps behind `step` go, as the metrics of these do.
 
         Raises:
             CheckpointError: the directory cannot be written; the configuration is what it was.
         """
-        current = self.config()
-        if config == current:
-            return
-        earlier = self.path / f"config-{step:08d}.yaml"
+        dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
+        gone = {path for match, path in dated if match and int(match[1]) >= step}
         try:
-            if not earlier.exists():
-                _replace(earlier, current)
-            _replace(self.path / "config.yaml", config)
+            if config != earlier:
+                kept = self.path / f"config-{step:08d}.yaml"
+                _replace(kept, earlier)
+                gone.discard(kept)
+            if config != self.config():
+                _replace(self.path / "config.yaml", config)
+            for path in gone:
+                path.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"The configuration in {self.path} cannot be written ({error.strerror}); make room or allow it."

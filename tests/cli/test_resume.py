@@ -245,6 +245,21 @@ def test_auto_starts_anew_where_nothing_is_there_and_eval_does_not(job: Job, fol
     assert "No run of 'tiny-d'" in refused.stderr
 
 
+def test_auto_goes_on_where_a_run_that_went_back_has_come_to(job: Job, folder: Path) -> None:
+    """Its earlier checkpoints are of higher steps, and of a training that was given up."""
+    keep = "checkpoint.keep=9"
+    _trains(job, folder, "--steps", "2", keep)
+    first = checkpoint.checkpoint_path(_run(folder).checkpoints, 2)
+    _trains(job, folder, "--resume", "auto", "--steps", "2", "batch=10", keep)
+    back = _trains(job, folder, "--resume", str(first), "--steps", "1", "batch=12", keep)
+    assert "checkpoint-00000004-set-aside.h5" in back.stderr
+    again = _trains(job, folder, "--resume", "auto", "--steps", "1", "batch=12", keep)
+    assert "resumed at epoch 1, step 3, 44 of 75 images" in again.stdout
+    assert [line["images"] for line in _run(folder).metrics() if line["kind"] == "interval"] == [16, 32, 44, 56]
+    aside = _run(folder).checkpoints / "checkpoint-00000004-set-aside.h5"
+    assert "step 4, 52 of 75 images" in _trains(job, folder, "--resume", str(aside), "--steps", "1", "batch=12").stdout
+
+
 def test_auto_does_not_start_anew_over_damaged_checkpoints(job: Job, folder: Path) -> None:
     _trains(job, folder, "--steps", "1")
     for path in _run(folder).checkpoints.iterdir():

@@ -120,15 +120,27 @@ def test_a_run_is_known_by_the_name_in_its_configuration(tmp_path):
 
 def test_the_configuration_follows_and_the_earlier_ones_are_kept(tmp_path):
     run = create(tmp_path)
-    run.follow_config(CONFIG, 5)
+    run.follow_config(CONFIG, 5, CONFIG)
     assert not list(run.path.glob("config-*"))
-    run.follow_config("name: b\n", 5)
-    run.follow_config("name: c\n", 5)  # nothing was trained with b
-    run.follow_config("name: d\n", 70)
-    assert run.config() == "name: d\n"
-    kept = {path.name: path.read_text() for path in run.path.glob("config-*")}
-    assert kept == {"config-00000005.yaml": CONFIG, "config-00000070.yaml": "name: c\n"}
+    run.follow_config("name: b\n", 5, CONFIG)
+    run.follow_config("name: c\n", 5, CONFIG)  # nothing was trained with b
+    run.follow_config("name: d\n", 70, "name: c\n")
+    assert _configurations(run) == {"": "name: d\n", "-00000005": CONFIG, "-00000070": "name: c\n"}
     assert not list(run.path.glob("*.partial"))
+
+
+def test_a_run_that_goes_back_keeps_no_configuration_of_steps_that_it_takes_anew(tmp_path):
+    run = create(tmp_path)
+    (run.path / "config-mine.yaml").write_text("no run's")
+    run.follow_config("name: b\n", 20, CONFIG)
+    run.follow_config("name: c\n", 10, CONFIG)  # from an older checkpoint: b has never made a step before the tenth
+    assert _configurations(run) == {"": "name: c\n", "-00000010": CONFIG, "-mine": "no run's"}
+    run.follow_config(CONFIG, 10, CONFIG)
+    assert _configurations(run) == {"": CONFIG, "-mine": "no run's"}
+
+
+def _configurations(run):
+    return {path.stem.removeprefix("config"): path.read_text() for path in run.path.glob("config*.yaml")}
 
 
 def test_metrics_round_trip(tmp_path):
