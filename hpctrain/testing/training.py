@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,12 +122,7 @@ def train(
     )
     if MODEL in network.groups:
         options = {**options, "norms": JointNorms(comm, progress)}
-    averagers = {}
-    for name, group in network.groups.items():
-        nodes = {"nodes": groups.nodes[name]} if tell_nodes else {}
-        averagers[name] = averager(
-            group=group, optimizer=task.optimizer(), comm=groups.gradients[name], progress=progress, **nodes, **options
-        )
+    averagers = _averagers(task, network, groups, partial(averager, progress=progress, **options), tell_nodes)
     for each in averagers.values():
         each.agree()
     message = SmallMessage(groups.messages, progress, network.statistics.size)
@@ -151,6 +147,17 @@ def train(
         totals,
         gradients,
     )
+
+
+def _averagers(
+    task: Task, network: Network, groups: GridGroups, make: AveragerFactory, tell_nodes: bool
+) -> dict[str, GradientAverager]:
+    """One for each group of parameters."""
+    averagers = {}
+    for name, group in network.groups.items():
+        nodes = {"nodes": groups.nodes[name]} if tell_nodes else {}
+        averagers[name] = make(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], **nodes)
+    return averagers
 
 
 def assemble(network: Network, name: str, own: np.ndarray, comm: Communicator, groups: GridGroups) -> np.ndarray:
