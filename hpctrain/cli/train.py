@@ -83,6 +83,10 @@ class _Job:
         from hpctrain.experiment.options import filled
 
         check_names(config, source)
+        if config.metrics.tensorboard and self.rank() == 0:
+            from hpctrain.train.reporter import tensorboard_writer
+
+            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
         return filled(config), threads
 
 

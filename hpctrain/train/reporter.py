@@ -142,11 +142,22 @@ def make_console(style: ProgressStyle | None) -> Console:
     return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_terminal=forced)
 
 
-def _board(directory: Path, done_steps: int) -> Any:
+def tensorboard_writer() -> Any:
+    """The class that writes TensorBoard files.
+
+    To be called before MPI starts, too: tensorboardX loads PyTorch where it is installed, which starts processes.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "metrics.tensorboard is true, but tensorboardX is not installed; install hpctrain[export] or set it to false."
         ) from error
-    return SummaryWriter(str(directory), purge_step=done_steps + 1 if done_steps else None)
+    return SummaryWriter
+
+
+def _board(directory: Path, done_steps: int) -> Any:
+    return tensorboard_writer()(str(directory), purge_step=done_steps + 1 if done_steps else None)

@@ -88,3 +88,14 @@ def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: li
     assert not [line for line in told if "after" in line]
     assert any("git" in line for line in told)  # the watch works: rank 0 asks for the revision before MPI starts
     assert not [line for line in told if "ldconfig" in line or "gcc" in line]
+
+
+def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, folder: Path) -> None:
+    """By rank 0, which alone writes its files: the others must not wait for it."""
+    (folder / "without.py").write_text(
+        "import sys\nsys.modules['tensorboardX'] = None\nfrom hpctrain.__main__ import main\nmain()\n"
+    )
+    outcome = job(2, ["without.py", "train", "tiny.yaml", "metrics.tensorboard=true"], cwd=folder)
+    assert outcome.code != 0, outcome.output
+    assert outcome.stderr.count("tensorboardX is not installed; install hpctrain[export]") == 1
+    assert not (folder / "runs").exists()
