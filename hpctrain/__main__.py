@@ -12,6 +12,9 @@ _RANKS = ("train", "eval")
 
 def main() -> None:
     """Run the command line."""
+    from hpctrain.launch.streams import open_closed_streams
+
+    open_closed_streams()
     words = sys.argv[1:]
     if any(words[: len(command)] == command for command in _COMPUTING):
         _compute(words[0])

@@ -26,6 +26,7 @@ class Launcher:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
         expected_size: ranks of the job. rank, local_rank: of this process, in the job and on its node.
         local_size: ranks on this node.
+        overruled_size: ranks by the launcher's own word, where HPCTRAIN_EXPECT_RANKS gives expected_size.
         rank_variable: the environment variable that gives the rank: what a launcher's child has and the launcher has not.
     """
 
@@ -35,6 +36,7 @@ class Launcher:
     local_size: int | None = None
     local_rank: int | None = None
     rank_variable: str | None = None
+    overruled_size: int | None = None
 
     @property
     def starts_mpi(self) -> bool:
@@ -90,7 +92,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
         return launcher
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, it must be a number of ranks; the smallest is 1.")
-    return replace(launcher, expected_size=int(wanted))
+    return replace(launcher, expected_size=int(wanted), overruled_size=launcher.expected_size)
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
@@ -173,6 +175,11 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
         raise LaunchError(
             f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher that hpctrain "
             f"knows, and MPI's world has {world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
+        )
+    if launcher.overruled_size == world_size:
+        raise LaunchError(
+            f"{EXPECT_RANKS} asks for {expected} ranks, but {launcher.name} has started {world_size}; "
+            f"start as many as {EXPECT_RANKS} says, or unset it."
         )
     if world_size != 1:
         cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"

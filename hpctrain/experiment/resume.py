@@ -196,7 +196,8 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     epochs, over = config.epochs, position.samples == samples
     if position.epoch + over >= epochs:
         rest = "there is nothing to train" if config.data.test is None else "it is evaluated only"
-        reporter.say(f"resumed a run that is finished after {epochs} epochs, step {position.global_step}: {rest}")
+        done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
+        reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
     else:
         reporter.say(f"resumed at {describe(position, samples)}")
     for change in start.changes:

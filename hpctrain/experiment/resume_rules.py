@@ -145,6 +145,8 @@ def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs:
         rule = rule_for(change.key)
         if change.key == "epochs" and change.new < begun_epochs:
             yield f"{change} (the smallest value is {begun_epochs}: that many epochs are done or begun)"
+        elif change.key == "optimizer.momentum" and 0 in (change.old, change.new):
+            yield f"{change} (may not change from or to 0: there are no velocities to go on with then)"
         elif rule.when is When.NEVER:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:

@@ -101,7 +101,9 @@ def test_the_size_asked_for_passes() -> None:
     [
         (detect(HYDRA), 1, ("MPICH hydra mpiexec was asked for 8 ranks", "MPI's world has 1", "linked to another MPI")),
         (detect(SLURM), 1, ("Slurm srun was asked for 7", "world has 1", "--mpi=")),
-        (detect(OPEN_MPI | {"HPCTRAIN_EXPECT_RANKS": "4"}), 3, ("asked for 4", "has 3", "HPCTRAIN_EXPECT_RANKS")),
+        (detect(OPEN_MPI | {"HPCTRAIN_EXPECT_RANKS": "4"}), 3, ("EXPECT_RANKS asks for 4 ranks", "mpiexec has started 3;")),
+        (detect(HYDRA | {"HPCTRAIN_EXPECT_RANKS": "2"}), 8, ("HPCTRAIN_EXPECT_RANKS asks for 2 ranks, but MPICH", "started 8;")),
+        (detect(HYDRA | {"PMI_SIZE": "1", "HPCTRAIN_EXPECT_RANKS": "2"}), 1, ("RANKS asks for 2 ranks, but MPICH", "started 1;")),
         (Launcher("none", 4), 1, ("asks for 4 ranks", "without an MPI launcher", "mpiexec -n 4")),
     ],
 )

@@ -89,6 +89,13 @@ def test_fewer_epochs_than_are_begun_are_refused_and_fewer_than_planned_are_not(
         check(changes(_flat(), _flat("epochs=2")), between_epochs=True, begun_epochs=3, place="x.h5")
 
 
+@pytest.mark.parametrize("way", [1, -1])
+def test_momentum_may_become_another_but_neither_come_nor_go(way: int):
+    differences = changes(*(_flat("optimizer.momentum=0.9"), _flat("optimizer.momentum=0"))[::way])
+    with pytest.raises(CheckpointError, match=r"optimizer\.momentum: .* \(may not change from or to 0: "):
+        check(differences, between_epochs=True, begun_epochs=1, place="x.h5")
+
+
 def test_all_that_is_in_the_way_is_in_one_message():
     differences = changes(_flat(), _flat("seed=1", "batch=5", "model.channels=[9]", "dtype=float64"))
     with pytest.raises(CheckpointError) as refused:
