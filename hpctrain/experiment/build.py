@@ -70,7 +70,8 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
     backend = make_backend(config.backend, config.dtype)
     train, data = training_images(session, known)
     test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
-    check_shapes(train, test)
+    if test is not None:
+        check_shapes(train.shape, test.shape)
     network, boxes = build_network(session, backend, len(data.class_names), train.shape)
     loader = make_loader(session, train, boxes, batch=config.batch, shuffle=True)
     test_loader = None

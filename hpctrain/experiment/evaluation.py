@@ -9,8 +9,16 @@ from hpctrain.comm.agreement import raise_alike
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import build_network
-from hpctrain.experiment.images import CHECKPOINT, Images, evaluation_images, make_loader, open_training_file
-from hpctrain.experiment.resume import check_model, data_of, find_checkpoint
+from hpctrain.experiment.images import (
+    CHECKPOINT,
+    Images,
+    check_shapes,
+    evaluation_images,
+    make_loader,
+    open_training_file,
+    training_shape,
+)
+from hpctrain.experiment.resume import check_model, data_of, find_checkpoint, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.train import snapshot
 from hpctrain.train.checkpoint import CheckpointContent
@@ -26,7 +34,7 @@ def run_evaluation(session: Session, source: str) -> None:
 
     Raises:
         ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
-        DataError: a test set with other classes.
+        DataError: a test set with other classes. ShapeError: or with images of another shape.
     """
     if session.config.data.test is None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
@@ -55,6 +63,7 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     check_model(content, data, config, path)
     images = evaluation_images(config, data, place)
     assert images is not None, "checked"
+    check_shapes(training_shape(stored_config(content) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype)
     network, boxes = build_network(session, backend, len(data.class_names), images.shape)
     snapshot.put_weights(content, network, Shards(network, session.groups.parts, session.progress))

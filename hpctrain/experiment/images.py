@@ -79,16 +79,22 @@ def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | N
     return Images(file, _pipeline(config, config.data.evaluate_augment, data), notes)
 
 
-def check_shapes(train: Images, test: Images | None) -> None:
-    """One network reads both.
+def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
+    """(H, W, C) of training images as the network sees them; config: what it was trained with."""
+    height, width, channels = data.shape
+    return _pipeline(config, config.data.augment, data).output_shape(height, width, channels)
+
+
+def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
+    """One network reads both: (H, W, C) as they come out of their pipelines.
 
     Raises:
-        ShapeError: they come out of their pipelines in two shapes.
+        ShapeError: they are two shapes.
     """
-    if test is not None and test.shape != train.shape:
+    if test != train:
         raise ShapeError(
-            f"Test images come out as {test.shape}, training images as {train.shape} (H, W, C); "
-            f"give data.evaluate_augment a crop to {train.shape[:2]}."
+            f"Test images come out as {test}, training images as {train} (H, W, C); "
+            f"give data.evaluate_augment a crop to {train[:2]}."
         )
 
 

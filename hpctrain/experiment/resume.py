@@ -155,6 +155,13 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
     resume_rules.check_model(differences, str(path))
 
 
+def stored_config(content: CheckpointContent) -> Config | None:
+    """The configuration that a checkpoint was written with; None where an earlier hpctrain wrote what this one refuses."""
+    with suppress(HpctrainError):
+        return parse(str(content.meta["config"]))[0]
+    return None
+
+
 def _stored_values(content: CheckpointContent) -> dict[str, Any]:
     return _values(str(content.meta["config"]))
 

@@ -31,13 +31,13 @@ NAMES = ("cat", "dog", "owl")
 SHUFFLED = ("owl", "cat", "dog")
 
 
-def write_images(path: Path, count: int, seed: int, names: Sequence[str] = NAMES) -> None:
+def write_images(path: Path, count: int, seed: int, names: Sequence[str] = NAMES, height: int = 7) -> None:
     """Images whose brightness tells their class; the same ones, of the same classes, whatever the order of the names."""
     random = np.random.default_rng(seed)
     classes = random.integers(0, 3, count)
-    images = (random.integers(0, 90, (count, 7, 6, 1)) + 60 * classes[:, None, None, None]).astype(np.uint8)
+    images = (random.integers(0, 90, (count, height, 6, 1)) + 60 * classes[:, None, None, None]).astype(np.uint8)
     labels = np.array([list(names).index(NAMES[number]) if NAMES[number] in names else 2 for number in classes])
-    data_format.write(path, count, (7, 6, 1), list(names), [(images, labels)])
+    data_format.write(path, count, (height, 6, 1), list(names), [(images, labels)])
 
 
 @pytest.fixture
@@ -97,6 +97,14 @@ def test_eval_refuses_another_model(job: Job, folder: Path) -> None:
     line = _refused(job, folder, "eval", "data.normalise=false", "batch_norm.epsilon=0.1")
     assert "data.normalise: true -> false" in line
     assert "batch_norm.epsilon: 1.0e-05 -> 0.1" in line
+
+
+def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them(job: Job, folder: Path) -> None:
+    _run(job, folder, "train", "--steps", "1", "model.grid=1")
+    write_images(folder / "test.h5", 41, 1, height=9)
+    (folder / "train.h5").unlink()
+    line = _refused(job, folder, "eval", "model.grid=1", "data.augment=[]", ranks=2)
+    assert "Test images come out as (9, 6, 1), training images as (7, 6, 1)" in line
 
 
 def test_eval_of_the_first_format_asks_the_training_file(job: Job, folder: Path) -> None:
