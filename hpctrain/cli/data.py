@@ -17,6 +17,7 @@ from hpctrain.cli.failure import Commands
 _INPUT = click.Path(path_type=Path)
 _OUTPUT = click.Path(path_type=Path, dir_okay=False)
 _FITS = click.Choice(["crop", "squash"])
+_SIDE = click.IntRange(1, 32768)  # pixels
 
 
 @click.group(cls=Commands)
@@ -131,7 +132,7 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @convert.command("npz")
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--size", type=click.IntRange(1), help="Side of the square images, in pixels; without it images keep their size.")
+@click.option("--size", type=_SIDE, help="Side of the square images, in pixels; without it images keep their size.")
 @click.option(
     "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
 )
@@ -178,7 +179,7 @@ def convert_npz(
 @convert.command("folder")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--size", type=click.IntRange(1), required=True, help="Side of the square images, in pixels.")
+@click.option("--size", type=_SIDE, required=True, help="Side of the square images, in pixels.")
 @click.option(
     "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
 )

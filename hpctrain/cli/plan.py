@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,17 @@ from hpctrain.cli.loading import load_config
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
     from hpctrain.experiment.plans import Task
+
+
+class _Seconds(click.FloatRange):
+    """A time of at least 0. No order of operations follows from infinite ones, nor from what is no number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return seconds
+
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 _OVERRIDES = click.argument("overrides", nargs=-1)
@@ -40,7 +52,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything a
 _ALPHA = click.option(
     "--alpha",
     "alpha_seconds",
-    type=click.FloatRange(min=0),
+    type=_Seconds(min=0),
     default=20e-6,
     show_default=True,
     help="Time that an empty message takes, in seconds; a run measures it, and orders operations by it.",
@@ -48,7 +60,7 @@ _ALPHA = click.option(
 _BETA = click.option(
     "--beta",
     "beta_seconds_per_byte",
-    type=click.FloatRange(min=0),
+    type=_Seconds(min=0),
     default=0.8e-9,
     show_default=True,
     help="Time that a byte takes, in seconds (the default is a link of 10 Gb/s); a run measures it.",

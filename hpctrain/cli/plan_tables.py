@@ -119,7 +119,9 @@ def _interiors(task: Task) -> Iterator[str]:
 
 def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:
     """Bytes sent in forward and backward, in two cells or in the lines of one."""
-    forward, backward = (_range(words, "\n") for words in (traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes)))
+    forward, backward = (
+        _range(words, "..\n") for words in (traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
+    )
     if not narrow:
         return forward, backward
     return ("0" if forward == backward == "0" else f"{forward}\n{backward}",)
@@ -192,14 +194,14 @@ def _span(values: Sequence[int]) -> str:
     return f"{least:,} {'sample' if least == 1 else 'samples'}" if least == most else f"{least:,} to {most:,} samples"
 
 
-def _range(values: Sequence[int], between: str = " ") -> str:
+def _range(values: Sequence[int], between: str = " to ") -> str:
     least, most = min(values), max(values)
-    return f"{least:,}" if least == most else f"{least:,}..{between}{most:,}"
+    return f"{least:,}" if least == most else f"{least:,}{between}{most:,}"
 
 
 def _megabytes(values: Sequence[int], item_bytes: int) -> str:
     least, most = (f"{item_bytes * value / 1e6:,.2f}" for value in (min(values), max(values)))
-    return least if least == most else f"{least}.. {most}"
+    return least if least == most else f"{least} to {most}"
 
 
 def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkModel) -> Iterator[str]:
@@ -275,9 +277,7 @@ def as_dict(task: Task, found: Description, averaged: Sequence[GroupSchedule], p
         "memory_bytes": [
             {"activations": each.activations, "messages": each.messages, "parameters": each.parameters} for each in memory
         ],
-        "averaging": [
-            {key: value for key, value in schedule_dict(each).items() if key != "schedule"} for each in averaged
-        ],
+        "averaging": [{key: value for key, value in schedule_dict(each).items() if key != "schedule"} for each in averaged],
         "averaging_bytes": list(averaging_bytes(task, averaged)),
         "map": [{"rank": rank, "r": r, "c": c, "node": node} for rank, (r, c, node) in enumerate(places)],
     }

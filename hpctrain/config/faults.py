@@ -154,7 +154,8 @@ def _nearest_key(path: KeyPath) -> str:
     near = _meant(path)
     if near is not None:
         return f'the nearest known key is "{dotted(near)}"'
-    elsewhere = next((known for known in known_paths() if known[-1] == path[-1]), None)
+    # Names of different sections name different things.
+    elsewhere = next((known for known in known_paths() if known[-1] == path[-1] != "name"), None)
     if elsewhere is not None:
         return f'the nearest known key is "{dotted(elsewhere)}"'
     return f"known keys are {', '.join(keys)}"

@@ -58,6 +58,9 @@ def _count_or_auto(value: Any) -> Any:
     raise PydanticCustomError("threads_type", 'must be "auto" or an integer of at least 1')
 
 
+MOST_RANKS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
+MOST_SECONDS = 1e9  # 31 years; timers of the system end somewhere beyond it
+
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 Part = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
@@ -174,10 +177,13 @@ class LossConfig(Section):
 class GridConfig(Section):
     """The process grid: the ranks of a column share samples, the ranks of a row share weights."""
 
-    rows: Integer = Field(default=1, ge=1, description="Number of ranks that split one layer's weights or images (Pr).")
+    rows: Integer = Field(
+        default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split one layer's weights or images (Pr)."
+    )
     cols: Integer | None = Field(
         default=None,
         ge=1,
+        le=MOST_RANKS,
         description="Number of ranks that split the batch (Pc); null takes the number of ranks divided by rows.",
     )
     tiles: tuple[Part, Part] | None = Field(
@@ -292,6 +298,9 @@ class Config(Section):
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")
     deadline_seconds: Number = Field(
-        default=300.0, gt=0, description="Longest time that a rank waits for the others before it ends the job, in seconds."
+        default=300.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Longest time that a rank waits for the others before it ends the job, in seconds.",
     )
     output: Text = Field(default="runs", description="Directory in which run directories are made.")

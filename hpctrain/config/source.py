@@ -72,6 +72,10 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
         raise ConfigError(f"{place}: This is not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{label}: This is not valid YAML: {str(error).splitlines()[0]}.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{label}: Its lists or mappings lie too deep in one another; no key of a configuration does."
+        ) from None
 
 
 class _Reader:

@@ -43,7 +43,8 @@ def require_file(path: Path, kind: str, advice: str) -> None:
     except OSError as error:
         raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
     shown = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-    raise DataError(f"{path} is {shown}, not a {kind}; {advice}.")
+    article = "an" if kind[0] in "AEIOaeio" else "a"
+    raise DataError(f"{path} is {shown}, not {article} {kind}; {advice}.")
 
 
 def require_new(path: Path, overwrite: bool) -> None:

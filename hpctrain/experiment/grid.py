@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
@@ -42,11 +42,13 @@ def layer_names(config: Config) -> tuple[str, ...]:
 
 def splits_parameters(config: Config) -> bool:
     """True where the ranks of a column each hold a part of some layer's parameters; False where model or plan have a fault."""
-    graph, rows = model_graph(config), config.grid.rows
-    if graph is None or rows == 1:
+    graph = model_graph(config)
+    if graph is None or config.grid.rows == 1:
         return False
     try:
-        distributed = distribute(graph, grid_plan(config, config.grid.cols or 1), (1, *(0,) * (rows - 1)))
+        plan = grid_plan(config, config.grid.cols or 1)
+        # Two rows split the layers that any more do, in no time.
+        distributed = distribute(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
     except HpctrainError:
         return False
     placed = ((step.node, step.placement) for step in distributed.steps)
@@ -84,7 +86,7 @@ def overlap(graph: Graph, plan: GridPlan) -> Overlap:
 
 def overlap_faults(config: Config, graph: Graph, plan: GridPlan) -> Iterator[tuple[int, str, bool]]:
     """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
-    whole = overlap(graph, plan).whole
+    whole = overlap(graph, plan).whole if config.grid.overlap else {}  # which many rows take long to find
     for number, pattern in enumerate(config.grid.overlap if whole else ()):
         matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]
         if not matching or any(name not in whole for name in matching):

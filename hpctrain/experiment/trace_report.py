@@ -103,7 +103,7 @@ class TraceReport:
             file.describe(facts)
         found = [table for table in tables if table is not None]
         said = [
-            f"trace of {self._world.size} ranks in {directory / TRACE_FILE}; "
+            f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} in {directory / TRACE_FILE}; "
             f"their clocks agree to within {error_ns * 1e-3:.1f} us" + (f"; {dropped} events found no room" if dropped else "")
         ]
         if len(found) < len(tables):

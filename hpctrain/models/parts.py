@@ -35,11 +35,13 @@ def scaled(channels: int, width: float) -> int:
     """`channels` times `width`, rounded, at least 1.
 
     Raises:
-        ConfigError: a width that is not positive, or so large that a layer would have more than a million channels.
+        ConfigError: no channels, a width that is not positive, or so large that a layer would have more than a million channels.
     """
+    if channels < 1:
+        raise ConfigError(f"A layer cannot have {channels} channels; it must have at least 1.")
     if not width > 0.0:
         raise ConfigError(f"A width of {width} leaves no channels; it must be above 0, and 1.0 is the published network.")
-    largest = MOST_CHANNELS / max(1, channels)
+    largest = MOST_CHANNELS / channels
     if width > largest:
         raise ConfigError(
             f"A width of {width:g} makes more than {MOST_CHANNELS:,} channels of {channels}, and no layer may have more; "

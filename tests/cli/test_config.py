@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -11,10 +12,14 @@ import yaml
 from click.testing import CliRunner
 
 from hpctrain.backend.backend import NAMES
+from hpctrain.backend.kernels.graph import Graph
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
+from hpctrain.experiment import grid
 from hpctrain.experiment.options import filled
+from hpctrain.parallel.distribute import DistributedGraph, distribute
+from hpctrain.parallel.plan import GridPlan
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -126,3 +131,18 @@ def test_check_needs_neither_mpi_nor_data() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("use", ["batch", "model", "domain"])
+def test_the_largest_grid_is_checked_as_fast_as_a_small_one(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a distribution over 10,000 rows takes most of a minute."""
+
+    def few(graph: Graph, plan: GridPlan, counts: Sequence[int]) -> DistributedGraph:
+        assert plan.rows <= 8, plan.rows
+        return distribute(graph, plan, counts)
+
+    path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
+    monkeypatch.setattr(grid, "distribute", few)
+    overrides = ["grid.rows=1000000", f"plan.default={use}"]
+    result = CliRunner().invoke(cli, ["config", "check", path, *overrides], catch_exceptions=False)
+    assert result.exit_code == 0, result.output

@@ -177,6 +177,17 @@ def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, com
     assert not (tmp_path / "out.h5").exists()
 
 
+@pytest.mark.parametrize("command", ["folder", "npz"])
+@pytest.mark.parametrize("size", ["0", "32769", "99999999999999999999999"])
+def test_a_side_that_no_image_has_is_told_once(inputs, tmp_path, command, size):
+    good, _ = inputs[command]
+    run("convert", command, *good, tmp_path / "out.h5", "--size", size, fails_with=r"not in the range 1<=x<=32768")
+
+
+def test_a_directory_is_not_an_idx_file(tmp_path):
+    run("convert", "idx", tmp_path, tmp_path, tmp_path / "out.h5", fails_with="is a directory, not an IDX file;")
+
+
 def test_the_command_line_loads_neither_numpy_nor_hdf5():
     code = "import sys, hpctrain.cli.data; print(sorted({'numpy', 'h5py', 'PIL', 'rich'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -1,6 +1,7 @@
 """`hpctrain plan`: what it prints, in which width, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
     path = tmp_path / "train.h5"
     images = np.zeros((4, 40, 40, 3), np.uint8)
     write(path, 4, (40, 40, 3), ["cat", "dog", "eel"], [(images, np.zeros(4, np.int64))])
-    augment = 'data.augment=[{name: random_resized_crop, size: 32}]'
+    augment = "data.augment=[{name: random_resized_crop, size: 32}]"
     found = shown(RESNET, f"data.train={path}", augment, "grid.rows=2", "--ranks", "2", "plan.default=domain", "batch=4")
     layers = [entry for entry in found["entries"] if "layer" in entry]
     assert found["image"] == [32, 32, 3]
@@ -198,6 +199,23 @@ def test_what_cannot_work_is_one_sentence(arguments: tuple[str, ...], sentence: 
     assert sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["--alpha", "--beta"])
+@pytest.mark.parametrize("command", ["show", "schedule"])
+def test_a_link_has_finite_times(command: str, option: str, value: str) -> None:
+    result = run(command, VGG, "--ranks", "2", *IMAGENET, option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+
+
+def test_sentences_name_the_least_and_the_most() -> None:
+    result = run("show", VGG, "grid.rows=3", "grid.cols=1", "batch=4", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert re.search(r"Memory of a rank: [\d,.]+ to [\d,.]+ MB for a step's activations", text)
+    assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes a rank and step\.", text)
 
 
 def test_no_mpi_is_needed() -> None:

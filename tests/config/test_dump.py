@@ -58,7 +58,7 @@ CONFIGS = st.fixed_dictionaries(
         "grid": st.fixed_dictionaries({}, optional={"rows": COUNTS, "cols": st.none() | COUNTS, "tiles": st.none() | PAIRS}),
         "plan": st.dictionaries(st.sampled_from(["default", "*", "a.*", "1"]), st.sampled_from(["batch", "model", "domain"])),
         "averager": named(),
-        "deadline_seconds": POSITIVE,
+        "deadline_seconds": st.floats(min_value=0, exclude_min=True, max_value=1e9),
         "batch_norm": st.fixed_dictionaries({}, optional={"epsilon": POSITIVE}),
         "output": TEXTS,
     },

@@ -95,6 +95,17 @@ schedule: constant
         ("optimizer.lr=.inf", "optimizer.lr is .inf, but must be a finite number."),
         ("batch_norm.momentum=2", "batch_norm.momentum is 2, but must be at most 1; the nearest legal value is 1.0."),
         ("backend=null", "backend is null, but must be 'auto', 'numpy' or 'onednn'."),
+        (
+            "grid.rows=99999999999999",
+            "grid.rows is 99999999999999, but must be at most 1000000; the nearest legal value is 1000000.",
+        ),
+        ("grid.cols=2000000", "grid.cols is 2000000, but must be at most 1000000; the nearest legal value is 1000000."),
+        (
+            "deadline_seconds=1e300",
+            "deadline_seconds is 1e300, but must be at most 1e+09; the nearest legal value is 1000000000.0.",
+        ),
+        ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing.'),
+        ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
         ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy' or 'onednn'; the nearest is 'onednn'."),
     ],
 )

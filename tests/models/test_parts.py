@@ -25,3 +25,15 @@ def test_enormous_widths_are_refused(channels: int, width: float) -> None:
 def test_every_family_refuses_an_enormous_width(model: str) -> None:
     with pytest.raises(ConfigError, match="the largest width for this layer is"):
         catalogue.build(model, {"width": 1e308})
+
+
+@pytest.mark.parametrize("channels", [0, -1, -(10**400)])
+def test_a_layer_without_channels_is_refused(channels: int) -> None:
+    with pytest.raises(ConfigError, match="it must have at least 1"):
+        scaled(channels, 1.0)
+
+
+@pytest.mark.parametrize("options", [{"channels": [-4]}, {"channels": [4, 0]}, {"hidden": -1}])
+def test_the_small_network_has_no_empty_layers(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="it must have at least 1"):
+        catalogue.build("small", options)
