@@ -40,6 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bucketed": ("bucketed", {}),
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
+    "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
 }

@@ -18,14 +18,15 @@ from collections.abc import Callable
 from signal import Signals
 from typing import NoReturn
 
-from hpctrain.launch.exit_codes import BUG, DEADLINE, SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.exit_codes import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.launch.signals import HELD
 
 #: 0 in the environment: no keeper, as for a debugger that follows the process it has started
 SWITCH = "HPCTRAIN_KEEPER"
 
-# Whoever leaves with these has said why.
-_EXPLAINED = (BUG, USER_ERROR, STOPPED, DEADLINE)
+# Whoever leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
+# checkpoint, and jobs are queued again on it.
+_EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
 _PR_SET_PDEATHSIG = 1
 # A launcher that ends a whole job kills rank and keeper, in either order; only of a rank that was killed alone is there news.
@@ -89,7 +90,7 @@ def _watch(child: int, heard: int, rank: int | None, held: frozenset[Signals]) -
         _leave_by(Signals(-code), rank)
     if not finished and code not in _EXPLAINED and code < SIGNALLED:
         _say(rank, f"the process left with exit code {code} before the run was over: something called exit() in it.")
-        code = code or BUG
+        code = BUG if code in (FINISHED, STOPPED) else code
     os._exit(code)
 
 

@@ -31,10 +31,12 @@ def _run(program: str, **env: str) -> Outcome:
     return run_job(0, ["-c", _START + textwrap.dedent(program)], env=env)
 
 
-def test_an_end_without_a_word_is_a_failure() -> None:
-    outcome = _run("os._exit(0)")
+@pytest.mark.parametrize("code", [0, 85])
+def test_an_end_without_a_word_is_a_failure(code: int) -> None:
+    """85 promises a checkpoint, and jobs are queued again on it."""
+    outcome = _run(f"os._exit({code})")
     assert outcome.code == 1
-    sentence = "the process left with exit code 0 before the run was over: something called exit() in it."
+    sentence = f"the process left with exit code {code} before the run was over: something called exit() in it."
     assert outcome.stderr == f"hpctrain: {sentence}\n"
 
 
