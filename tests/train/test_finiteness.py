@@ -210,7 +210,7 @@ def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet,
 @pytest.mark.parametrize("strategy", ["blocking", "overlap", "sharded", "priority"])
 @pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.DOMAIN])
 def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: RowUse) -> None:
-    task = _task(kernels, plan=GridPlan(2, 2, {"conv*": use, "fc1": RowUse.MODEL}))
+    task = _task(kernels, plan=GridPlan(2, 2, use={"conv*": use, "fc1": RowUse.MODEL}))
     for poison in (WEIGHT[0], GRADIENT[1], IMAGE[0]):
         _stops(_runs(4, task, strategy, poison), LAYER[poison.place])
 
