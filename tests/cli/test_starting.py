@@ -87,7 +87,9 @@ def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: li
     told = [line for line in outcome.stderr.splitlines() if line.startswith("a process")]
     assert not [line for line in told if "after" in line]
     assert any("git" in line for line in told)  # the watch works: rank 0 asks for the revision before MPI starts
-    assert not [line for line in told if "ldconfig" in line or "gcc" in line]
+    assert not [line for line in told if "gcc" in line]
+    looks = [line for line in told if "ldconfig" in line]
+    assert len(looks) <= 1  # PyTorch's, which tensorboardX loads where it is installed
 
 
 def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, folder: Path) -> None:
