@@ -1,4 +1,4 @@
-"""What a value must be, in our words: from pydantic's types of errors to the second half of a sentence."""
+"""The rules for values in our own words: from pydantic's types of errors to the second half of a sentence."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class GradientAverager(ABC):
             self._joint.agree()
 
     def request(self) -> str | None:
-        """What a stored schedule must have been made for, in words; None where a strategy has none. Known before `agree`."""
+        """The words for what a stored schedule must have been made for; None where a strategy has none. Known before `agree`."""
         return None
 
     def accepts(self, stored: Schedule | None) -> bool:

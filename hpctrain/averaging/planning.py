@@ -260,7 +260,7 @@ def check_sizes(sizes: Sizes, name: str, by_hand: int | None) -> Sizes:
 
 
 def in_request(sizes: Sizes | None) -> str:
-    """What the option adds to the words that a stored schedule is known by; sizes by rule are the default, and add nothing."""
+    """The words that the option adds to those that a stored schedule is known by; sizes by rule, the default, add nothing."""
     return ", sizes measured" if sizes == "measured" else ""
 
 

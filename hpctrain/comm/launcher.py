@@ -194,7 +194,7 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
 
 
 def _srun_advice(library: str) -> str:
-    """What to give to srun for this MPI library."""
+    """The `--mpi` option that srun needs for this MPI library."""
     others = "it is MPI in jobs/slurm.sbatch, and `srun --mpi=list` names what this Slurm has"
     for word, name, option in _SRUN_OPTIONS:
         if word in library:

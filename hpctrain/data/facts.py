@@ -1,4 +1,4 @@
-"""What a run remembers of the data that it is trained on: enough to know it again, and to evaluate without it."""
+"""The facts that a run remembers of the data that it is trained on: enough to know it again, and to evaluate without it."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Loader:
         ]
 
     def _shares(self, first: int) -> list[Share]:
-        """Of every size of batch from the epoch's sample `first` on."""
+        """One share for each size of batch from the epoch's sample `first` on."""
         steps = self.sampler.steps(first)
         return [self._share(self.sampler.global_count(step, first)) for step in {0, steps - 1} if 0 <= step < steps]
 

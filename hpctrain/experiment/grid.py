@@ -69,14 +69,14 @@ def model_graph(config: Config) -> Graph | None:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What `grid.overlap` comes to. parts: layers in parts, in order; whole: those that are not, with the reason."""
+    """The outcome of `grid.overlap`. parts: layers in parts, in order; whole: those that are not, with the reason."""
 
     parts: tuple[str, ...]
     whole: Mapping[str, Whole]
 
 
 def overlap(graph: Graph, plan: GridPlan) -> Overlap:
-    """What becomes of the layers that the plan wants in parts. graph: the model for one image."""
+    """Which of the layers that the plan wants in parts can be computed so. graph: the model for one image."""
     if plan.rows == 1:
         return Overlap((), {})
     whole = distribute(graph, plan, (1, *(0,) * (plan.rows - 1))).whole

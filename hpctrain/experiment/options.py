@@ -121,7 +121,7 @@ def filled(config: Config) -> Config:
 
 
 def defaults(config: Config) -> dict[str, Any]:
-    """What an option means that is left out, by dotted key ("optimizer.momentum"), for what the configuration names."""
+    """The value of each option that may be left out, by dotted key ("optimizer.momentum"), for what the configuration names."""
     return {
         f"{section}.{option}": value
         for section, kind in SECTIONS.items()

@@ -49,7 +49,7 @@ class Start:
     data: DataFacts | None
 
     def without_tensors(self) -> Start:
-        """What is still of use once they are where they belong; their memory is free then."""
+        """The same start without the checkpoint's tensors, for when they are in place; their memory is free then."""
         return replace(self, content=CheckpointContent({}, self.content.meta))
 
 
@@ -124,7 +124,7 @@ def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:
-    """What a checkpoint says of its training file; None in one of format version 1."""
+    """The facts that a checkpoint keeps of its training file; None in one of format version 1."""
     values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
     return None if values is None else DataFacts.from_meta(values)
 
@@ -182,7 +182,7 @@ def _data_values(data: DataFacts) -> dict[str, str]:
 
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
-    """What a key means that is not given."""
+    """The value that a key has where it is not given."""
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     said = model_options(silent, len(data.class_names), (height, width, channels))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,8 @@ def run_training(
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        trainer = build_trainer(
-            session,
-            parts,
-            reporter,
-            lambda at: _save(session, parts, directory, at),
-            steps=steps,
-            stop_requested=watch.asked,
-        )
+        save = partial(_save, session, parts, directory)
+        trainer = build_trainer(session, parts, reporter, save, steps=steps, stop_requested=watch.asked)
         outcome = trainer.run(position)
         evaluation = outcome.evaluation
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
@@ -193,7 +188,7 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
 
 
 def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
-    """What a run says at its start: where it runs, with what, on what. Collective."""
+    """Say where the run runs, with which parts and on which data. Collective."""
     config, network = session.config, parts.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))

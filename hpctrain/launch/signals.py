@@ -47,7 +47,7 @@ def release() -> None:
 
 
 class SignalWatch:
-    """What signals have asked of this process so far.
+    """Takes signals, and remembers which request they have made of this process.
 
     Args:
         held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.

@@ -106,7 +106,7 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """What an option stands for; the first value where it is not chosen yet."""
+    """The meaning of an option's value; the first one where it is not chosen yet."""
     return DIMENSIONS[name][row.get(name, VALUES[name][0])]
 
 
@@ -122,7 +122,7 @@ def averager_options(row: Row) -> dict[str, Any]:
 
 
 def config_of(row: Row) -> Config:
-    """What the checks, `make_averager` and the optimiser's registry read; model and data are never looked at."""
+    """A configuration as the checks, `make_averager` and the optimiser's registry read it; nobody looks at its model and data."""
     return Config.model_validate(
         {
             "model": "small",

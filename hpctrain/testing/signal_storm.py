@@ -63,7 +63,7 @@ deadline_seconds: 120
 
 @dataclass(frozen=True)
 class Setting:
-    """What a job runs on. ranks: 0 stands for one process without a launcher."""
+    """The kernels, ranks and threads of a job. ranks: 0 stands for one process without a launcher."""
 
     kernels: str
     ranks: int
@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass
 class Tally:
-    """What happened in one setting. sent: signals by name. faults: sentences, none where all is well.
+    """The events of one setting. sent: signals by name. faults: sentences, none where all is well.
 
     runs: jobs that got signals that do not stop. requests: jobs that got a burst of one that does; stopped: those that left a
     checkpoint and code 85; finished: those whose request came when the training was over.

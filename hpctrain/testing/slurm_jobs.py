@@ -77,7 +77,7 @@ class Bench:
         print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
 
     def run(self, *command: str) -> str:
-        """What a command of Slurm's prints."""
+        """The output of a command of Slurm's."""
         done = subprocess.run(command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=60)
         return done.stdout + done.stderr
 
@@ -96,7 +96,7 @@ class Bench:
         return Job(said.strip(), output)
 
     def shown(self, job: Job) -> dict[str, str]:
-        """What Slurm knows of a job."""
+        """The state of a job, as Slurm tells it."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", job.number)))
 
     def wait(self, reached: Callable[[], bool], job: Job) -> None:

@@ -26,7 +26,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Held(IntEnum):
-    """What a layer holds, in the order in which it is to blame."""
+    """The kinds of values of a layer, in the order in which they are to blame."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -47,7 +47,7 @@ class LayerFault:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank saw in the first step in which it saw something that is not finite.
+    """The first step in which one rank saw something that is not finite, and where.
 
     rank: in the world. step: steps done before. loss: the loss was not finite. fault: the first layer, if any.
     """
@@ -125,7 +125,7 @@ class Finiteness:
         return all(map(all_finite, self._owned))
 
     def _faults(self, held: Held) -> list[LayerFault]:
-        """Of parameters or of gradients, as far as this rank updates them."""
+        """Faults in parameters or in gradients, as far as this rank updates them."""
         faults = []
         for averager in self._averagers.values():
             flat = averager.group.data if held is Held.PARAMETERS else averager.group.grad
@@ -135,7 +135,7 @@ class Finiteness:
         return faults
 
     def _held_back(self) -> list[LayerFault]:
-        """Of gradients that no parameter shows yet."""
+        """Faults in gradients that no parameter shows yet."""
         held = [averager.held_gradients() for averager in self._averagers.values()]
         return [self._fault(Held.GRADIENTS, name) for each in held for name, values in each.items() if not all_finite(values)]
 

@@ -100,7 +100,7 @@ def put(
 def _state(
     content: CheckpointContent, state: str, name: str, network: Network, shards: Shards, pending: str | None
 ) -> np.ndarray:
-    """What this rank holds of a state of parameter `name`; zeros of what another averager had not to keep."""
+    """This rank's part of a state of parameter `name`; zeros where the averager of the checkpoint kept none."""
     key = optimizer_key(state, name)
     if state == pending and key not in content.tensors:
         return shards.part(name, np.zeros(shards.whole_shape(name), network.dtype))

@@ -1,4 +1,4 @@
-"""What operators on the library's primitives share: they say which kernels the library chose for them."""
+"""The base of operators on the library's primitives: they say which kernels the library chose for them."""
 
 from __future__ import annotations
 
