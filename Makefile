@@ -54,6 +54,7 @@ train: $(VENV)/installed data/fashion-mnist/train.h5
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check hpctrain tests benchmarks
+	$(BIN)/ruff format --check hpctrain tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -107,9 +107,7 @@ class Rank:
             hides=choice.hides,
         )
         distribution = GridDistribution(plan, axis) if axis is not None else None
-        network = Network(
-            model, (side, side, 3), self._kernels, mergers=groups.mergers(progress), distribution=distribution
-        )
+        network = Network(model, (side, side, 3), self._kernels, mergers=groups.mergers(progress), distribution=distribution)
         total = self._shape.batch * self.world.size
         averagers: dict[str, GradientAverager] = {}
         for name, group in network.groups.items():

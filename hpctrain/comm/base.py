@@ -43,9 +43,7 @@ class Communicator(Protocol):
         """Everyone receives all parts in rank order; `send` None: this rank's part is already in place. Collective."""
         ...
 
-    def ialltoall(
-        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Handle:
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         """Part r of `send` goes to rank r, part r of `recv` comes from rank r. Collective."""
         ...
 

@@ -303,9 +303,7 @@ class ProgressEngine:
             begun_ns = self.trace.clock_ns() if self.trace is not None else 0
             self._drive(lambda: ticket.done, ticket)
             if self.trace is not None:
-                self.trace.add(
-                    Category.WAIT, ticket.what, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence
-                )
+                self.trace.add(Category.WAIT, ticket.what, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence)
 
     def _drive(self, finished: Callable[[], bool], what: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"

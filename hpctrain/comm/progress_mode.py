@@ -1,8 +1,8 @@
 """Who lets messages move while kernels run, and a measurement of how much each way hides with this MPI on these machines.
 
-    none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
-    test    the program tests what is in flight after each operator
-    thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
+none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
+test    the program tests what is in flight after each operator
+thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
 """
 
 from __future__ import annotations

@@ -144,9 +144,7 @@ class ThreadCommunicator:
         text = f"{_sizes(target)} in parts {_short(parts)}"
         return self._collect(self._posting("iallgather", text, (target.dtype, parts), contribution, target), Allgather)
 
-    def ialltoall(
-        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> VirtualHandle:
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> VirtualHandle:
         sent, received = self._counts(send_counts), self._counts(recv_counts)
         contribution, target = _flat(send, sum(sent)), _flat(recv, sum(received))
         _check_apart(contribution, target)

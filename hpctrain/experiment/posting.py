@@ -19,9 +19,7 @@ from hpctrain.train.run_directory import RunDirectory
 _META = "schedules"
 
 
-def agree(
-    session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None
-) -> None:
+def agree(session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None) -> None:
     """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
 
     Args:
@@ -36,9 +34,7 @@ def agree(
         averager.agree(stored.get(group))
 
 
-def _stored(
-    session: Session, parts: Parts, start: CheckpointContent | None, schedule_from: str | None
-) -> dict[str, Schedule]:
+def _stored(session: Session, parts: Parts, start: CheckpointContent | None, schedule_from: str | None) -> dict[str, Schedule]:
     """A schedule that fits, by group, for those groups that have one."""
     own = {} if start is None else _of_checkpoint(start)
     keys = {group: _key(group, session.grid.row) for group in parts.averagers}

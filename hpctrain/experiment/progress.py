@@ -128,9 +128,7 @@ def _operator_seconds(session: Session, network: Network) -> float:
     """About how long an operator runs in which most of the time is spent, on the nominal batch."""
     share = -(-session.config.batch // session.groups.samples.size // session.config.micro_batches)
     graph = network.graph(max(1, share))
-    specs = [
-        node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs
-    ]
+    specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)
     if total == 0:
         return _SHORTEST_OPERATOR_SECONDS

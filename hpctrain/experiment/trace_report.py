@@ -71,9 +71,7 @@ class TraceReport:
 
     def _groups(self) -> dict[str, int]:
         """For each queue, the world rank of its group's first member: queues of one name in different groups are different."""
-        return {
-            name: int(comm.broadcast_object(self._world.rank)) for name, comm in self._progress.communicators().items()
-        }
+        return {name: int(comm.broadcast_object(self._world.rank)) for name, comm in self._progress.communicators().items()}
 
     def _send(self, mine: RankTrace) -> None:
         payload = np.frombuffer(pickle.dumps(mine), np.uint8)

@@ -120,9 +120,7 @@ class Exchange:
     def start(self, x: np.ndarray) -> Ticket:
         """Send this rank's pieces of the source x."""
         _pack(x, self.transfer.sends, self.source_side)
-        return self._axis.alltoall(
-            self.source_side, self.target_side, self._source_counts, self._target_counts, self._what
-        )
+        return self._axis.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._what)
 
     def finish(self, ticket: Ticket, x: np.ndarray, y: np.ndarray, kept: np.ndarray | None = None) -> None:
         """Fill the target y; the copy of what is here already hides some of the wait. kept: gets what came from others."""

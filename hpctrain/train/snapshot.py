@@ -77,9 +77,7 @@ def take(
     return CheckpointContent(tensors, {**meta, "position": asdict(position)})
 
 
-def put(
-    content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards
-) -> Position:
+def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards) -> Position:
     """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
 
     Raises:

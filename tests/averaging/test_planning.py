@@ -27,9 +27,7 @@ def _exposed(size_bytes: float, total: int, ranks: int, link: LinkModel) -> floa
     return (ranks - 1) * (link.alpha_seconds * total / size_bytes + size_bytes / ranks * link.beta_seconds_per_byte)
 
 
-@given(
-    st.integers(1 << 16, 1 << 30), st.integers(2, 512), st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-7)
-)
+@given(st.integers(1 << 16, 1 << 30), st.integers(2, 512), st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-7))
 def test_no_other_power_of_two_is_much_better(total: int, ranks: int, alpha: float, beta: float) -> None:
     link = LinkModel(alpha, beta)
     best = bucket_bytes(total, ranks, link)

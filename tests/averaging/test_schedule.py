@@ -163,7 +163,14 @@ def _vgg16_schedule(ranks: int, fc_exchange: str) -> Schedule:
     comm = _Sized(ranks)
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
     averager = Sharded(
-        _vgg16(), Sgd(), comm, engine, fc_exchange=fc_exchange, nominal_batch=256, bucket_bytes=1 << 22, replan=False  # type: ignore[arg-type]
+        _vgg16(),
+        Sgd(),
+        comm,
+        engine,
+        fc_exchange=fc_exchange,
+        nominal_batch=256,
+        bucket_bytes=1 << 22,
+        replan=False,  # type: ignore[arg-type]
     )
     return averager.plan(None)
 

@@ -100,9 +100,7 @@ def _second(strategy: str, ranks: int, steps: range, first: Stored, stored: bool
 @pytest.mark.parametrize("stop", [3, 7])  # before and after operations are ordered by measured times
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "lazy"])  # whose interval starts at 1 again
-def test_resume_is_bitwise_whatever_is_measured(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, stop: int
-) -> None:
+def test_resume_is_bitwise_whatever_is_measured(monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, stop: int) -> None:
     _measure(monkeypatch, FAST)
     through = _first(strategy, ranks, range(12))
     first = _first(strategy, ranks, range(stop))[0]

@@ -143,9 +143,7 @@ def test_a_resume_on_the_same_grid_is_bitwise(job: Job, folder: Path) -> None:
     _assert_same(_last(folder), _last(folder, "whole"))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(0, ()), (4, ("grid.rows=4", *MODEL)), (4, ())]
-)
+@pytest.mark.parametrize(("ranks", "options"), [(0, ()), (4, ("grid.rows=4", *MODEL)), (4, ())])
 def test_a_resume_on_another_grid_with_another_plan(job: Job, folder: Path, ranks: int, options: tuple[str, ...]) -> None:
     _train(job, 0, folder, f"output={folder}/alone")
     _train(job, 4, folder, "grid.rows=2", *MIXED, "--steps", "7")

@@ -41,9 +41,7 @@ def test_ranks_of_one_place_are_neighbours() -> None:
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (5, 2), (3, 4)])
 def test_nodes_are_counted_by_their_lowest_rank(ranks: int, per_node: int) -> None:
-    found = run_virtual(
-        ranks, lambda comm: node_numbers(comm, comm.split_shared_memory("node")), ranks_per_node=per_node
-    )
+    found = run_virtual(ranks, lambda comm: node_numbers(comm, comm.split_shared_memory("node")), ranks_per_node=per_node)
     assert found == [tuple(rank // per_node for rank in range(ranks))] * ranks
 
 

@@ -49,8 +49,10 @@ def start_collective(comm: ThreadCommunicator, members: list[int], step: int, ki
     if kind == 2:
         recv = np.zeros(sum(counts), np.float32)
         recv[mine] = values(step, members[me], size=counts[me])
-        return comm.iallgather(None, recv, counts), recv, np.concatenate(
-            [values(step, rank, size=count) for rank, count in zip(members, counts, strict=True)]
+        return (
+            comm.iallgather(None, recv, counts),
+            recv,
+            np.concatenate([values(step, rank, size=count) for rank, count in zip(members, counts, strict=True)]),
         )
     if kind == 3:
         recv = np.zeros(size * counts[me], np.float32)

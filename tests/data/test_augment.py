@@ -161,9 +161,7 @@ def test_resized_crop_is_the_bilinear_resize_of_its_window(channels):
     images = images_of(6, (20, 30, channels))
     out = pixels([("random_resized_crop", {"size": 9})], images, range(6))
     crop = check("random_resized_crop", {"size": 9})
-    u = counter_random.uniform(
-        counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws)
-    )
+    u = counter_random.uniform(counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws))
     for image, result, (top, left, h, w) in zip(images, out, crop.boxes(20, 30, u), strict=True):
         for channel in range(channels):
             window = Image.fromarray(np.ascontiguousarray(image[top : top + h, left : left + w, channel]))

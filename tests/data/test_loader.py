@@ -24,9 +24,7 @@ def make_loader(file, batch, *, specs=SPECS, shuffle=True, samples=None, **optio
 
 def read(loader, epoch=0, first=0):
     """Copies of an epoch: (step, x, y, ids, counts, global count)."""
-    return [
-        (b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, first)
-    ]
+    return [(b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, first)]
 
 
 def loader_threads():
@@ -242,7 +240,6 @@ class Recorder:
     def __getitem__(self, index):
         self.read[index] = True
         return self._images[index]
-
 
 
 def tiles(image_shape, vertical, horizontal, reach):

@@ -28,7 +28,7 @@ SENTENCE = (
 )
 
 #: a strategy of somebody's own that has never heard of norms
-PLAIN = '''
+PLAIN = """
 from hpctrain.averaging.base import GradientAverager
 
 class Plain(GradientAverager):
@@ -40,7 +40,7 @@ class Plain(GradientAverager):
     def end_backward(self): ...
     def before_forward(self, parameters): ...
     def drain(self): ...
-'''
+"""
 
 
 @pytest.fixture

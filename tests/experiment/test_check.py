@@ -113,7 +113,7 @@ def test_a_sound_configuration_passes():
             ["'*.relu1', but no such layer", "relu1 is no convolution", "or be left out"],
         ),
         ("cols: 3", 'rows: 2\n  overlap: ["*.conv2"]', 26, ["layer1.0.conv2 is not under domain"]),
-        ("cols: 3", 'rows: 2\n  overlap: [conv1]\nplan:\n  default: domain', 26, ["conv1 reads its halo from the data file"]),
+        ("cols: 3", "rows: 2\n  overlap: [conv1]\nplan:\n  default: domain", 26, ["conv1 reads its halo from the data file"]),
         ("cols: 3", 'rows: 4\n  tiles: [2, 2]\n  overlap: ["*.conv2"]\nplan:\n  default: domain', 27, ["split by columns too"]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),

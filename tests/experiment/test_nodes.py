@@ -138,9 +138,7 @@ def test_a_resume_on_the_same_nodes_is_bitwise(file: Path) -> None:
             assert tensor.tobytes() == again.tensors[key].tobytes(), key
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((4, 2), (3, None)), ((4, None), (4, 2)), ((6, 3), (6, 2))], ids=str
-)
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (3, None)), ((4, None), (4, 2)), ((6, 3), (6, 2))], ids=str)
 def test_a_resume_on_other_nodes_goes_on(
     file: Path, alone: Trained, before: tuple[int, int | None], after: tuple[int, int | None]
 ) -> None:

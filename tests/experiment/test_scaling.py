@@ -57,9 +57,7 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
     ("launcher", "words"),
     [("srun -n 4", "where the number goes"), ("no-such-launcher {ranks}", "cannot be started"), ("false {ranks}", "exit code 1")],
 )
-def test_a_launcher_that_does_not_do_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, words: str
-) -> None:
+def test_a_launcher_that_does_not_do_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     with pytest.raises(LaunchError, match=words):

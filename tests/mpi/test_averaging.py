@@ -42,9 +42,7 @@ def test_float64_equals_blocking(world: Communicator, progress: ProgressEngine, 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (1, 0, 1, 0)])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name.startswith(("sharded", "priority"))])
 @pytest.mark.parallel(4)
-def test_two_nodes_equal_blocking(
-    world: Communicator, progress: ProgressEngine, strategy: str, nodes: tuple[int, ...]
-) -> None:
+def test_two_nodes_equal_blocking(world: Communicator, progress: ProgressEngine, strategy: str, nodes: tuple[int, ...]) -> None:
     for optimizer in ("nesterov", "lars, clipping"):
         alone = _alone(optimizer)
         data = run_steps(Watched(make(strategy, optimizer, world, progress, nodes=nodes)), STEPS)

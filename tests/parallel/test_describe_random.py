@@ -153,7 +153,9 @@ def test_the_bytes_of_a_plan_are_those_of_a_step(rows: int, cols: int, counting:
             for direction in ("forward", "backward"):
                 moved = counters[f"row {direction}", "ialltoall"].exchanged_bytes
                 merged = sum(counters[f"{group} {direction}", "iallgather"].exchanged_bytes for group in STATISTICS)
-                words = (traffic.forward, traffic.statistics_forward) if direction == "forward" else (
-                    traffic.backward, traffic.statistics_backward
+                words = (
+                    (traffic.forward, traffic.statistics_forward)
+                    if direction == "forward"
+                    else (traffic.backward, traffic.statistics_backward)
                 )
                 assert (moved, merged) == (8 * words[0][position], 8 * words[1][position]), f"{where}, {direction}"

@@ -16,15 +16,19 @@ from hpctrain.testing.poison import overwritten_share, poisoned
 
 
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
-@pytest.mark.parametrize(("net", "grid", "kind"), [
-    ("vgg16", (3, 1), "domain"),
-    ("vgg16", (2, 2), "overlapped"),
-    ("vgg16_bn", (2, 1), "mixed"),
-    ("resnet18", (2, 1), "domain"),
-    ("resnet18", (4, 1), "tiles"),
-    ("resnet20", (3, 1), "mixed"),
-    ("resnet50", (2, 1), "model"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("net", "grid", "kind"),
+    [
+        ("vgg16", (3, 1), "domain"),
+        ("vgg16", (2, 2), "overlapped"),
+        ("vgg16_bn", (2, 1), "mixed"),
+        ("resnet18", (2, 1), "domain"),
+        ("resnet18", (4, 1), "tiles"),
+        ("resnet20", (3, 1), "mixed"),
+        ("resnet50", (2, 1), "model"),
+    ],
+    ids=str,
+)
 def test_nobody_reads_what_is_not_in_use(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
     if kernels is OnednnKernelSet and available() is not None:
         pytest.skip(str(available()))

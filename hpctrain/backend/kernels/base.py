@@ -161,9 +161,7 @@ class LossOperator(ABC):
     """Softmax cross entropy over logits (N, classes)."""
 
     @abstractmethod
-    def run(
-        self, logits: Array, labels: Array, global_count: int, d_logits: Array | None
-    ) -> LossSums:
+    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossSums:
         """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given."""
 
 
@@ -174,9 +172,7 @@ class KernelSet(ABC):
     dtypes: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def make(
-        self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True
-    ) -> Operator:
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
 
         input_gradient: `backward_input` will be called. False for what reads the images themselves: kernels are chosen without

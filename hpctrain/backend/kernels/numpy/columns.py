@@ -59,7 +59,9 @@ class Columns:
         self._image, self._window, self._outputs, self._groups = image, window, outputs, groups
         self._depth = window.kernel[0] * window.kernel[1] * image[3] // groups
         self._direct = (
-            window.kernel == (1, 1) and window.stride == (1, 1) and window.padding[0] == window.padding[2] == 0
+            window.kernel == (1, 1)
+            and window.stride == (1, 1)
+            and window.padding[0] == window.padding[2] == 0
             and outputs == image[1:3]
         )
         run = image[3] // groups * (window.kernel[1] if window.dilation[1] == 1 and groups == 1 else 1)
@@ -135,4 +137,3 @@ class Columns:
             return target, buffer.reshape(groups, self._depth, pixels).transpose(0, 2, 1)
         target = buffer.reshape(groups, n, o, self._outputs[1], r, s, channels).transpose(1, 2, 3, 4, 5, 0, 6)
         return target, buffer.reshape(groups, pixels, self._depth)
-

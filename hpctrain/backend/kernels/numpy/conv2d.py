@@ -97,9 +97,7 @@ class _Flipped:
         window, groups = self.spec.window, self.spec.groups
         (extent_h, extent_w), (top, _, left, _) = window.extent, window.padding
         turned = Window(window.kernel, (1, 1), (extent_h - 1 - top, 0, extent_w - 1 - left, 0), window.dilation)
-        self.columns = Columns(
-            self.y.shape, self.x.dtype, turned, _pair(self.x), groups=groups, column_bytes=self.column_bytes
-        )
+        self.columns = Columns(self.y.shape, self.x.dtype, turned, _pair(self.x), groups=groups, column_bytes=self.column_bytes)
         r, s = window.kernel
         weight = (groups, r, s, self.spec.channels_out // groups, self.spec.channels_in // groups)
         self.limit = max(1, COLUMN_BYTES // (self.spec.channels_in * self.x.item_bytes))

@@ -42,9 +42,7 @@ class NumpyKernelSet(KernelSet):
     name: ClassVar[str] = "numpy"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
-    def make(
-        self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True
-    ) -> Operator:
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
                 raise BackendError(f"The numpy kernel set computes in {' or '.join(self.dtypes)}, not in {x.dtype}.")

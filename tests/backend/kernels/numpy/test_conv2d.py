@@ -172,8 +172,9 @@ def test_an_unwanted_input_gradient_is_not_computed() -> None:
 def test_scratch_does_not_grow_with_the_batch() -> None:
     spec = Conv2dSpec(64, 64, Window((3, 3), (1, 1), (1, 1, 1, 1)))
     sizes = [
-        OperatorBench(KERNELS, spec, [np.zeros((n, 56, 56, 64), np.float32)], parameters=default_parameters(spec, "float32"))
-        .operator.scratch_bytes
+        OperatorBench(
+            KERNELS, spec, [np.zeros((n, 56, 56, 64), np.float32)], parameters=default_parameters(spec, "float32")
+        ).operator.scratch_bytes
         for n in (2, 5)
     ]
     assert sizes[0] == sizes[1] < 8 << 20

@@ -58,8 +58,12 @@ def test_every_spec_in_both_dtypes(spec: Spec, count: int, dtype: str, training:
     y = {}
     for kind in {dtype, "float64"}:
         bench = OperatorBench(
-            KERNELS, spec, [x.astype(kind) for x in xs], parameters=default_parameters(spec, kind),
-            statistics={role: value.astype(kind) for role, value in statistics.items()}, training=training,
+            KERNELS,
+            spec,
+            [x.astype(kind) for x in xs],
+            parameters=default_parameters(spec, kind),
+            statistics={role: value.astype(kind) for role, value in statistics.items()},
+            training=training,
         )
         y[kind] = bench.forward()
         assert y[kind].dtype == kind

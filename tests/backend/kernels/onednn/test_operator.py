@@ -103,7 +103,8 @@ def test_numpy_stands_in_for_plain_loops(
     assert len(computing) >= 4
     assert not any(isinstance(operator, LibraryOperator) for operator in computing)
     assert {operator.stands_in_because.partition(" for its ")[0] for operator in computing} <= {
-        "oneDNN has only plain loops", "oneDNN has no such operation"
+        "oneDNN has only plain loops",
+        "oneDNN has no such operation",
     }
 
 

@@ -48,9 +48,7 @@ class Watching(NumpyKernelSet):
         super().__init__()
         self.nearest = np.inf
 
-    def make(
-        self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True
-    ) -> Operator:
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         operator = super().make(spec, inputs, training=training, input_gradient=input_gradient)
         if isinstance(spec, ReluSpec):
             forward = operator.forward
