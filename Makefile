@@ -84,28 +84,28 @@ test: $(addprefix test-,$(TEST_RANKS)) unit test-openmpi
 check: lint unit
 
 grid-matrix: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix
+	$(TEST_ENV) $(PY) -m tests.support.grid_matrix
 
 grid-float32: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_float32
+	$(TEST_ENV) $(PY) -m tests.support.grid_float32
 
 grid-full: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m hpctrain.testing.grid_matrix --full
+	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full
 
 grid-seeds: $(VENV)/installed-dev
 	HPCTRAIN_GRID_SEEDS=20 $(TEST_ENV) $(PY) -m pytest tests/parallel/test_averaging.py
 
 docs: $(VENV)/installed
-	$(PY) -m hpctrain.testing.reference_pages
+	$(PY) -m tests.support.reference_pages
 
 slurm: $(VENV)/installed-dev
-	$(PY) -m hpctrain.testing.slurm_jobs
+	$(PY) -m tests.support.slurm_jobs
 
 signals: $(VENV)/installed-dev
-	$(PY) -m hpctrain.testing.signal_storm --signals 10000 --out benchmarks/results/signals.json
+	$(PY) -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json
 
 combinations: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m hpctrain.testing.combinations --count $(HPCTRAIN_COMBINATIONS)
+	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS)
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_report import report
-from hpctrain.experiment.stepping import Rounds, Series, interleave, ours, peer, with_threads
+from hpctrain.bench.interleaved import Rounds, Series, interleave, ours, peer, with_threads
 
 _PACKAGES = ("numpy", "onednn-cpu-gomp")
 

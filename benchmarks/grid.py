@@ -22,7 +22,7 @@ from benchmarks.lab import Lab, take_down_at_termination
 from benchmarks.overlap import jobs, machine
 from benchmarks.pairs import Interval, interval, paired, ratio
 from benchmarks.shapes import SHAPES, Shape
-from hpctrain.testing.jobs import find_mpiexec
+from tests.support.jobs import find_mpiexec
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SPLIT = {"vgg16": "classifier.*", "resnet18": "fc", "resnet50": "fc"}

@@ -19,11 +19,10 @@ import numpy as np
 from benchmarks.process import cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm import mpi
-from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share, cut
@@ -31,12 +30,13 @@ from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.parallel.row_axis import RowAxis
-from hpctrain.train.message import SmallMessage
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
+from hpctrain.virtual.counters import Counters, CountingCommunicator
 
 _LR = 1e-4
 _WARMUP = 3
@@ -60,11 +60,11 @@ class Variant:
     network: Network
     averagers: Mapping[str, GradientAverager]
     step: TrainingStep
-    message: SmallMessage
+    message: StepReduction
     batch: Batch
     progress: ProgressEngine
     counters: Counters
-    axis: RowAxis | None
+    axis: SplitGroup | None
 
     @property
     def row_waited_seconds(self) -> float:
@@ -94,15 +94,15 @@ class Rank:
         )
         cols = self.world.size // choice.rows
         groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), choice.rows, cols))
-        axis = groups.row_axis(progress)
+        axis = groups.split_group(progress)
         side = self._shape.pixels
         model = catalogue.build(self._shape.family, self._shape.options)
         names = frozenset(node.name for node in Network(model, (side, side, 3), self._kernels).graph(1).nodes)
-        plan = GridPlan(
+        plan = ParallelPlan(
             choice.rows,
             cols,
-            RowUse(choice.default),
-            {pattern: RowUse(use) for pattern, use in (choice.use or {}).items()},
+            Parallelism(choice.default),
+            {pattern: Parallelism(use) for pattern, use in (choice.use or {}).items()},
             overlapped=names if choice.overlapped else frozenset(),
             hides=choice.hides,
         )
@@ -117,7 +117,7 @@ class Rank:
                 averagers[name] = Sharded(group, Sgd(momentum=0.9), groups.gradients[name], progress, nominal_batch=total)
         for averager in averagers.values():
             averager.agree()
-        message = SmallMessage(groups.messages, progress, network.statistics.size)
+        message = StepReduction(groups.messages, progress, network.statistics.size)
         step = TrainingStep(network, averagers, progress, message, counts_of=groups.counts_of)
         batch = self._batch(groups, network, distribution)
         return Variant(network, averagers, step, message, batch, progress, counters, axis)
@@ -126,13 +126,13 @@ class Rank:
         size, side = self.world.size, self._shape.pixels
         total = self._shape.batch * size
         every = shares(total, size)
-        share = Share(groups.column_counts(every), groups.row)
+        share = Share(groups.split_counts(every), groups.row)
         first = sum(every[: groups.position - groups.row])
         random = np.random.default_rng(first)
         images = random.standard_normal((sum(share.counts), side, side, 3)).astype(np.float32)
         box = ((sum(share.counts[: groups.row]), sum(share.counts[: groups.row + 1])), (0, side), (0, side), (0, 3))
         if distribution is not None:
-            box = distribution.boxes_by_counts(network.graph)(share.counts)[groups.row]
+            box = distribution.tiles_by_counts(network.graph)(share.counts)[groups.row]
         labels = random.integers(0, self._shape.classes, share.counts[groups.row])
         ids = np.arange(first, first + sum(share.counts))
         return Batch(cut(images, box), labels, ids, every, total, 0, 0, share)
@@ -171,7 +171,7 @@ class Rank:
         self._settle(variant)
         since = variant.counters.since(counted)
         found["link_bytes"] = (sent_bytes() - sent) / (steps + 1)
-        found["row_bytes"] = since.total("row").exchanged_bytes / (steps + 1)
+        found["row_bytes"] = since.total("split").exchanged_bytes / (steps + 1)
         found["all_bytes"] = since.total().exchanged_bytes / (steps + 1)
         return found
 

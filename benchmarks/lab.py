@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from hpctrain.testing.jobs import clean_environment, find_mpiexec
+from tests.support.jobs import clean_environment, find_mpiexec
 
 _TOOLS = ("ip", "tc", "unshare", "taskset", "hostname", "mount")
 _COMMAND_SECONDS = 20

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
@@ -35,12 +35,12 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.jobs import clean_environment, find_mpiexec
-from hpctrain.train.message import SmallMessage
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
+from tests.support.jobs import clean_environment, find_mpiexec
 
 _CLASSES, _STEPS, _LR = 10, 3, 1e-3
 
@@ -63,8 +63,8 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
     """A few steps on the ranks of `comm`; what this rank's activations took. Collective."""
     progress = ProgressEngine(rank=comm.rank, deadline_seconds=300, abort=comm.abort)
     groups = GridGroups(ProcessGrid(comm, comm.size, 1))
-    axis = groups.row_axis(progress)
-    distribution = None if axis is None else GridDistribution(GridPlan(comm.size, 1, RowUse.DOMAIN), axis)
+    axis = groups.split_group(progress)
+    distribution = None if axis is None else GridDistribution(ParallelPlan(comm.size, 1, Parallelism.DOMAIN), axis)
     network = Network(
         model(),
         (pixels, pixels, 3),
@@ -76,7 +76,7 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
         name: Blocking(group, Sgd(momentum=0.9), groups.gradients[name], progress) for name, group in network.groups.items()
     }
     step = TrainingStep(
-        network, averagers, progress, message := SmallMessage(groups.messages, progress, 0), counts_of=groups.counts_of
+        network, averagers, progress, message := StepReduction(groups.messages, progress, 0), counts_of=groups.counts_of
     )
     for name, group in network.groups.items():
         averagers[name].agree()
@@ -111,7 +111,7 @@ def made_up(groups: GridGroups, network: Network, distribution: GridDistribution
     counts = (1, *(0,) * (groups.rows - 1))
     share = Share(counts, groups.row)
     if distribution is not None:
-        image = cut(image, distribution.boxes_by_counts(network.graph)(counts)[groups.row])
+        image = cut(image, distribution.tiles_by_counts(network.graph)(counts)[groups.row])
     return Batch(image, np.zeros(counts[groups.row], np.int64), np.zeros(1, np.int64), counts, 1, 0, 0, share)
 
 

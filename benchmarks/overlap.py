@@ -30,7 +30,7 @@ from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.experiment.averager import AVERAGERS
-from hpctrain.testing.jobs import clean_environment, find_mpiexec
+from tests.support.jobs import clean_environment, find_mpiexec
 
 # name -> (averager, options); None: the local update only
 VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {

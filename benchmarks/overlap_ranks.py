@@ -26,7 +26,6 @@ from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.specs import LinearSpec
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
@@ -36,8 +35,9 @@ from hpctrain.experiment.averager import AVERAGERS
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd
-from hpctrain.train.message import SmallMessage
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
+from hpctrain.virtual.counters import Counters, CountingCommunicator
 
 PEER_KINDS = ("ddp", "compute-only")
 _LR = 1e-4
@@ -78,7 +78,7 @@ class Variant:
 
     averager: GradientAverager
     step: TrainingStep
-    message: SmallMessage
+    message: StepReduction
     counters: Counters
     mode: ProgressMode
     warmup: int
@@ -150,7 +150,7 @@ class Rank:
         averager = AVERAGERS.create(choice[0], choice[1], **fixed)
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
-        message = SmallMessage(messages, self.progress, self.network.statistics.size)
+        message = StepReduction(messages, self.progress, self.network.statistics.size)
         step = TrainingStep(self.network, {"all": averager}, self.progress, message)
         # Orders that follow from measurements need their steps; for all others two make connections and buffers.
         warmup = self.settings.warmup if "replan" in accepted else 2

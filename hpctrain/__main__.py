@@ -28,8 +28,8 @@ def _compute(command: str) -> None:
     held = hold()
     import os
 
-    from hpctrain.comm.launcher import rank_of
     from hpctrain.launch.keeper import keep
+    from hpctrain.launch.launcher import rank_of
 
     rank = rank_of(os.environ)
     end = keep(rank, held) if command in _RANKS else lambda: None

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.launcher import detect
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.testing.jobs import Outcome, find_mpiexec, run_job
+from hpctrain.launch.launcher import detect
+from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 # The same examples in every run: one that fails is found where the code or the test changes, not by chance elsewhere. Nothing is
 # timed: a machine that is busy with other things is no failure.
@@ -148,7 +148,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def job() -> Callable[..., Outcome]:
-    """`hpctrain.testing.jobs.run_job`, where there is an mpiexec."""
+    """`tests.support.jobs.run_job`, where there is an mpiexec."""
     if find_mpiexec() is None:
         pytest.skip("there is no mpiexec, neither beside this Python nor on PATH")
     return run_job

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.schedule import Schedule
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -42,7 +42,7 @@ class GradientAverager(ABC):
     """
 
     pending: ClassVar[str | None] = None
-    schedule: Schedule | None = None
+    schedule: CollectiveSchedule | None = None
     order: tuple[int, ...] | None = None
 
     def __init__(
@@ -60,7 +60,7 @@ class GradientAverager(ABC):
         self._joint = norms if optimizer.needs_norms else None
         self._member = self._joint.join(group) if self._joint is not None else -1
 
-    def agree(self, stored: Schedule | None = None) -> None:
+    def agree(self, stored: CollectiveSchedule | None = None) -> None:
         """Fix the schedule, the same on every rank. Collective over `comm`; once, after construction and before all else.
 
         The first step does it where nobody has.
@@ -80,11 +80,11 @@ class GradientAverager(ABC):
         """The words for what a stored schedule must have been made for; None where a strategy has none. Known before `agree`."""
         return None
 
-    def accepts(self, stored: Schedule | None) -> bool:
+    def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Whether a stored schedule is one for this averager: the same strategy, options and parameters on as many ranks."""
         return stored is not None and (stored.request, stored.ranks) == (self.request(), self.comm.size)
 
-    def plan(self, link: LinkModel | None) -> Schedule | None:
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule | None:
         """What the first steps post over a link, from sizes alone; None where a strategy has no schedule. Not collective.
 
         Args:
@@ -96,7 +96,7 @@ class GradientAverager(ABC):
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         """A step starts; its update will use learning rate `lr`. counts: the step's samples on each rank of `comm`."""
 
-    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
         """True where the gradients of a linear layer (weight, and bias if any) are made from exchanged inputs and errors.
 
         Fixed at set-up from the nominal global batch; such a layer's parameters are not announced by `grad_ready`.

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.slices import even
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import PostingQueue, ProgressEngine, Ticket
@@ -53,7 +53,7 @@ class JointStep:
     ticket: Ticket
     norms: Sequence[Norms]
     _progress: ProgressEngine
-    _gates: Sequence[Gate]
+    _gates: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
         """The member's squares of what is its own are in place. Never waits."""
@@ -131,7 +131,7 @@ class JointNorms:
         if left is not None:
             self._progress.wait(left)
         squares, views = self._buffers[turn]
-        gates = [Gate(f"squares of group {member}") for member in range(len(self._groups))]
+        gates = [LocalEvent(f"squares of group {member}") for member in range(len(self._groups))]
         ticket = self._sent[turn] = self._queue.post(lambda: comm.iallreduce(squares), WHAT, gates)
         return JointStep(ticket, views, self._progress, gates)
 

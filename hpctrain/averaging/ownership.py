@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.averaging.exchange import FactorExchange
-from hpctrain.averaging.schedule import Schedule
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.slices import layer_slices
 from hpctrain.averaging.state import gather_state
+from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
@@ -29,13 +29,13 @@ class Ownership:
         exchange_of: by weight. pieces: by slice, its layer's exchange and its place among that layer's slices.
     """
 
-    def __init__(self, group: FlatGroup, schedule: Schedule, comm: Communicator, batch: int) -> None:
+    def __init__(self, group: FlatGroup, schedule: CollectiveSchedule, comm: Communicator, batch: int) -> None:
         self._group, self._schedule, self._comm, self._batch = group, schedule, comm, batch
         self.touching: dict[str, list[int]] = {name: [] for name in group.parameters}
         self.own: list[tuple[Segment, ...]] = []
         self.replicated: list[tuple[Segment, ...]] = []
-        self.pieces: dict[int, tuple[FactorExchange, int]] = {}
-        self.exchange_of: dict[str, FactorExchange] = {}
+        self.pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}
+        self.exchange_of: dict[str, SufficientFactorExchange] = {}
         self.together = [layer_slices(schedule.slices, k) for k in range(len(schedule.slices))]
         self._sums: dict[int, Array] = {}
         for k, each in enumerate(schedule.slices):
@@ -56,7 +56,7 @@ class Ownership:
         together, weight = self.together[k], self._schedule.slices[k].parameters[0]
         if weight not in self.exchange_of:
             slices = [self._schedule.slices[each] for each in together]
-            self.exchange_of[weight] = FactorExchange(self._group, slices, self._comm, self._batch)
+            self.exchange_of[weight] = SufficientFactorExchange(self._group, slices, self._comm, self._batch)
         self.pieces[k] = self.exchange_of[weight], together.index(k)
 
     def start_sum(self, k: int) -> Handle:

@@ -9,9 +9,9 @@ from functools import partial
 
 from hpctrain.averaging import planning
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, agree
+from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
-from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
@@ -26,7 +26,7 @@ class ReductionStep:
     """What belongs to one step: its gates, and the tickets of slices that have not been updated."""
 
     lr: float
-    ready: dict[str, Gate]
+    ready: dict[str, LocalEvent]
     operations: tuple[Operation, ...]
     pending: dict[int, Ticket] = field(default_factory=dict)
     joint: JointStep | None = None
@@ -82,7 +82,7 @@ class AllreduceAverager(GradientAverager):
     def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         """Slices of all parameters, in forward order. link: what sizes follow from, where they do from any."""
 
-    def agree(self, stored: Schedule | None = None) -> None:
+    def agree(self, stored: CollectiveSchedule | None = None) -> None:
         comm = self.comm.split(0, self.comm.rank, f"{self.comm.name} gradients")
         assert comm is not None
         self._comm = comm
@@ -98,10 +98,10 @@ class AllreduceAverager(GradientAverager):
         }
         self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in self.schedule.slices]
 
-    def plan(self, link: LinkModel | None) -> Schedule:
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule:
         slices = self._slices(planning.RULE_LINK if self._sizes == "rule" else link)
-        order = (Operation(Kind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
-        return Schedule(self.request(), self.comm.size, slices, tuple(order))
+        order = (Operation(OperationKind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
+        return CollectiveSchedule(self.request(), self.comm.size, slices, tuple(order))
 
     def request(self) -> str:
         return f"{self._request()}; {fingerprint(self.group)}"
@@ -111,7 +111,7 @@ class AllreduceAverager(GradientAverager):
             self.agree()
         assert self.schedule is not None
         self._previous = self._step
-        gates = {name: Gate(f"gradient of {name}") for name in self._names}
+        gates = {name: LocalEvent(f"gradient of {name}") for name in self._names}
         step = self._step = ReductionStep(lr, gates, self._operations_of_step())
         for operation in step.operations:
             k, each = operation.slice, self.schedule.slices[operation.slice]

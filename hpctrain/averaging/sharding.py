@@ -17,13 +17,13 @@ import numpy as np
 
 from hpctrain.averaging import planning
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.exchange import FcExchange, exchanging_layers
-from hpctrain.averaging.gate import Gate
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, agree, sharded_operations
+from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.norms import JointNorms, JointStep
 from hpctrain.averaging.ownership import Ownership
 from hpctrain.averaging.planning import Times, Urgency, best_order
-from hpctrain.averaging.schedule import Kind, Operation, Schedule, Stream, agree, sharded_operations
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, with_factors
+from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.averaging.timing import StepClock
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.link import LinkModel, calibrate
@@ -43,9 +43,9 @@ class _Step:
     """What belongs to one step; operations that start late still find their own."""
 
     lr: float
-    ready: dict[str, Gate]
-    inputs: dict[str, Gate]
-    free: dict[str, Gate]
+    ready: dict[str, LocalEvent]
+    inputs: dict[str, LocalEvent]
+    free: dict[str, LocalEvent]
     reduced: dict[int, list[Ticket]] = field(default_factory=dict)
     gathered: dict[int, Ticket] = field(default_factory=dict)
     norms: Norms | None = None
@@ -128,7 +128,7 @@ class ShardedAverager(GradientAverager):
 
     # -- set-up --------------------------------------------------------------------------------------------------------------
 
-    def agree(self, stored: Schedule | None = None) -> None:
+    def agree(self, stored: CollectiveSchedule | None = None) -> None:
         comm = self.comm
         reduce = in_levels(comm, self._levels, f"{comm.name} gradients")
         gather = in_levels(comm, self._levels, f"{comm.name} parameters") if self._streams == 2 else reduce
@@ -146,17 +146,17 @@ class ShardedAverager(GradientAverager):
         self._ownership = Ownership(self.group, self.schedule, reduce, self._batch)
         self.optimizer.bind(self.group, self._ownership.owned)
 
-    def plan(self, link: LinkModel | None) -> Schedule:
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule:
         """The schedule of the first steps, from sizes alone. Not collective; `agree` calls it with the link, if it measures."""
         slices = self._slices(*self._slice_elements(link if self._sizes == "measured" else planning.RULE_LINK))
         operations = self._operations(slices, Times.unknown(tuple(self.group.parameters)), link)
-        return Schedule(self.request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
+        return CollectiveSchedule(self.request(), self.comm.size, slices, operations, self._window_for(slices, link, None))
 
-    def accepts(self, stored: Schedule | None) -> bool:
+    def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Also, the optimiser still needs norms, or still does not: it may have got, or lost, an option."""
         if stored is None or not super().accepts(stored):
             return False
-        return self.optimizer.needs_norms == any(operation.kind is Kind.NORMS for operation in stored.operations)
+        return self.optimizer.needs_norms == any(operation.kind is OperationKind.NORMS for operation in stored.operations)
 
     def request(self) -> str:
         nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
@@ -194,9 +194,9 @@ class ShardedAverager(GradientAverager):
         previous = self._previous = self._step
         step = self._step = _Step(
             lr,
-            {name: Gate(f"gradient of {name}") for name in self._names},
-            {name: Gate(f"inputs of {name}") for name in self._exchanging},
-            {name: Gate(f"backward's last use of {name}") for name in self._names},
+            {name: LocalEvent(f"gradient of {name}") for name in self._names},
+            {name: LocalEvent(f"inputs of {name}") for name in self._exchanging},
+            {name: LocalEvent(f"backward's last use of {name}") for name in self._names},
             norms=self._norms,
         )
         if self._joint is not None:
@@ -209,15 +209,15 @@ class ShardedAverager(GradientAverager):
         assert self.schedule is not None
         k = operation.slice
         queue: PostingQueue = self._queues[operation.stream]
-        if operation.kind is Kind.NORMS:
+        if operation.kind is OperationKind.NORMS:
             reduced = [ticket for tickets in step.reduced.values() for ticket in tickets]
             own = queue.post(partial(self._start_norms, step), str(operation.kind), reduced)
             step.norms_complete = own if step.joint is None else step.joint.ticket
             return
         each = self.schedule.slices[k]
-        whole = operation.kind in (Kind.INPUTS, Kind.ERRORS)
+        whole = operation.kind in (OperationKind.INPUTS, OperationKind.ERRORS)
         what = f"{operation.kind} of {each.parameters[0] if whole else each.name}"
-        if operation.kind is Kind.ALLGATHER:
+        if operation.kind is OperationKind.ALLGATHER:
             after: list[Ticket] = [step.free[name] for name in (*each.parameters, *each.replicated)]
             after += step.reduced[k]
             if step.norms_complete is not None:
@@ -225,7 +225,7 @@ class ShardedAverager(GradientAverager):
             step.gathered[k] = queue.post(partial(self._start_gather, step, k), what, after)
             return
         gates: list[Ticket] = []
-        if operation.kind is Kind.INPUTS:
+        if operation.kind is OperationKind.INPUTS:
             gates.append(step.inputs[each.parameters[0]])
             start = self._ownership.pieces[k][0].post_inputs
         else:
@@ -238,7 +238,7 @@ class ShardedAverager(GradientAverager):
         for piece in together:
             step.reduced.setdefault(piece, []).append(ticket)
 
-    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
         return any(parameter.name in self._exchanging_names for parameter in parameters)
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:

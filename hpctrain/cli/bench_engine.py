@@ -47,12 +47,12 @@ def engine(
 
     Times whole steps and each operator in one process, on made-up images, without MPI and data.
     """
-    from hpctrain.comm.launcher import detect
-    from hpctrain.threads import set_threads
+    from hpctrain.launch.launcher import detect
+    from hpctrain.launch.threads import set_threads
 
     plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
-    from hpctrain.experiment.engine_bench import compare, measure, print_tables
-    from hpctrain.experiment.engine_step import workload
+    from hpctrain.bench.engine import compare, measure, print_tables
+    from hpctrain.bench.engine_step import workload
 
     task = workload(model, batch, pixels)
     found = measure(task, backend, steps, plan.threads)

@@ -80,7 +80,7 @@ def scaling(
     Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: as it is, and with
     --compute-only. OVERRIDES such as averager=sharded win over the file.
     """
-    from hpctrain.experiment import scaling as study
+    from hpctrain.bench import scaling as study
 
     task = study.Task(
         file=file,

@@ -16,9 +16,9 @@ from typing import Any
 
 import click
 
-from hpctrain.comm.launcher import EXPECT_RANKS, Launcher, detect
 from hpctrain.errors import HpctrainError, LaunchError
 from hpctrain.launch import exit_codes
+from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect
 
 USER_ERROR = exit_codes.USER_ERROR
 BUG = exit_codes.BUG

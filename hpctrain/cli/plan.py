@@ -14,7 +14,7 @@ from hpctrain.cli.loading import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
-    from hpctrain.experiment.plans import Task
+    from hpctrain.experiment.dry_run import Task
 
 
 class _Seconds(click.FloatRange):
@@ -114,11 +114,11 @@ def show(
     """
     task = _task(file, overrides, ranks, image, classes)
     from hpctrain.cli import plan_tables
-    from hpctrain.experiment import plans
+    from hpctrain.experiment import dry_run
 
-    found = plans.description(task)
-    averaged = plans.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    places = plans.rank_map(task.plan, ranks_per_node)
+    found = dry_run.description(task)
+    averaged = dry_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
+    places = dry_run.rank_map(task.plan, ranks_per_node)
     if as_json:
         click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
         return
@@ -155,10 +155,10 @@ def schedule(
     """
     task = _task(file, overrides, ranks, image, classes)
     from hpctrain.cli import plan_tables
-    from hpctrain.experiment import plans
+    from hpctrain.experiment import dry_run
 
     link = _link(alpha_seconds, beta_seconds_per_byte)
-    averaged = plans.group_schedules(task, link, ranks_per_node)
+    averaged = dry_run.group_schedules(task, link, ranks_per_node)
     if as_json:
         if task.assumption:
             click.echo(task.assumption, err=True)
@@ -172,7 +172,7 @@ def _task(
     file: Path, overrides: tuple[str, ...], ranks: int | None, image: tuple[int, int, int] | None, classes: int | None
 ) -> Task:
     from hpctrain.experiment.check import check_names
-    from hpctrain.experiment.plans import prepare
+    from hpctrain.experiment.dry_run import prepare
 
     config, source = load_config(file, overrides)
     check_names(config, source)

@@ -13,11 +13,11 @@ from rich.segment import Segment
 from rich.table import Table
 
 from hpctrain.comm.link import LinkModel
+from hpctrain.experiment.dry_run import GroupSchedule, Task, averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
-from hpctrain.experiment.plans import GroupSchedule, Task, averaging_bytes, micro_counts
 from hpctrain.parallel.boxes import Box, Interval
-from hpctrain.parallel.description import Description, LayerPart, Redistribution, Traffic, Words
-from hpctrain.parallel.layout import Kind
+from hpctrain.parallel.layout import LayoutKind
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
 
 _COLUMNS = 100  # where there is no terminal; more where the layers need more
 _WIDEST = 1000
@@ -28,7 +28,7 @@ _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean po
 Places = Sequence[tuple[int, int, int]]
 
 
-def print_plan(task: Task, found: Description, averaged: Sequence[GroupSchedule], places: Places) -> None:
+def print_plan(task: Task, found: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
     """The head, the layers, totals, gradients and the map of ranks, on stdout; no column is ever cut."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
     for line in _head(task):
@@ -56,7 +56,7 @@ def _head(task: Task) -> Iterator[str]:
     yield ""
 
 
-def _print_layers(console: Console, task: Task, found: Description) -> None:
+def _print_layers(console: Console, task: Task, found: PlanReport) -> None:
     """As wide as there is room: what is sent stands side by side or one below the other."""
     for narrow in (False, True):
         table = _layers(task, found, narrow=narrow)
@@ -73,7 +73,7 @@ def _least_width(console: Console, table: Table) -> int:
     return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
 
 
-def _layers(task: Task, found: Description, *, narrow: bool) -> Table:
+def _layers(task: Task, found: PlanReport, *, narrow: bool) -> Table:
     """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
@@ -87,7 +87,7 @@ def _layers(task: Task, found: Description, *, narrow: bool) -> Table:
     for entry in found.entries:
         sent = _sent_cells(entry.traffic, item, narrow=narrow)
         activations = _megabytes([max(entry.activations)], item)
-        if isinstance(entry, Redistribution):
+        if isinstance(entry, RedistributionReport):
             table.add_row("  [italic]redistribute[/]", "", f"{entry.source} -> {entry.target}", "", *sent, "", activations)
             continue
         rows = task.plan.rows
@@ -127,7 +127,7 @@ def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str
     return ("0" if forward == backward == "0" else f"{forward}\n{backward}",)
 
 
-def _totals(found: Description) -> Iterator[str]:
+def _totals(found: PlanReport) -> Iterator[str]:
     yield ""
     if found.memory is not None:
         arena = _megabytes([each.activations for each in found.memory], 1)
@@ -164,20 +164,20 @@ def _map(task: Task, places: Places) -> Iterator[str]:
         yield f"  ... and {task.plan.cols - _MOST_LISTED} more; --json lists them all."
 
 
-def _operation(layer: LayerPart) -> str:
+def _operation(layer: LayerReport) -> str:
     word, _, rest = layer.operation.partition(" ")
     return f"{_SHORT.get(word, word)} {rest}".strip()
 
 
-def _owned(layer: LayerPart, rows: int) -> str:
+def _owned(layer: LayerReport, rows: int) -> str:
     boxes = layer.owns[:rows]
-    if layer.kind is Kind.ROWS and len({box[2] for box in boxes}) > 1:
+    if layer.kind is LayoutKind.TILES and len({box[2] for box in boxes}) > 1:
         return "tiles " + " ".join(f"{_interval(box[1])}x{_interval(box[2])}" for box in boxes)
-    dim = {Kind.SAMPLES: 0, Kind.ROWS: 1, Kind.CHANNELS: -1}[layer.kind]
+    dim = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}[layer.kind]
     return f"{layer.kind.value} " + " ".join(_interval(box[dim]) for box in boxes)
 
 
-def _halo(layer: LayerPart, rows: int) -> str:
+def _halo(layer: LayerReport, rows: int) -> str:
     halo = layer.halo[:rows]
     if not any(map(any, halo)):
         return ""
@@ -259,7 +259,7 @@ def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
     }
 
 
-def as_dict(task: Task, found: Description, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
+def as_dict(task: Task, found: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
     """Everything that `print_plan` shows, by position, in integers."""
     item = found.item_bytes
     memory = found.memory or ()
@@ -283,12 +283,12 @@ def as_dict(task: Task, found: Description, averaged: Sequence[GroupSchedule], p
     }
 
 
-def _entry(entry: LayerPart | Redistribution, item_bytes: int) -> dict[str, Any]:
+def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[str, Any]:
     traffic = entry.traffic
     sent = _sent(traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
     words = {"words_forward": list(traffic.forward), "words_backward": list(traffic.backward)}
     activations = {"activation_bytes": [item_bytes * size for size in entry.activations]}
-    if isinstance(entry, Redistribution):
+    if isinstance(entry, RedistributionReport):
         head = {"redistribution": entry.name, "reader": entry.reader, "source": entry.source, "target": entry.target}
         return {**head, **words, **sent, **activations}
     return {

@@ -10,12 +10,12 @@ import click
 
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.loading import load_config
-from hpctrain.comm.launcher import Launcher, detect
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.exit_codes import STOPPED
+from hpctrain.launch.launcher import Launcher, detect
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.threads import ThreadPlan, set_threads
+from hpctrain.launch.threads import ThreadPlan, set_threads
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
@@ -66,14 +66,14 @@ class _Job:
             prepared = self._prepare(file, overrides)
         except HpctrainError as error:
             prepared = error
-        from hpctrain.comm.agreement import raise_alike
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.session import Session, start_world
-        from hpctrain.train.run_directory import git_state
+        from hpctrain.storage.run_directory import git_state
 
         revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
         deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
         self.world = start_world(self.launcher, deadline_seconds)
-        config, threads = raise_alike(self.world, lambda: _given(prepared))
+        config, threads = raise_on_all_ranks(self.world, lambda: _given(prepared))
         return Session.start(config, self.launcher, threads, self.world, revision)
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:

@@ -29,7 +29,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    name: str  # for messages: "world", "row", "column", ...
+    name: str  # for messages: "world", "split", "data", ...
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum over the ranks, in place. Collective."""

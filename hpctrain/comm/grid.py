@@ -17,12 +17,12 @@ from hpctrain.errors import ShapeError
 class GridAxis(StrEnum):
     """Along which axis of the grid a group runs.
 
-    ROW: the Pr ranks of one column, r = 0 .. Pr-1: they share samples (model, domain).
-    COL: the Pc ranks of one row, c = 0 .. Pc-1: they share weights (batch).
+    SPLIT: the Pr ranks of one column, r = 0 .. Pr-1: they share samples (model, domain).
+    DATA: the Pc ranks of one row, c = 0 .. Pc-1: they share weights (batch).
     """
 
-    ROW = "row"
-    COL = "column"
+    SPLIT = "split"
+    DATA = "data"
 
 
 class ProcessGrid:
@@ -44,14 +44,14 @@ class ProcessGrid:
         self.node = world.split_shared_memory("node")
         self.node_of = node_numbers(world, self.node)
         self.row, self.col = coordinates(self.node_of, rows)[world.rank]
-        down = world.split(self.col, self.row, GridAxis.ROW.value)
-        across = world.split(self.row, self.col, GridAxis.COL.value)
+        down = world.split(self.col, self.row, GridAxis.SPLIT.value)
+        across = world.split(self.row, self.col, GridAxis.DATA.value)
         assert down is not None
         assert across is not None
-        self._along = {GridAxis.ROW: down, GridAxis.COL: across}
+        self._along = {GridAxis.SPLIT: down, GridAxis.DATA: across}
 
     def along(self, axis: GridAxis) -> Communicator:
-        """This rank's group along an axis; its rank in it is r (ROW) or c (COL)."""
+        """This rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
         return self._along[axis]
 
 

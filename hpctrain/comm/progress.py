@@ -145,7 +145,7 @@ class PostingQueue:
                 self._record(ticket, self._trace)
         del flying[kept:]
 
-    def nudge(self) -> None:
+    def progress_once(self) -> None:
         """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
         for ticket in self._in_flight:
             if ticket.handle is not None:
@@ -273,7 +273,7 @@ class ProgressEngine:
 
     def _nudge(self) -> None:
         for queue in self._queues.values():
-            queue.nudge()
+            queue.progress_once()
 
     def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
         """Drive all queues until these operations are complete."""

@@ -49,7 +49,7 @@ class ProgressMode(StrEnum):
 
 
 @dataclass(frozen=True)
-class Hiding:
+class OverlapMeasurement:
     """What was measured: seconds of the exchange alone, of the compute alone, and of both together by mode.
 
     All are of the slowest rank, medians over rounds; by_round has each round's. operator_seconds: length of one operator of
@@ -105,7 +105,7 @@ def _at_most(successes: int, trials: int) -> float:
     return outcomes / float(2**trials)
 
 
-def choose(hiding: Hiding) -> ProgressMode:
+def choose(hiding: OverlapMeasurement) -> ProgressMode:
     """`test`, unless other modes are surely and clearly better; then the best of them."""
     better = [mode for mode in hiding.by_round if mode is not ProgressMode.TEST and hiding.ratio_limit(mode) < CLEARLY_BETTER]
     return min(better, key=hiding.ratio, default=ProgressMode.TEST)
@@ -129,7 +129,7 @@ def measure(
     most_bytes: int = 64 << 20,
     worth_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> Hiding | None:
+) -> OverlapMeasurement | None:
     """How much each mode hides, in about two seconds: rounds of all modes in turn, until the time is up. Collective over `comm`.
 
     None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first mode's
@@ -167,7 +167,7 @@ def measure(
     slowest = np.max(comm.allgather_object([wire, compute, *together.values()]), axis=0)
     wire_seconds, compute_seconds = (float(value) for value in np.median(slowest[:2], axis=1))
     by_round = {mode: tuple(times) for mode, times in zip(modes, slowest[2:].tolist(), strict=True)}
-    return Hiding(wire_seconds, compute_seconds, compute_seconds / operators, probe.message_bytes, by_round)
+    return OverlapMeasurement(wire_seconds, compute_seconds, compute_seconds / operators, probe.message_bytes, by_round)
 
 
 class _Probe:

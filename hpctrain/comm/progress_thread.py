@@ -18,18 +18,19 @@ INTERVAL_SECONDS = 200e-6
 
 
 class ProgressThread:
-    """Calls `nudge` again and again inside of its `with` block, and never outside of it.
+    """Calls `progress_once` again and again inside of its `with` block, and never outside of it.
 
-    A block does not nest. What `nudge` raises is raised at the end of the block.
+    A block does not nest. What `progress_once` raises is raised at the end of the block.
 
     Args:
-        nudge: one pass over what is in flight. lock: held during each pass; whoever else talks to the transport holds it too.
+        progress_once: one pass over what is in flight.
+        lock: held during each pass; whoever else talks to the transport holds it too.
     """
 
     def __init__(
-        self, nudge: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
+        self, progress_once: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
     ) -> None:
-        self._nudge = nudge
+        self._nudge = progress_once
         self._lock = lock
         self._interval_seconds = interval_seconds
         self._gate = threading.Event()

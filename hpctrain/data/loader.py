@@ -20,7 +20,7 @@ from hpctrain.data.region import Box, Region, clip, hull, inside, is_empty, shap
 from hpctrain.data.sampler import Sampler, counts, part_of
 
 #: what each rank of a column reads of the column's images (N, H, W, C), for the samples of each
-Boxes = Callable[[tuple[int, ...]], Sequence[Box]]
+TileOfRank = Callable[[tuple[int, ...]], Sequence[Box]]
 
 CACHE_LIMIT_BYTES = 1 << 30
 
@@ -97,7 +97,7 @@ class Loader:
         part: int = 0,
         parts: int = 1,
         rows: int = 1,
-        boxes: Boxes | None = None,
+        boxes: TileOfRank | None = None,
         prefetch: int = 2,
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,

@@ -16,7 +16,7 @@ from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
 from hpctrain.registry import Registry
 
-AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging", "averager", GradientAverager)
+AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging.strategies", "averager", GradientAverager)
 
 
 def make_averager(

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.backend import Backend, make_backend
-from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
-from hpctrain.data.loader import Boxes, Loader
+from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.errors import DataError
 from hpctrain.experiment.averager import make_averager
 from hpctrain.experiment.check import OPTIMIZERS
-from hpctrain.experiment.grid import check_overlap, grid_plan
+from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
@@ -22,14 +22,14 @@ from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim import schedules
-from hpctrain.optim.schedules import Schedule
-from hpctrain.parallel.distribution import GridDistribution
+from hpctrain.optim.schedules import LearningRateSchedule
+from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.train.evaluator import Evaluator
-from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import traced_optimizer
 from hpctrain.train.trainer import Cadence, Trainer
 
@@ -48,7 +48,7 @@ class Parts:
     averagers: Mapping[str, GradientAverager]
     loader: Loader
     test_loader: Loader | None
-    schedule: Schedule
+    schedule: LearningRateSchedule
     data: DataFacts
     notes: tuple[str, ...]
 
@@ -62,7 +62,7 @@ def build(session: Session, known: DataFacts | None = None) -> Parts:
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
-    return raise_alike(session.world, lambda: _build(session, known))
+    return raise_on_all_ranks(session.world, lambda: _build(session, known))
 
 
 def _build(session: Session, known: DataFacts | None) -> Parts:
@@ -93,7 +93,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
 
 def build_network(
     session: Session, backend: Backend, classes: int, image_shape: tuple[int, int, int]
-) -> tuple[Network, Boxes | None]:
+) -> tuple[Network, TileOfRank | None]:
     """This rank's part of the configured model at the images' shape, and what the ranks of its column read of the images.
 
     Raises:
@@ -102,8 +102,8 @@ def build_network(
     """
     config, grid = session.config, session.grid
     model: Layer = catalogue.build(config.model.name, model_options(config, classes, image_shape))
-    axis = session.groups.row_axis(session.progress)
-    distribution = None if axis is None else GridDistribution(grid_plan(config, grid.cols), axis)
+    axis = session.groups.split_group(session.progress)
+    distribution = None if axis is None else GridDistribution(parallel_plan(config, grid.cols), axis)
     network = Network(
         model,
         image_shape,
@@ -121,7 +121,7 @@ def build_network(
             f"{config.data.train} has {classes} classes, the model {config.model.name} has {network.classes}; "
             f"set model.classes to {classes} or use other data."
         )
-    return network, None if distribution is None else distribution.boxes_by_counts(network.graph)
+    return network, None if distribution is None else distribution.tiles_by_counts(network.graph)
 
 
 def build_averagers(session: Session, network: Network) -> dict[str, GradientAverager]:
@@ -153,7 +153,7 @@ def build_trainer(
     """The training loop over `parts`."""
     config = session.config
     groups, progress = session.groups, session.progress
-    message = SmallMessage(groups.messages, progress, parts.network.statistics.size)
+    message = StepReduction(groups.messages, progress, parts.network.statistics.size)
     return Trainer(
         network=parts.network,
         averagers=parts.averagers,

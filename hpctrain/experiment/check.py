@@ -24,7 +24,7 @@ from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim import schedules
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.registry import OptionError, Registry, check_options
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
@@ -86,7 +86,7 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     cols = config.grid.cols or 1
     for path, attempt in (
         (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
-        (("grid", "tiles"), partial(grid.grid_plan, config, cols)),
+        (("grid", "tiles"), partial(grid.parallel_plan, config, cols)),
     ):
         try:
             attempt()
@@ -97,7 +97,7 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
     for where, pattern in patterns if names else ():
         try:
-            GridPlan(use={pattern: RowUse.DOMAIN}).check(names)
+            ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
         except ConfigError as error:
             yield where, str(error)
     yield from _overlap_faults(config, cols)
@@ -107,7 +107,7 @@ def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
     graph = grid.model_graph(config)
     try:
-        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.grid_plan(config, cols)))
+        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
     except HpctrainError:  # what is wrong with the grid has its own sentence
         return
     for number, sentence, by_size in faults:

@@ -43,7 +43,7 @@ def without_communication(session: Session) -> Session:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GradientExchange:
     """A reduce-scatter and an allgather of all gradients with nothing beside them, on the slowest rank; medians.
 
     In two levels where nodes have several ranks: in one they would take longer than an averager does.
@@ -56,15 +56,15 @@ class Exchange:
     cpu_seconds: float
 
 
-def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Network) -> Exchange:
-    """Exchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
+def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Network) -> GradientExchange:
+    """GradientExchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
     buffers = [
         (in_levels(groups.gradients[name], levels(groups.nodes[name]), "exchange alone"), np.zeros(group.size, group.dtype))
         for name, group in network.groups.items()
     ]
     found = np.array([_exchange(groups.samples, progress, buffers) for _ in range(_REPEATS + 1)][1:])
     slowest = np.max(groups.samples.allgather_object(np.median(found, axis=0)), axis=0)
-    return Exchange(sum(buffer.nbytes for _, buffer in buffers), float(slowest[0]), float(slowest[1]))
+    return GradientExchange(sum(buffer.nbytes for _, buffer in buffers), float(slowest[0]), float(slowest[1]))
 
 
 def _exchange(
@@ -83,7 +83,12 @@ def _exchange(
 
 
 def report(
-    session: Session, directory: Path, median_step_seconds: float, steps: int, exchange: Exchange, about: Mapping[str, Any]
+    session: Session,
+    directory: Path,
+    median_step_seconds: float,
+    steps: int,
+    exchange: GradientExchange,
+    about: Mapping[str, Any],
 ) -> list[str]:
     """Record and describe the measurement; the lines are rank 0's. Collective over the world.
 

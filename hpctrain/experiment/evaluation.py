@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.backend.backend import make_backend
-from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import build_network
@@ -20,8 +20,8 @@ from hpctrain.experiment.images import (
 )
 from hpctrain.experiment.resume import check_model, data_of, find_checkpoint, stored_config
 from hpctrain.experiment.session import Session
+from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import snapshot
-from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.shards import Shards
@@ -43,7 +43,7 @@ def run_evaluation(session: Session, source: str) -> None:
         output, name = session.config.output, session.config.name
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
     path, content = there
-    images, evaluator = raise_alike(session.world, lambda: _build(session, path, content))
+    images, evaluator = raise_on_all_ranks(session.world, lambda: _build(session, path, content))
     if session.is_root:
         for note in images.notes:
             print(note)

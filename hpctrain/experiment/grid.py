@@ -11,9 +11,9 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
-from hpctrain.parallel.distribute import distribute
 from hpctrain.parallel.interior import Whole
-from hpctrain.parallel.plan import GridPlan, RowUse
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
 
 
 def columns(config: Config, ranks: int) -> int:
@@ -21,17 +21,17 @@ def columns(config: Config, ranks: int) -> int:
     return config.grid.cols if config.grid.cols is not None else max(1, ranks // config.grid.rows)
 
 
-def grid_plan(config: Config, cols: int) -> GridPlan:
+def parallel_plan(config: Config, cols: int) -> ParallelPlan:
     """What each layer does.
 
     Raises:
         ConfigError: tiles that do not multiply to the rows.
     """
-    use = {pattern: RowUse(each) for pattern, each in config.plan.patterns.items()}
+    use = {pattern: Parallelism(each) for pattern, each in config.plan.patterns.items()}
     patterns = config.grid.overlap
     names = layer_names(config) if patterns else ()
     overlapped = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
-    return GridPlan(config.grid.rows, cols, RowUse(config.plan.default), use, config.grid.tiles, overlapped)
+    return ParallelPlan(config.grid.rows, cols, Parallelism(config.plan.default), use, config.grid.tiles, overlapped)
 
 
 def layer_names(config: Config) -> tuple[str, ...]:
@@ -46,9 +46,9 @@ def splits_parameters(config: Config) -> bool:
     if graph is None or config.grid.rows == 1:
         return False
     try:
-        plan = grid_plan(config, config.grid.cols or 1)
+        plan = parallel_plan(config, config.grid.cols or 1)
         # Two rows split the layers that any more do, in no time.
-        distributed = distribute(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
+        distributed = partition_graph(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
     except HpctrainError:
         return False
     placed = ((step.node, step.placement) for step in distributed.steps)
@@ -75,16 +75,16 @@ class Overlap:
     whole: Mapping[str, Whole]
 
 
-def overlap(graph: Graph, plan: GridPlan) -> Overlap:
+def overlap(graph: Graph, plan: ParallelPlan) -> Overlap:
     """Which of the layers that the plan wants in parts can be computed so. graph: the model for one image."""
     if plan.rows == 1:
         return Overlap((), {})
-    whole = distribute(graph, plan, (1, *(0,) * (plan.rows - 1))).whole
+    whole = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).whole
     wanted = [node.name for node in graph.nodes if node.name in plan.overlapped]
     return Overlap(tuple(name for name in wanted if name not in whole), whole)
 
 
-def overlap_faults(config: Config, graph: Graph, plan: GridPlan) -> Iterator[tuple[int, str, bool]]:
+def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
     """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
     whole = overlap(graph, plan).whole if config.grid.overlap else {}  # which many rows take long to find
     for number, pattern in enumerate(config.grid.overlap if whole else ()):
@@ -100,7 +100,7 @@ def overlap_faults(config: Config, graph: Graph, plan: GridPlan) -> Iterator[tup
         yield number, sentence, whole[name].by_size
 
 
-def check_overlap(config: Config, graph: Graph, plan: GridPlan) -> None:
+def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
     """Refuse patterns of `grid.overlap` that serve no layer. graph: the model for one image.
 
     Raises:
@@ -121,7 +121,7 @@ def check_batch(batch: int, rows: int, cols: int) -> None:
         raise ConfigError(f"batch is {batch}, but the {cols} columns of the grid share it; the smallest batch is {cols}.")
 
 
-def describe(plan: GridPlan) -> str:
+def describe(plan: ParallelPlan) -> str:
     """The grid and its plan in a few words."""
     grid = f"{plan.rows} x {plan.cols}"
     if plan.rows == 1:

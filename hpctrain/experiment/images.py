@@ -12,7 +12,7 @@ from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
-from hpctrain.data.loader import Boxes, Loader
+from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ShapeError
@@ -98,7 +98,7 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def make_loader(session: Session, images: Images, boxes: Boxes | None, *, batch: int, shuffle: bool) -> Loader:
+def make_loader(session: Session, images: Images, boxes: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
     """This rank's share of a data file."""
     config, groups = session.config, session.groups
     return Loader(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.comm import progress_mode
-from hpctrain.comm.progress_mode import Hiding, ProgressMode
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
@@ -30,7 +30,7 @@ class Chosen:
     mode: ProgressMode
     reason: str
     matters: bool = True
-    hiding: Hiding | None = None
+    hiding: OverlapMeasurement | None = None
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def _measured(session: Session, network: Network) -> Chosen:
     return from_measurement(hiding, time.perf_counter() - begin)
 
 
-def from_measurement(hiding: Hiding, seconds: float) -> Chosen:
+def from_measurement(hiding: OverlapMeasurement, seconds: float) -> Chosen:
     """The choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
     mode = progress_mode.choose(hiding)
     if mode is ProgressMode.TEST:
@@ -105,7 +105,7 @@ def from_measurement(hiding: Hiding, seconds: float) -> Chosen:
     return Chosen(mode, reason, hiding=hiding, seconds=seconds)
 
 
-def _measure(session: Session, network: Network) -> Hiding | None:
+def _measure(session: Session, network: Network) -> OverlapMeasurement | None:
     """Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
     messages = session.groups.messages
     gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))

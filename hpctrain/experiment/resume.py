@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
@@ -23,10 +23,10 @@ from hpctrain.experiment.model import model_options
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
-from hpctrain.train import checkpoint
-from hpctrain.train.checkpoint import CheckpointContent
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import RunDirectory, resumable, runs
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.run_directory import RunDirectory, resumable, runs
 from hpctrain.train.snapshot import Position
 
 AUTO = "auto"
@@ -63,7 +63,7 @@ def find_start(session: Session, source: str) -> Start | None:
         CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
     """
     there = find_checkpoint(session, source)
-    return None if there is None else raise_alike(session.world, lambda: _start(session, *there))
+    return None if there is None else raise_on_all_ranks(session.world, lambda: _start(session, *there))
 
 
 def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent] | None:
@@ -73,12 +73,12 @@ def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointCont
         CheckpointError: as `find_start`.
     """
     config, world = session.config, session.world
-    there = raise_alike(world, lambda: _find(config.output, config.name, source) if session.is_root else None)
+    there = raise_on_all_ranks(world, lambda: _find(config.output, config.name, source) if session.is_root else None)
     name = world.broadcast_object(None if there is None else str(there[0]))
     if name is None:
         return None
     path = Path(name)
-    return path, raise_alike(world, lambda: there[1] if there is not None else checkpoint.read(path))
+    return path, raise_on_all_ranks(world, lambda: there[1] if there is not None else checkpoint.read(path))
 
 
 def _find(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:

@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.comm.agreement import raise_alike
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.errors import ConfigError
-from hpctrain.experiment import compute_only, posting
+from hpctrain.experiment import collective_schedules, compute_only
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.cores import cores_of_ranks
-from hpctrain.experiment.grid import describe, grid_plan
-from hpctrain.experiment.occupancy import oversubscribed
+from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.oversubscription import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.resume import Start, find_start, introduce
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.train import checkpoint, snapshot
+from hpctrain.storage import checkpoint
+from hpctrain.storage.run_directory import RunDirectory, software_versions
+from hpctrain.train import snapshot
 from hpctrain.train.metrics import Reporter, SilentReporter
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
-from hpctrain.train.run_directory import RunDirectory, software_versions
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome
 
@@ -46,11 +47,12 @@ def run_training(
     True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
 
     Args:
-        resume: see `find_start`. steps: to stop after. schedule_from: a run whose averaging is repeated (see `posting.agree`).
+        resume: see `find_start`. steps: to stop after.
+        schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
     """
     start = find_start(session, resume) if resume is not None else None
     parts = build(session, None if start is None else start.data)
-    posting.agree(session, parts, None if start is None else start.content, schedule_from)
+    collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     position, directory = Position(), None
     if start is not None:
         snapshot.put(start.content, parts.network, parts.averagers, parts.shards)
@@ -66,7 +68,7 @@ def run_training(
         elif resume is not None:
             reporter.say(f"nothing to resume: no run named {session.config.name} in {session.config.output} has a checkpoint yet")
         reporter.say(f"run directory {directory.path}")
-        posting.keep(session, parts, directory)
+        collective_schedules.keep(session, parts, directory)
         _start_measuring(session, parts, directory, reporter)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
@@ -93,7 +95,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
     alone = compute_only.without_communication(session)
     parts = build(alone)
-    posting.agree(alone, parts)
+    collective_schedules.agree(alone, parts)
     directory = _new_directory(alone, parts)
     reporter = _reporter(alone, directory, style)
     trace = alone.progress.trace
@@ -131,7 +133,7 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
         )
         return str(directory.path)
 
-    return RunDirectory.open(Path(session.world.broadcast_object(raise_alike(session.world, make))))
+    return RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
 
 
 def _cut_records(session: Session, parts: Parts, start: Start) -> None:
@@ -148,7 +150,7 @@ def _cut_records(session: Session, parts: Parts, start: Start) -> None:
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
 
-    raise_alike(session.world, cut)
+    raise_on_all_ranks(session.world, cut)
 
 
 def _save(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
@@ -161,8 +163,8 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "config": dump(session.config),
         "data": parts.data.to_meta(),
         "ranks": session.world.size,
-        "grid": describe(grid_plan(session.config, session.grid.cols)),
-        **posting.keep(session, parts, directory),
+        "grid": describe(parallel_plan(session.config, session.grid.cols)),
+        **collective_schedules.keep(session, parts, directory),
     }
     content = snapshot.take(parts.network, parts.averagers, parts.shards, position, meta, keep=session.is_root)
 
@@ -171,7 +173,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
             checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, position.global_step), content)
             checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
 
-    raise_alike(session.world, write)
+    raise_on_all_ranks(session.world, write)
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
@@ -192,7 +194,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     config, network = session.config, parts.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
-    grid = describe(grid_plan(config, session.grid.cols))
+    grid = describe(parallel_plan(config, session.grid.cols))
     ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
     reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
@@ -225,7 +227,7 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
         "model": config.model.name,
         "averager": config.averager.name,
         "batch": config.batch,
-        "grid": describe(grid_plan(config, session.grid.cols)),
+        "grid": describe(parallel_plan(config, session.grid.cols)),
         "threads": session.threads.threads,
         "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
     }

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from hpctrain import log
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid, check_grid
-from hpctrain.comm.launcher import Launcher, check_world
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
 from hpctrain.experiment.grid import check_batch, columns
+from hpctrain.launch.launcher import Launcher, check_world
+from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.threads import ThreadPlan
 from hpctrain.trace.tracer import Tracer, capacity_for
 
 

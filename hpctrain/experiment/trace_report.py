@@ -14,11 +14,11 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.clock import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
+from hpctrain.trace.time_table import Postings, RowNames, TimeTable
+from hpctrain.trace.time_table_text import lines
 from hpctrain.trace.tracer import Category, Events, Tracer, cost_per_event_seconds
-from hpctrain.train import time_table
-from hpctrain.train.time_table import Postings, RowNames, TimeTable
-from hpctrain.train.time_table_text import lines
 
 TRACE_FILE = "trace.json"
 TABLE_FILE = "time_table.json"

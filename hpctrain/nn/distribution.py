@@ -38,7 +38,7 @@ class Distribution(Protocol):
         """This rank's part of a parameter or statistic, by full name; None: it holds all of it."""
         ...
 
-    def speaks(self, name: str) -> tuple[bool, bool]:
+    def contributes(self, name: str) -> tuple[bool, bool]:
         """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its whole column."""
         ...
 
@@ -55,5 +55,5 @@ class Undistributed:
     def shard(self, name: str) -> Shard | None:
         return None
 
-    def speaks(self, name: str) -> tuple[bool, bool]:
+    def contributes(self, name: str) -> tuple[bool, bool]:
         return True, False

@@ -14,7 +14,7 @@ class StepHooks:
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         """The next operator reads these parameters: they must hold this step's values when this returns."""
 
-    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
         """True for a linear layer whose gradients are made elsewhere, from its input and its output's gradient.
 
         It then gets `input_ready` in forward and `error_ready` in backward, and no `grad_ready` for its parameters.

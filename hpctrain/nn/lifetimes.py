@@ -17,7 +17,7 @@ from hpctrain.nn.plan import ExecutionPlan
 Key = tuple[str, int]
 
 _COMPUTES = (Action.PARAMETERS, Action.INPUT)
-_REMAKES = (Action.REBUILD, Action.COPY)
+_REMAKES = (Action.RECOMPUTE, Action.COPY)
 
 
 class Timeline:

@@ -22,7 +22,7 @@ from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
 
 ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
-_ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("world", "column", "row"), LocalStatistics()))
+_ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
@@ -35,7 +35,7 @@ class Network:
     Args:
         model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: "float32" or "float64".
         seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
-            "world", "column", "row" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
+            "all", "data", "split" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
 
     Attributes:
         groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
@@ -76,7 +76,7 @@ class Network:
             if name in group.parameters
         }
         parts = {name: shard.interval for name in statistic_specs if (shard := self.distribution.shard(name)) is not None}
-        self.statistics = FlatStatistics(statistic_specs, dtype, parts, self.distribution.speaks)
+        self.statistics = FlatStatistics(statistic_specs, dtype, parts, self.distribution.contributes)
         for name, parameter in self.parameters.items():
             value, shard = first_value(self.parameter_specs[name], name, seed, dtype), self.shards[name]
             parameter.data[...] = value if shard is None else value[shard.index]

@@ -34,7 +34,7 @@ class Action(Enum):
     """What a pass does with a step."""
 
     FORWARD = auto()
-    REBUILD = auto()  # make the output again, which was not kept
+    RECOMPUTE = auto()  # make the output again, which was not kept
     COPY = auto()  # the same, of a copy in another layout
     PARAMETERS = auto()
     INPUT = auto()
@@ -56,11 +56,11 @@ def backward_actions(plan: ExecutionPlan) -> tuple[tuple[Action, int], ...]:
     for k in reversed(range(len(plan.steps))):
         step = plan.steps[k]
         for tensor in _needed(plan, k):
-            for position in plan.recipe(tensor)[1]:
+            for position in plan.recompute_path(tensor)[1]:
                 made = plan.steps[position].output
                 if made not in present:
                     present.add(made)
-                    actions.append((Action.COPY if plan.steps[position].node is None else Action.REBUILD, position))
+                    actions.append((Action.COPY if plan.steps[position].node is None else Action.RECOMPUTE, position))
         if not step.input_first:
             actions.append((Action.PARAMETERS, k))
         if k not in done:

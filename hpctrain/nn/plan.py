@@ -45,7 +45,7 @@ class ExecutionPlan:
     """Steps in forward order, and which tensors share storage.
 
     storage[t]: the tensor whose memory tensor t lies in (itself where it has its own). needs_grad[t]: its gradient is computed.
-    grad_storage[t] likewise for gradients. rebuilt: tensors that are not kept from forward to backward but made again.
+    grad_storage[t] likewise for gradients. recomputed: tensors that are not kept from forward to backward but made again.
     """
 
     steps: list[PlannedStep]
@@ -53,16 +53,16 @@ class ExecutionPlan:
     output: int
     training: bool
     needs_grad: list[bool] = field(default_factory=list)
-    rebuilt: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     storage: list[int] = field(default_factory=list)
     grad_storage: list[int] = field(default_factory=list)
 
-    def recipe(self, tensor: int) -> tuple[int, tuple[int, ...]]:
+    def recompute_path(self, tensor: int) -> tuple[int, tuple[int, ...]]:
         """(root, steps): a tensor that is kept, and the positions of the steps that make `tensor` from it again, in order."""
-        if tensor not in self.rebuilt:
+        if tensor not in self.recomputed:
             return tensor, ()
         position = next(k for k, step in enumerate(self.steps) if step.output == tensor)
-        root, steps = self.recipe(self.steps[position].inputs[0])
+        root, steps = self.recompute_path(self.steps[position].inputs[0])
         return root, (*steps, position)
 
     def producer(self, tensor: int) -> int | None:
@@ -93,7 +93,7 @@ class ExecutionPlan:
 def plan(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
     """Fuse, make operators, insert reorders, decide who shares memory."""
     result = _make_steps(kernels.fuse(graph, training=training), kernels, training, input_gradient)
-    _find_rebuilt(result)
+    _find_recomputed(result)
     _share_activations(result)
     _share_gradients(result)
     return result
@@ -153,7 +153,7 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
     return needs_grad
 
 
-def _find_rebuilt(plan: ExecutionPlan) -> None:
+def _find_recomputed(plan: ExecutionPlan) -> None:
     """Outputs that their operators make again, and the copies in other layouts on both sides of these."""
     if not plan.training:
         return
@@ -164,10 +164,10 @@ def _find_rebuilt(plan: ExecutionPlan) -> None:
             copies.add(step.output)
             if step.inputs[0] in made:
                 made.add(step.output)
-        if step.operator.rebuilds_output:
+        if step.operator.recomputes_output:
             made.add(step.output)
             made.update(copies.intersection(step.inputs))
-    plan.rebuilt = frozenset(made)
+    plan.recomputed = frozenset(made)
 
 
 def _share_activations(plan: ExecutionPlan) -> None:
@@ -181,7 +181,9 @@ def _share_activations(plan: ExecutionPlan) -> None:
         free = all(last_read[t] <= k and t not in kept for t in members[source])
         once = step.inputs.count(step.inputs[0]) == 1
         keeps_input = step.operator.needs_inputs[0] and plan.training
-        fixed = source in plan.rebuilt or step.output in plan.rebuilt  # what is made again would be made over what was changed
+        fixed = (
+            source in plan.recomputed or step.output in plan.recomputed
+        )  # what is made again would be made over what was changed
         if step.operator.view or (fits and source != 0 and free and once and not keeps_input and not fixed):
             plan.storage[step.output] = source
             members[source].append(step.output)
@@ -198,7 +200,7 @@ def _uses(plan: ExecutionPlan) -> tuple[list[int], set[int]]:
                 kept.add(tensor)
         if plan.training and step.operator.needs_output:
             kept.add(step.output)
-    kept.update(plan.recipe(tensor)[0] for tensor in plan.rebuilt)
+    kept.update(plan.recompute_path(tensor)[0] for tensor in plan.recomputed)
     last_read[plan.output] = len(plan.steps)
     return last_read, kept
 

@@ -101,7 +101,7 @@ class Program:
             return
         if step.parameters:
             hooks.before_forward(step.parameters)
-        if step.factors is not None and hooks.takes_factors(step.parameters):
+        if step.factors is not None and hooks.takes_sufficient_factors(step.parameters):
             hooks.input_ready(step.parameters, step.factors[0])
         step.operator.forward(context)
         hooks.operator_done(step.name, "forward")
@@ -117,13 +117,13 @@ class Program:
                 hooks.data_free(parameter)
         elif action is Action.BEGIN:
             step.operator.begin_backward()
-        elif action is Action.REBUILD:
-            step.operator.rebuild_output()
+        elif action is Action.RECOMPUTE:
+            step.operator.recompute_output()
         else:
             step.operator.forward(_NO_CONTEXT)
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
-        if step.factors is not None and hooks.takes_factors(step.parameters):
+        if step.factors is not None and hooks.takes_sufficient_factors(step.parameters):
             step.operator.finish_output_grad()
             hooks.error_ready(step.parameters, step.factors[1])
             return
@@ -277,7 +277,7 @@ class _Binder:
         return LocalStatistics() if group is None else self._mergers[group]
 
     def _factors(self, step: PlannedStep) -> tuple[Array, Array] | None:
-        if not step.operator.gives_factors or not self._plan.training:
+        if not step.operator.gives_sufficient_factors or not self._plan.training:
             return None
         return self.activation(step.inputs[0]), self.gradient(step.output)
 

@@ -28,8 +28,9 @@ class FlatStatistics:
     and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only.
 
     Args:
-        specs: by full name. parts: split statistics: the interval of channels that this rank computes. speaks: of a statistic,
-            whether this rank adds it to the step's sums weighted by its own samples, and by those of all ranks that share them.
+        specs: by full name. parts: split statistics: the interval of channels that this rank computes.
+        contributes: of a statistic, whether this rank adds it to the step's sums weighted by its own samples, and by those of all
+            ranks that share them.
 
     Attributes:
         running, batch: 1-D arrays of the network's dtype. momentum: float64, per element.
@@ -41,7 +42,7 @@ class FlatStatistics:
         specs: Mapping[str, StatisticSpec],
         dtype: str,
         parts: Mapping[str, tuple[int, int]] = _WHOLE,
-        speaks: Callable[[str], tuple[bool, bool]] = _for_its_samples,
+        contributes: Callable[[str], tuple[bool, bool]] = _for_its_samples,
     ) -> None:
         self.names = tuple(specs)
         self._parts = parts
@@ -63,7 +64,7 @@ class FlatStatistics:
             self._batch_views[name] = self.batch[part].reshape(spec.shape)
             low, high = parts.get(name, (0, size))
             own = slice(start + low, start + high)
-            self._own_share[own], self._column_share[own] = speaks(name)
+            self._own_share[own], self._column_share[own] = contributes(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -73,7 +74,7 @@ class FlatStatistics:
         return views | {_BATCH_ROLE[role]: self._batch_views[name][parts[name]] for role, name in names.items()}
 
     def weighted(self, count: int, column_count: int) -> np.ndarray:
-        """What this rank adds to the step's sums (float64, flat): batch statistics times the samples that it speaks for.
+        """What this rank adds to the step's sums (float64, flat): batch statistics times the samples that it contributes for.
 
         count: samples of its own. column_count: of all ranks that it shares samples with.
         """

@@ -16,7 +16,7 @@ from hpctrain.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
+class LearningRateSchedule(ABC):
     """Warm-up from warmup_start * base_lr to base_lr over the first `warmup_epochs`, then `after_warmup`.
 
     The step that follows the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
@@ -76,7 +76,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class Constant(LearningRateSchedule):
     """The base learning rate throughout, after the warm-up."""
 
     def after_warmup(self, step: float, progress: float) -> float:
@@ -84,7 +84,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Schedule):
+class Step(LearningRateSchedule):
     """The base learning rate, multiplied by gamma at each milestone.
 
     Args:
@@ -120,7 +120,7 @@ class Step(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decay(Schedule):
+class _Decay(LearningRateSchedule):
     """From base_lr to final_lr.
 
     Args:
@@ -171,7 +171,12 @@ class Polynomial(_Decay):
         return self._between((1.0 - progress) ** self.power)
 
 
-_CLASSES: Mapping[str, type[Schedule]] = {"constant": Constant, "step": Step, "cosine": Cosine, "polynomial": Polynomial}
+_CLASSES: Mapping[str, type[LearningRateSchedule]] = {
+    "constant": Constant,
+    "step": Step,
+    "cosine": Cosine,
+    "polynomial": Polynomial,
+}
 _GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
 
 
@@ -185,7 +190,7 @@ def names() -> tuple[str, ...]:
     return tuple(_CLASSES)
 
 
-def schedule_class(name: str) -> type[Schedule]:
+def schedule_class(name: str) -> type[LearningRateSchedule]:
     """The schedule of that name: constant, step, cosine or polynomial.
 
     Raises:
@@ -203,7 +208,7 @@ def option_names(name: str) -> tuple[str, ...]:
 
 def make(
     name: str, options: Mapping[str, object], base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0
-) -> Schedule:
+) -> LearningRateSchedule:
     """The schedule `name` with `options` (see `option_names`) for one training.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Boxes of tensors: which elements a rank holds, as index arithmetic without arrays.
+"""TileOfRank of tensors: which elements a rank holds, as index arithmetic without arrays.
 
 A box is one interval (start, stop) per dim, in the coordinates of the whole tensor.
 """

@@ -12,7 +12,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.network import ALL, MODEL
 from hpctrain.parallel.batch_norm import RankStatistics
-from hpctrain.parallel.row_axis import RowAxis
+from hpctrain.parallel.split_group import SplitGroup
 
 
 class GridGroups:
@@ -31,18 +31,18 @@ class GridGroups:
     def __init__(self, grid: ProcessGrid) -> None:
         self.rows, self.row = grid.rows, grid.row
         self.position = grid.col * grid.rows + grid.row
-        self.samples = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.COL.value)
+        self.samples = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.DATA.value)
         self.messages = _copy(self.samples, self.position, "messages")
         self.gradients: dict[str, Communicator] = {ALL: self.samples}
-        self._statistics: dict[str, Communicator] = {"world": _copy(self.samples, self.position, "statistics")}
+        self._statistics: dict[str, Communicator] = {"all": _copy(self.samples, self.position, "statistics")}
         self._row: Communicator | None = None
         self.norms: Communicator = self.samples
         self.parts: Communicator | None = None
         if grid.rows > 1:
-            row, column = grid.along(GridAxis.ROW), grid.along(GridAxis.COL)
+            row, column = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
             self.gradients[MODEL] = column
-            self._statistics["row"] = _copy(row, row.rank, "row statistics")
-            self._statistics["column"] = _copy(column, column.rank, "column statistics")
+            self._statistics["split"] = _copy(row, row.rank, "split statistics")
+            self._statistics["data"] = _copy(column, column.rank, "data statistics")
             self.parts = _copy(row, row.rank, "parts of parameters")
             self._row = row
         here = grid.node_of[grid.world.rank]
@@ -62,22 +62,22 @@ class GridGroups:
         row = self._row
         if row is None:
             found.messages = SingleCommunicator("messages alone")
-            found._statistics = {"world": SingleCommunicator("statistics alone")}
+            found._statistics = {"all": SingleCommunicator("statistics alone")}
         else:
-            found.messages = _copy(row, row.rank, "messages of the column")
-            world = _copy(row, row.rank, "statistics of the column")
-            found._statistics = {**self._statistics, "world": world, "column": SingleCommunicator("column statistics alone")}
+            found.messages = _copy(row, row.rank, "messages of the split group")
+            world = _copy(row, row.rank, "statistics of the split group")
+            found._statistics = {**self._statistics, "all": world, "data": SingleCommunicator("data statistics alone")}
         return found
 
-    def row_axis(self, progress: ProgressEngine) -> RowAxis | None:
+    def split_group(self, progress: ProgressEngine) -> SplitGroup | None:
         """The group that exchanges activations; None where every rank has samples of its own."""
-        return None if self._row is None else RowAxis(self._row, progress)
+        return None if self._row is None else SplitGroup(self._row, progress)
 
     def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
         """Of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
-    def column_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+    def split_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Samples of the ranks of this rank's column, from those of all positions."""
         first = self.position - self.row
         return tuple(counts[first : first + self.rows])

@@ -17,9 +17,9 @@ from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec, Window
 from hpctrain.errors import ShapeError
 from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import Interval, replace_dim
-from hpctrain.parallel.layout import Kind, Layout
-from hpctrain.parallel.placement import Placement
-from hpctrain.parallel.reach import local_window, window_reach
+from hpctrain.parallel.layout import Layout, LayoutKind
+from hpctrain.parallel.receptive_field import local_window, window_receptive_field
+from hpctrain.parallel.sharding_rules import OperatorSharding
 
 _HEIGHT = 1
 
@@ -50,15 +50,15 @@ class Whole:
     by_size: bool = False
 
 
-def split_interior(spec: Spec, placement: Placement, own: Layout) -> InteriorSplit | Whole:
+def split_interior(spec: Spec, placement: OperatorSharding, own: Layout) -> InteriorSplit | Whole:
     """The three parts, or why there are none: the images must be split by height alone, and every rank must have an interior
     that can be computed from its own rows as they lie."""
     if not isinstance(spec, Conv2dSpec):
         return Whole("is no convolution")
-    if placement.writes.kind is not Kind.ROWS:
+    if placement.writes.kind is not LayoutKind.TILES:
         return Whole("is not under domain")
-    if own.kind is not Kind.ROWS:
-        first = own.kind is Kind.NEEDED
+    if own.kind is not LayoutKind.TILES:
+        first = own.kind is LayoutKind.NEEDED
         return Whole("reads its halo from the data file" if first else "reads what is not split by rows")
     (reads,) = placement.reads
     if reads.boxes == own.boxes:
@@ -89,10 +89,10 @@ def _interior(window: Window, height: int, own: Interval, output: Interval) -> I
     return (low, high) if low < high else None
 
 
-def _part(spec: Conv2dSpec, placement: Placement, own: Layout, parts: Sequence[Interval]) -> Part:
+def _part(spec: Conv2dSpec, placement: OperatorSharding, own: Layout, parts: Sequence[Interval]) -> Part:
     reads, writes, specs = [], [], []
     for whole, rows in zip(placement.writes.boxes, parts, strict=True):
-        vertical, horizontal = window_reach(spec.window, (own.shape[1], own.shape[2]), (rows, whole[2]))
+        vertical, horizontal = window_receptive_field(spec.window, (own.shape[1], own.shape[2]), (rows, whole[2]))
         box = replace_dim(placement.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
         reads.append(replace_dim(box, _HEIGHT, (vertical.start, vertical.stop)))
         writes.append(replace_dim(whole, _HEIGHT, rows))

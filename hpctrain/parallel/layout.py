@@ -1,8 +1,8 @@
 """Who holds what of one tensor along the ROW axis: one box per rank.
 
-A tensor of the graph always lies in a partition (SAMPLES, ROWS or CHANNELS): every element has one owner, and so has its
+A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, and so has its
 gradient. What an operation reads beyond that, a halo or everything, is a box of its own whose gradient is a partial sum; see
-`hpctrain.parallel.exchange`.
+`hpctrain.parallel.transfer`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hpctrain.backend.kernels.specs import Pair, Shape
 from hpctrain.parallel.boxes import Box, Interval, balanced, consecutive, replace_dim, whole
 
 
-class Kind(StrEnum):
+class LayoutKind(StrEnum):
     """What is split: the samples of the column, the images, or the channels (features); NEEDED: what an operation reads."""
 
     SAMPLES = "samples"
-    ROWS = "rows"
+    TILES = "rows"
     CHANNELS = "channels"
     NEEDED = "needed"
 
@@ -28,14 +28,14 @@ class Kind(StrEnum):
 class Layout:
     """`boxes[r]`: what rank r of the ROW axis holds of a tensor of `shape`, the one of all samples of the column."""
 
-    kind: Kind
+    kind: LayoutKind
     shape: Shape
     boxes: tuple[Box, ...]
 
     @property
     def is_partition(self) -> bool:
         """True where every element has exactly one owner."""
-        return self.kind is not Kind.NEEDED
+        return self.kind is not LayoutKind.NEEDED
 
     def same_boxes(self, other: Layout) -> bool:
         """True where every rank holds the same elements in both."""
@@ -45,15 +45,15 @@ class Layout:
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
     """Rank r holds the next `counts[r]` samples, whole."""
     assert sum(counts) == shape[0]
-    return Layout(Kind.SAMPLES, shape, tuple(replace_dim(whole(shape), 0, part) for part in consecutive(counts)))
+    return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(whole(shape), 0, part) for part in consecutive(counts)))
 
 
 def channels(shape: Shape, parts: Sequence[Interval]) -> Layout:
     """Rank r holds channels (or features) `parts[r]` of all samples."""
-    return Layout(Kind.CHANNELS, shape, tuple(replace_dim(whole(shape), -1, part) for part in parts))
+    return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(whole(shape), -1, part) for part in parts))
 
 
-def rows(shape: Shape, tiles: Pair) -> Layout:
+def tiles(shape: Shape, tiles: Pair) -> Layout:
     """Images (N, H, W, C) in `tiles` of (vertical, horizontal) parts; rank r holds tile (r // horizontal, r % horizontal).
 
     How an extent is cut follows from it alone, so tensors of one height always agree.
@@ -63,14 +63,14 @@ def rows(shape: Shape, tiles: Pair) -> Layout:
         replace_dim(replace_dim(whole(shape), 1, vertical[rank // tiles[1]]), 2, horizontal[rank % tiles[1]])
         for rank in range(tiles[0] * tiles[1])
     )
-    return Layout(Kind.ROWS, shape, tuple(boxes))
+    return Layout(LayoutKind.TILES, shape, tuple(boxes))
 
 
 def everything(shape: Shape, ranks: int) -> Layout:
     """Every rank reads the whole tensor."""
-    return Layout(Kind.NEEDED, shape, (whole(shape),) * ranks)
+    return Layout(LayoutKind.NEEDED, shape, (whole(shape),) * ranks)
 
 
 def needed(shape: Shape, boxes: Sequence[Box]) -> Layout:
     """Rank r reads `boxes[r]`, which may overlap, leave elements out and reach beyond the tensor (there it reads zeros)."""
-    return Layout(Kind.NEEDED, shape, tuple(boxes))
+    return Layout(LayoutKind.NEEDED, shape, tuple(boxes))

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import Array
-from hpctrain.comm.agreement import place
+from hpctrain.comm.raise_on_all_ranks import place
 from hpctrain.errors import DivergedError
 from hpctrain.nn.finite import all_finite
 from hpctrain.nn.network import Network

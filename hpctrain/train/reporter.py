@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from hpctrain.errors import ConfigError
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
-from hpctrain.train.run_directory import RunDirectory
 
 #: how a run shows where it is
 ProgressStyle = Literal["bar", "lines", "none"]

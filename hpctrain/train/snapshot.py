@@ -11,7 +11,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
-from hpctrain.train.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
+from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 

@@ -16,7 +16,7 @@ from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.trace.tracer import Category
 from hpctrain.train.finiteness import Finiteness
-from hpctrain.train.message import SmallMessage
+from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import HOOKS, TracingHooks
 
 
@@ -55,8 +55,8 @@ class AveragingHooks(StepHooks):
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self._owner[parameters[0].name].before_forward(parameters)
 
-    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
-        return self._owner[parameters[0].name].takes_factors(parameters)
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self._owner[parameters[0].name].takes_sufficient_factors(parameters)
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         self._owner[parameters[0].name].input_ready(parameters, x)
@@ -129,7 +129,7 @@ class TrainingStep:
         network: Network,
         averagers: Mapping[str, GradientAverager],
         progress: ProgressEngine,
-        message: SmallMessage,
+        message: StepReduction,
         micro_batches: int = 1,
         counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
     ) -> None:

@@ -59,8 +59,8 @@ class TracingHooks(StepHooks):
         self._inner.before_forward(parameters)
         self._ready = self._clock_ns()
 
-    def takes_factors(self, parameters: Sequence[Parameter]) -> bool:
-        return self._inner.takes_factors(parameters)
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self._inner.takes_sufficient_factors(parameters)
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         self._inner.input_ready(parameters, x)

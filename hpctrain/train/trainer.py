@@ -11,14 +11,14 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.data.loader import Batch, Loader
 from hpctrain.nn.network import Network
-from hpctrain.optim.schedules import Schedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.train.evaluator import Evaluator
-from hpctrain.train.message import SmallMessage
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import traced_steps
 
 
@@ -66,10 +66,10 @@ class Trainer:
         network: Network,
         averagers: Mapping[str, GradientAverager],
         step: TrainingStep,
-        message: SmallMessage,
+        message: StepReduction,
         loader: Loader,
         evaluator: Evaluator | None,
-        schedule: Schedule,
+        schedule: LearningRateSchedule,
         cadence: Cadence,
         reporter: Reporter,
         save: Callable[[Position], None],

@@ -8,20 +8,20 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
 from hpctrain.averaging.sharding import ShardedAverager
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing import nets
-from hpctrain.testing.averaging import STRATEGIES
-from hpctrain.testing.training import Result, Task, distance, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import STRATEGIES
+from tests.support.training import Result, Task, distance, train
 
 MICRO = Task(
     partial(nets.plain, dropout=0.3),
@@ -71,7 +71,7 @@ def _undivided() -> Result:
 @pytest.mark.parametrize("strategy", ["blocking", "bucketed", "sharded", "sharded, exchange", "priority"])
 def test_split_layers_clip_and_scale_as_whole_ones_do(strategy: str, grid: tuple[int, int]) -> None:
     """Blocks of the second convolution and of the first linear layer lie in the rows of a grid; all else is on every rank."""
-    plan = GridPlan(*grid, RowUse.BATCH, {"conv2": RowUse.MODEL, "fc1": RowUse.MODEL})
+    plan = ParallelPlan(*grid, Parallelism.BATCH, {"conv2": Parallelism.MODEL, "fc1": Parallelism.MODEL})
     for result in _together(replace(SPLIT, plan=plan), strategy, grid[0] * grid[1]):
         assert distance(result.parameters, _undivided().parameters) < 1e-10
 

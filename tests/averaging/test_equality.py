@@ -9,20 +9,20 @@ import pytest
 
 from hpctrain.averaging import planning, slices
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.priority import Priority
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.lars import Lars
-from hpctrain.testing import nets
-from hpctrain.testing.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
-from hpctrain.testing.training import Result, Task, distance, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
+from tests.support.training import Result, Task, distance, train
 
 STEPS = 20
 
@@ -143,8 +143,8 @@ def test_row_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, i
     def program(comm: ThreadCommunicator) -> np.ndarray:
         engine = virtual_engine(comm)
         places = ProcessGrid(comm, rows, cols)
-        inner = make(strategy, "nesterov", places.along(GridAxis.COL), engine)
-        return run_steps(_WithRowTraffic(inner, places.along(GridAxis.ROW)), 6)
+        inner = make(strategy, "nesterov", places.along(GridAxis.DATA), engine)
+        return run_steps(_WithRowTraffic(inner, places.along(GridAxis.SPLIT)), 6)
 
     for seed in (None, 1, 2):
         for data in run_virtual(rows * cols, program, seed=seed):

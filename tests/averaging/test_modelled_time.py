@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.bucketed import Bucketed
-from hpctrain.averaging.overlap import Overlap
-from hpctrain.averaging.priority import Priority
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, Optimizer
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 STEPS = 8
 SIZES = (100, 300, 1000, 2000, 4000, 4000, 8000, 8000)  # elements, by layer

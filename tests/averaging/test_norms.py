@@ -14,26 +14,26 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.bucketed import Bucketed
-from hpctrain.averaging.lazy import Lazy
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.overlap import Overlap
-from hpctrain.averaging.priority import Priority
-from hpctrain.averaging.sharded import Sharded
 from hpctrain.averaging.slices import even
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 SAMPLES, STEPS = 7, 6
 #: in forward order: (name, shape, whether its rows are split); odd sizes, so that blocks and parts are uneven
@@ -147,7 +147,7 @@ def _on_grid(
     grid = ProcessGrid(comm, rows, cols)
     part = _Part(grid.row, rows, {"all": _rows(SAMPLES, comm.rank, comm.size), "model": _rows(SAMPLES, grid.col, cols)})
     norms = JointNorms(comm, engine)
-    comms: dict[str, Communicator] = {"all": comm, "model": grid.along(GridAxis.COL)}
+    comms: dict[str, Communicator] = {"all": comm, "model": grid.along(GridAxis.DATA)}
     averagers = {
         name: STRATEGIES[strategy](group, OPTIMIZERS[optimizer](), comms[name], engine, norms=norms)
         for name, group in part.groups.items()

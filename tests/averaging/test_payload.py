@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.averaging import planning, slices
-from hpctrain.averaging.schedule import Kind
-from hpctrain.averaging.sharded import Sharded
-from hpctrain.comm.counters import Counters, CountingCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
+from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, make_group, one_step, shares
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, make_group, one_step, shares
 
 OPERATIONS = {
-    Kind.ALLREDUCE: "iallreduce",
-    Kind.REDUCE_SCATTER: "ireduce_scatter",
-    Kind.ALLGATHER: "iallgather",
-    Kind.INPUTS: "ialltoall",
+    OperationKind.ALLREDUCE: "iallreduce",
+    OperationKind.REDUCE_SCATTER: "ireduce_scatter",
+    OperationKind.ALLGATHER: "iallgather",
+    OperationKind.INPUTS: "ialltoall",
 }
 ITEM_BYTES = 8
 
 
-def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tuple[Counters, dict[Kind, int]]]:
+def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tuple[Counters, dict[OperationKind, int]]]:
     """Of each rank: the counters of one step, and what its schedule says."""
     kind, options = STRATEGIES[strategy]
 
-    def program(comm: ThreadCommunicator) -> tuple[Counters, dict[Kind, int]]:
+    def program(comm: ThreadCommunicator) -> tuple[Counters, dict[OperationKind, int]]:
         counters = Counters()
         counting = CountingCommunicator(comm, counters)
         averager = kind(make_group(), Sgd(clip_norm=clip_norm), counting, virtual_engine(comm), **options)
@@ -46,7 +46,7 @@ def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_hands_over_what_its_schedule_says(strategy: str, ranks: int) -> None:
     for counters, expected in _count(strategy, ranks):
-        expected[Kind.ALLGATHER] = expected.get(Kind.ALLGATHER, 0) + expected.pop(Kind.ERRORS, 0)
+        expected[OperationKind.ALLGATHER] = expected.get(OperationKind.ALLGATHER, 0) + expected.pop(OperationKind.ERRORS, 0)
         for kind, operation in OPERATIONS.items():
             assert counters.total(operation=operation).exchanged_bytes == ITEM_BYTES * expected.get(kind, 0), operation
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.comm.threads import ThreadCommunicator
-from hpctrain.testing.averaging import STRATEGIES, make, make_group, one_step, run_steps
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import STRATEGIES, make, make_group, one_step, run_steps
 
 Stored = tuple[np.ndarray, dict[str, dict[str, np.ndarray]]]
 

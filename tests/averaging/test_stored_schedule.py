@@ -11,22 +11,22 @@ import pytest
 
 from hpctrain.averaging import planning, reduction, sharding, timing
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.bucketed import Bucketed
-from hpctrain.averaging.lazy import Lazy
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.planning import Times
-from hpctrain.averaging.priority import Priority
-from hpctrain.averaging.schedule import Schedule
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 SIZES = (5000, 9001, 3, 12000, 8000)
 FAST, SLOW = LinkModel(1e-6, 1e-8), LinkModel(1e-3, 1e-8)  # slices of 16 KiB, and one of everything
@@ -86,7 +86,7 @@ def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> 
 def _second(strategy: str, ranks: int, steps: range, first: Stored, stored: bool) -> list[Stored]:
     def program(comm: ThreadCommunicator) -> Stored:
         averager = _averager(strategy, comm)
-        averager.agree(Schedule.from_json(first[2]) if stored else None)
+        averager.agree(CollectiveSchedule.from_json(first[2]) if stored else None)
         averager.group.data[...] = first[0]
         for parameter, state in zip(averager.group.parameters.values(), first[1], strict=True):
             averager.load_state(parameter, state)
@@ -107,7 +107,7 @@ def test_resume_is_bitwise_whatever_is_measured(monkeypatch: pytest.MonkeyPatch,
     _measure(monkeypatch, SLOW)
     second = _second(strategy, ranks, range(stop, 12), first, stored=True)
     for (ours, _, schedule), (theirs, _, _) in zip(second, through, strict=True):
-        assert Schedule.from_json(schedule).slices == Schedule.from_json(first[2]).slices
+        assert CollectiveSchedule.from_json(schedule).slices == CollectiveSchedule.from_json(first[2]).slices
         assert ours.tobytes() == theirs.tobytes()
 
 
@@ -117,7 +117,7 @@ def test_another_measurement_alone_would_have_changed_slices(monkeypatch: pytest
     first = _first(strategy, 2, range(3))[0]
     _measure(monkeypatch, SLOW)
     second = _second(strategy, 2, range(3, 12), first, stored=False)[0]
-    assert len(Schedule.from_json(second[2]).slices) < len(Schedule.from_json(first[2]).slices)
+    assert len(CollectiveSchedule.from_json(second[2]).slices) < len(CollectiveSchedule.from_json(first[2]).slices)
 
 
 @pytest.mark.parametrize("stop", [3, 7])
@@ -130,9 +130,9 @@ def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pyt
 
     _measure(monkeypatch, FAST)
     first = _first("sharded", 2, range(stop))[0]
-    assert Schedule.from_json(first[2]).timed is (stop > 5)
+    assert CollectiveSchedule.from_json(first[2]).timed is (stop > 5)
     monkeypatch.setattr(sharding, "calibrate", calibrate)
-    assert Schedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
+    assert CollectiveSchedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
     assert bool(measured) is (stop <= 5)
 
 
@@ -158,7 +158,7 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
         _measure(monkeypatch, link)
         _measure_times(monkeypatch, 10 * seed)
         ended.append(_first(strategy, 3, range(9), "rule")[0])
-    schedules = [Schedule.from_json(each[2]) for each in ended]
+    schedules = [CollectiveSchedule.from_json(each[2]) for each in ended]
     assert len(schedules[0].slices) > 2 or strategy == "priority"
     for (data, state, _), schedule in zip(ended, schedules, strict=True):
         assert schedule.slices == schedules[0].slices
@@ -175,7 +175,7 @@ def test_times_do_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(6):
         _measure(monkeypatch, LinkModel(1e-7, 1e-8))
         _measure_times(monkeypatch, 10 * seed)
-        orders.add(Schedule.from_json(_first("sharded", 2, range(7), "rule")[0][2]).operations)
+        orders.add(CollectiveSchedule.from_json(_first("sharded", 2, range(7), "rule")[0][2]).operations)
     assert len(orders) > 1
 
 

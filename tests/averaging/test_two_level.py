@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging import slices
-from hpctrain.averaging.schedule import Kind
-from hpctrain.averaging.sharded import Sharded
-from hpctrain.comm.counters import Counters, CountingCommunicator
+from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.comm.two_level import TwoLevel
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing.averaging import OPTIMIZERS, STRATEGIES, Watched, make, make_group, one_step, run_steps, shares
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import OPTIMIZERS, STRATEGIES, Watched, make, make_group, one_step, run_steps, shares
 
 IN_LEVELS = [name for name in STRATEGIES if name.startswith(("sharded", "priority"))]
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
@@ -116,7 +116,7 @@ def test_the_exchange_pays_by_nodes_not_by_ranks() -> None:
         averager = Sharded(make_group(), Sgd(), comm, virtual_engine(comm), nominal_batch=4, **options)  # type: ignore[arg-type]
         averager.agree()
         assert averager.schedule is not None
-        exchanged = [each.slice for each in averager.schedule.operations if each.kind is Kind.INPUTS]
+        exchanged = [each.slice for each in averager.schedule.operations if each.kind is OperationKind.INPUTS]
         return any(averager.schedule.slices[k].parameters == ("a.weight",) for k in exchanged)
 
     # a.weight is 5 x 7: B = 4 is below 35 / (7 + 5 / 4) = 4.2 for four ranks, not below 35 / (7 + 5 / 2) = 3.7 for two nodes

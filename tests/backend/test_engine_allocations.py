@@ -13,7 +13,7 @@ import pytest
 from hpctrain.backend.kernels.base import Array, KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.experiment.engine_step import EngineStep, workload
+from hpctrain.bench.engine_step import EngineStep, workload
 
 SMALL, LARGE = 4, 32
 PIXELS = 28

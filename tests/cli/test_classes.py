@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
-from hpctrain.testing.jobs import Outcome
-from hpctrain.train import checkpoint
-from hpctrain.train.run_directory import latest
+from hpctrain.storage import checkpoint
+from hpctrain.storage.run_directory import latest
+from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
 

@@ -18,8 +18,8 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.experiment import grid
 from hpctrain.experiment.options import filled
-from hpctrain.parallel.distribute import DistributedGraph, distribute
-from hpctrain.parallel.plan import GridPlan
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -137,9 +137,9 @@ def test_check_needs_neither_mpi_nor_data() -> None:
 def test_the_largest_grid_is_checked_as_fast_as_a_small_one(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a distribution over 10,000 rows takes most of a minute."""
 
-    def few(graph: Graph, plan: GridPlan, counts: Sequence[int]) -> DistributedGraph:
+    def few(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> PartitionedGraph:
         assert plan.rows <= 8, plan.rows
-        return distribute(graph, plan, counts)
+        return partition_graph(graph, plan, counts)
 
     path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
     monkeypatch.setattr(grid, "distribute", few)

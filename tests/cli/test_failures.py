@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hpctrain.cli.failure import USER_ERROR, Commands, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.errors import DataError
-from hpctrain.testing.jobs import Outcome, clean_environment
+from tests.support.jobs import Outcome, clean_environment
 
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 

@@ -12,9 +12,9 @@ import pytest
 from hpctrain.data import format as data_format
 from hpctrain.data.sampler import Sampler
 from hpctrain.optim import schedules
-from hpctrain.testing.jobs import Outcome
-from hpctrain.train import checkpoint
-from hpctrain.train.run_directory import RunDirectory, latest
+from hpctrain.storage import checkpoint
+from hpctrain.storage.run_directory import RunDirectory, latest
+from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
 

@@ -10,9 +10,9 @@ import pytest
 
 from hpctrain.backend.kernels.onednn.kernel_set import available
 from hpctrain.launch.exit_codes import STOPPED
-from hpctrain.testing.jobs import Outcome
-from hpctrain.testing.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
-from hpctrain.train.run_directory import latest
+from hpctrain.storage.run_directory import latest
+from tests.support.jobs import Outcome
+from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
 
 Job = Callable[..., Outcome]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
-from hpctrain.testing.jobs import Outcome
+from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
-from hpctrain.testing.jobs import Outcome
-from hpctrain.train import checkpoint
-from hpctrain.train.run_directory import latest
+from hpctrain.storage import checkpoint
+from hpctrain.storage.run_directory import latest
+from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
 
@@ -249,7 +249,7 @@ def _assert_same(ours: checkpoint.CheckpointContent, theirs: checkpoint.Checkpoi
 # The program; it is killed where a record of a kind and step has been appended, and half of another line.
 KILLED = """
 import os, runpy, signal, sys
-from hpctrain.train.run_directory import RunDirectory
+from hpctrain.storage.run_directory import RunDirectory
 kind, step, torn = sys.argv.pop(1), int(sys.argv.pop(1)), b'{"kind": "inter'
 append = RunDirectory.append_metrics
 def killed(self, record):

@@ -3,8 +3,8 @@
 import pytest
 
 from hpctrain.comm.link import LinkModel, calibrate
-from hpctrain.comm.threads import ThreadCommunicator
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])

@@ -10,8 +10,8 @@ import pytest
 
 from hpctrain.comm.clock import ClockMap, Offset, measure_offset
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 
 class Time:

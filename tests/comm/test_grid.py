@@ -47,7 +47,7 @@ def test_grids_that_multiply_are_legal(rows: int, cols: int) -> None:
 def test_one_process_is_a_grid() -> None:
     grid = ProcessGrid(SingleCommunicator(), 1, 1)
     assert (grid.row, grid.col, grid.node_of) == (0, 0, (0,))
-    assert [grid.along(axis).name for axis in GridAxis] == ["row", "column"]
+    assert [grid.along(axis).name for axis in GridAxis] == ["split", "data"]
     assert [grid.along(axis).size for axis in GridAxis] == [1, 1]
     with pytest.raises(ShapeError):
         ProcessGrid(SingleCommunicator(), 1, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.testing.jobs import Outcome
+from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
 
@@ -134,7 +134,8 @@ def test_ranks_that_are_jobs_of_their_own_are_refused(job: Job) -> None:
     """As when another MPI's launcher started them: it asked for 4, and each finds itself alone."""
     program = """
     import os
-    from hpctrain.comm import launcher, mpi
+    from hpctrain.comm import mpi
+    from hpctrain.launch import launcher
     print("started", flush=True)
     launcher.check_world(launcher.detect(os.environ), mpi.world(30).size)
     print("trained", flush=True)

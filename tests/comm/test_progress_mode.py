@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.progress_mode import Hiding, ProgressMode, apply, choose, measure
-from hpctrain.comm.threads import ThreadCommunicator
-from hpctrain.testing.virtual import run_virtual
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode, apply, choose, measure
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
 
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
 
 
-def _hiding(**times: tuple[float, ...]) -> Hiding:
-    return Hiding(0.04, 0.04, 5e-3, 1 << 20, {ProgressMode(name): values for name, values in times.items()})
+def _hiding(**times: tuple[float, ...]) -> OverlapMeasurement:
+    return OverlapMeasurement(0.04, 0.04, 5e-3, 1 << 20, {ProgressMode(name): values for name, values in times.items()})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_only_what_is_surely_better_is_chosen(times: dict[str, tuple[float, ...]
     assert choose(_hiding(**times)) is mode
 
 
-def _simulated(random: np.random.Generator, true: dict[str, float], rounds: int, *, noise: float) -> Hiding:
+def _simulated(random: np.random.Generator, true: dict[str, float], rounds: int, *, noise: float) -> OverlapMeasurement:
     """Rounds beside other work: slow phases that all modes of a round share, and bursts that hit one measurement."""
     phase = random.lognormal(0, 2 * noise, rounds)
     times = {
@@ -68,7 +68,7 @@ def test_a_mode_says_what_it_does_in_words(mode: ProgressMode) -> None:
 
 
 def test_the_hidden_share_is_of_the_smaller_of_both() -> None:
-    found = Hiding(0.03, 0.05, 5e-3, 1, {TEST: (0.05, 0.05, 0.09), NONE: (0.08,) * 3, THREAD: (0.065,) * 3})
+    found = OverlapMeasurement(0.03, 0.05, 5e-3, 1, {TEST: (0.05, 0.05, 0.09), NONE: (0.08,) * 3, THREAD: (0.065,) * 3})
     assert found.hidden(TEST) == pytest.approx(1.0)
     assert found.hidden(NONE) == pytest.approx(0.0)
     assert found.hidden(THREAD) == pytest.approx(0.5)
@@ -91,7 +91,7 @@ def test_a_mode_is_applied_and_taken_back() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_measurement_is_the_same_on_all_ranks(ranks: int) -> None:
-    def work(comm: ThreadCommunicator) -> Hiding:
+    def work(comm: ThreadCommunicator) -> OverlapMeasurement:
         engine = ProgressEngine(rank=comm.rank, deadline_seconds=1e9, abort=comm.abort, sleep=lambda seconds: None)
         found = measure(comm, engine, [TEST, NONE], operator_seconds=1e-3, most_bytes=40_000)
         assert engine.polls_between_operators
@@ -107,7 +107,7 @@ def test_a_measurement_is_the_same_on_all_ranks(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_short_exchange_is_not_measured(ranks: int) -> None:
-    def work(comm: ThreadCommunicator) -> Hiding | None:
+    def work(comm: ThreadCommunicator) -> OverlapMeasurement | None:
         engine = ProgressEngine(rank=comm.rank, deadline_seconds=1e9, abort=comm.abort, sleep=lambda seconds: None)
         return measure(comm, engine, [TEST, NONE], operator_seconds=1e-3, most_bytes=40_000, worth_seconds=3600)
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.testing.jobs import run_job
+from tests.support.jobs import run_job
 
 X = np.arange(7, dtype=np.float32)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.counters import Counters, CountingCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.comm.two_level import Levels, TwoLevel, in_levels, levels, node_numbers
-from hpctrain.testing.virtual import run_virtual, virtual_engine, wait
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 
 PLACEMENTS = [
     (0, 0, 1, 1),

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from hpctrain.testing.jobs import run_job
+from tests.support.jobs import run_job
 
 # The second holds the interpreter lock for ever: PyDLL does not let go of it during a call.
 _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}

@@ -1,7 +1,7 @@
 """docs/config.md describes every key as the schema does, and docs/options.md every option as its constructor does."""
 
 from hpctrain.config.schema import Config
-from hpctrain.testing.reference_pages import DOCS, KEYS_HEADING, keys_section, options_page
+from tests.support.reference_pages import DOCS, KEYS_HEADING, keys_section, options_page
 
 PAGE = DOCS / "config.md"
 

@@ -243,7 +243,7 @@ class Recorder:
 
 
 def tiles(image_shape, vertical, horizontal, reach):
-    """Boxes of a column whose ranks hold tiles of all its samples, and `reach` pixels around them, even beyond the image."""
+    """TileOfRank of a column whose ranks hold tiles of all its samples, and `reach` pixels around them, even beyond the image."""
     height, width, channels = image_shape
 
     def boxes(column):

@@ -33,7 +33,7 @@ from PIL import Image
 
 import hpctrain.models
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.cli.main import cli
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
@@ -43,7 +43,7 @@ from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing.jobs import Outcome
+from tests.support.jobs import Outcome
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")

@@ -10,10 +10,10 @@ from hpctrain.backend.kernels.graph import Node
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.parallel.description import LayerPart, Redistribution
-from hpctrain.parallel.layout import Kind
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.grid_tables import Example, examples, table
+from hpctrain.parallel.layout import LayoutKind
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.plan_report import LayerReport, RedistributionReport
+from tests.support.grid_tables import Example, examples, table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()
 EXAMPLES = {example.title.partition(",")[0]: example for example in examples()}
@@ -36,7 +36,7 @@ def test_every_entry_is_what_the_formulas_give(name: str) -> None:
     moving = 0
     for entry in example.describe().entries:
         found = (list(entry.traffic.forward[:rows]), list(entry.traffic.backward[:rows]))
-        if isinstance(entry, LayerPart):
+        if isinstance(entry, LayerReport):
             node = nodes[entry.name]
             read = graph.tensors[node.inputs[0]].shape[1:]
             expected = halo(node, read, entry, sum(samples), rows)
@@ -48,10 +48,10 @@ def test_every_entry_is_what_the_formulas_give(name: str) -> None:
     assert moving >= 10
 
 
-def halo(node: Node, image: tuple[int, ...], layer: LayerPart, batch: int, rows: int) -> Words:
+def halo(node: Node, image: tuple[int, ...], layer: LayerReport, batch: int, rows: int) -> Words:
     """B C sum over q of W'_q rows that rank q reads of this rank's; back, of W'_r rows that this rank reads of rank q's."""
     window = getattr(node.spec, "window", None)
-    if window is None or layer.use is not RowUse.DOMAIN or layer.kind is not Kind.ROWS or node.inputs[0] == 0:
+    if window is None or layer.use is not Parallelism.DOMAIN or layer.kind is not LayoutKind.TILES or node.inputs[0] == 0:
         return [0] * rows, [0] * rows
     height, width, channels = image
     (_, ho, wo, _) = layer.shape
@@ -77,7 +77,7 @@ def others(mine: list[tuple[int, int]], theirs: list[tuple[int, int]], words: li
     ]
 
 
-def redistribution(move: Redistribution, shape: tuple[int, ...], samples: list[int], rows: int) -> Words:
+def redistribution(move: RedistributionReport, shape: tuple[int, ...], samples: list[int], rows: int) -> Words:
     """shape: of one sample."""
     batch, size, everyone = sum(samples), 1, range(rows)
     for each in shape:
@@ -123,7 +123,7 @@ def test_halos_of_random_windows_are_what_the_formula_gives() -> None:
         image, ranks, batch = (chance.randint(5, 24), chance.randint(5, 24), 2), chance.randint(2, 5), chance.randint(1, 3)
         layer = MaxPool(kernel, stride, padding, ceil) if ceil else Conv2d(2, 3, kernel, stride, padding)
         model = Sequential({"first": Conv2d(2, 2, 1), "second": layer})
-        example = Example("random", model, image, GridPlan(ranks, 1, RowUse.DOMAIN), batch)
+        example = Example("random", model, image, ParallelPlan(ranks, 1, Parallelism.DOMAIN), batch)
         graph, description = example.graph(1), example.describe()
         second = next(layer for layer in description.layers if layer.name == "second")
         moves = [second, *(move for move in description.redistributions if move.name == "second.halo")]

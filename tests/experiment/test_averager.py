@@ -12,8 +12,8 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import averager
+from hpctrain.experiment.dry_run import group_schedules, prepare
 from hpctrain.experiment.grid import splits_parameters
-from hpctrain.experiment.plans import group_schedules, prepare
 from hpctrain.registry import Registry
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"

@@ -8,28 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.averaging.schedule import Schedule
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.counters import Counters, CountingCommunicator
 from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.launcher import Launcher
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
-from hpctrain.experiment import compute_only, plans, posting
+from hpctrain.experiment import collective_schedules, compute_only, dry_run
 from hpctrain.experiment.build import build, build_trainer
 from hpctrain.experiment.session import Session
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.testing.virtual import run_virtual, virtual_engine
-from hpctrain.threads import ThreadPlan
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train import snapshot
-from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.metrics import SilentReporter
-from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.snapshot import Position
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 CONFIG = """
 name: nodes
@@ -108,12 +108,12 @@ def _train(
     def program(comm: ThreadCommunicator) -> Trained:
         session = _session(config, comm, virtual_engine(comm))
         parts = build(session)
-        posting.agree(session, parts, start)
+        collective_schedules.agree(session, parts, start)
         position = Position() if start is None else snapshot.put(start, parts.network, parts.averagers, parts.shards)
         trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=steps)
         outcome = trainer.run(position)
         trainer.drain()
-        meta = posting.keep(session, parts, RunDirectory(file.parent))
+        meta = collective_schedules.keep(session, parts, RunDirectory(file.parent))
         content = snapshot.take(parts.network, parts.averagers, parts.shards, outcome.position, meta)
         return Trained(content, {name for name, each in parts.averagers.items() if each.order is not None})
 
@@ -148,7 +148,7 @@ def test_a_resume_on_other_nodes_goes_on(
     schedules: dict[str, str] = found.content.meta["schedules"]  # type: ignore[assignment]
     ranks, per_node = after
     levels = f"; {ranks // per_node} nodes of {per_node}" if per_node else ""
-    assert Schedule.from_json(schedules["all"]).request.rpartition("parameters ")[2][16:] == levels
+    assert CollectiveSchedule.from_json(schedules["all"]).request.rpartition("parameters ")[2][16:] == levels
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "crosses"), [(4, 2, True), (4, 1, False), (3, None, False)])
@@ -182,17 +182,17 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         counters = Counters()
         session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
         parts = build(session)
-        posting.agree(session, parts)
+        collective_schedules.agree(session, parts)
         before = counters.snapshot()
         trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=1)
         trainer.run(Position())
         trainer.drain()
         counted = counters.since(before)
         kinds = ("ireduce_scatter", "iallgather", "ialltoall")
-        names = {name for name, _ in counted if name.startswith(("column gradients", "column parameters"))}
+        names = {name for name, _ in counted if name.startswith(("data gradients", "data parameters"))}
         return sum(counted.total(name, kind).exchanged_bytes for name in names for kind in kinds)
 
-    task = plans.prepare(config, 4)
-    planned = plans.averaging_bytes(task, plans.group_schedules(task, LinkModel(1e-5, 1e-9), 2))
+    task = dry_run.prepare(config, 4)
+    planned = dry_run.averaging_bytes(task, dry_run.group_schedules(task, LinkModel(1e-5, 1e-9), 2))
     assert len(set(planned)) > 1
     assert run_virtual(4, program, ranks_per_node=2) == list(planned)

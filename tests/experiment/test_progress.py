@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comm.progress_mode import Hiding, ProgressMode
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.experiment.progress import from_measurement
 
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
 
 
-def _hiding(thread_seconds: float) -> Hiding:
-    return Hiding(0.04, 0.04, 5e-3, 1 << 20, {TEST: (0.08,) * 9, NONE: (0.09,) * 9, THREAD: (thread_seconds,) * 9})
+def _hiding(thread_seconds: float) -> OverlapMeasurement:
+    return OverlapMeasurement(0.04, 0.04, 5e-3, 1 << 20, {TEST: (0.08,) * 9, NONE: (0.09,) * 9, THREAD: (thread_seconds,) * 9})
 
 
 @pytest.mark.parametrize(

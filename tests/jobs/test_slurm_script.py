@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
-from hpctrain.testing.jobs import clean_environment, find_mpiexec
+from tests.support.jobs import clean_environment, find_mpiexec
 
 SCRIPT = Path(__file__).parents[2] / "jobs" / "slurm.sbatch"
 

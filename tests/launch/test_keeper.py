@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.testing.jobs import Outcome, run_job
-from hpctrain.testing.signal_storm import prepare
+from tests.support.jobs import Outcome, run_job
+from tests.support.signal_storm import prepare
 
 Job = Callable[..., Outcome]
 

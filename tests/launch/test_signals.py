@@ -11,7 +11,7 @@ from signal import Signals
 import pytest
 
 from hpctrain.launch.signals import HELD, STOPS, SignalWatch
-from hpctrain.testing.jobs import Outcome, run_job
+from tests.support.jobs import Outcome, run_job
 
 _START = """
 import os, signal, sys, time

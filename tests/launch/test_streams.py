@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.testing.jobs import clean_environment
-from hpctrain.testing.signal_storm import prepare
+from tests.support.jobs import clean_environment
+from tests.support.signal_storm import prepare
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])

@@ -8,17 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.schedule import agree
+from hpctrain.averaging.collective_schedule import agree
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CollectiveMismatchError
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing import nets
-from hpctrain.testing.averaging import OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
-from hpctrain.testing.training import Task, distance, train
+from tests.support import nets
+from tests.support.averaging import OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
+from tests.support.training import Task, distance, train
 
 RANKS = [1, 2, 3, 4]
 STEPS = 20

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.counters import Count, Counters, CountingCommunicator
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.virtual.counters import Count, Counters, CountingCommunicator
 
 
 @pytest.mark.parallel([1, 2, 3, 4])

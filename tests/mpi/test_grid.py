@@ -21,7 +21,7 @@ def test_groups_are_rows_and_columns(world: Communicator, progress: ProgressEngi
         cols = world.size // rows
         grid = ProcessGrid(world, rows, cols)
         assert world.rank == grid.col * rows + grid.row  # one node: the ranks count down the columns
-        down, across = grid.along(GridAxis.ROW), grid.along(GridAxis.COL)
+        down, across = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
         assert (down.size, down.rank, across.size, across.rank) == (rows, grid.row, cols, grid.col)
         sums = _sum(progress, down, 10.0**grid.row), _sum(progress, across, 10.0**grid.col)
         assert sums[0] == sum(10.0**r for r in range(rows))

@@ -8,8 +8,8 @@ import pytest
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.testing.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks, plan_of, relative_distances
-from hpctrain.testing.training import Result, Task
+from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks, plan_of, relative_distances
+from tests.support.training import Result, Task
 
 RANKS = [2, 3, 4]
 #: so that the whole takes seconds: a deep plain network with dropout, and a residual one, on small images

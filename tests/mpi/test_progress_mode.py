@@ -5,15 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing import nets
-from hpctrain.testing.training import Task, train
+from tests.support import nets
+from tests.support.training import Task, train
 
 
 @pytest.mark.parallel([1, 2, 3])

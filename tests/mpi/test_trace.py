@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.clock import measure_offset
@@ -18,12 +18,12 @@ from hpctrain.data.loader import Batch
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing import nets
-from hpctrain.testing.training import Task, batches
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train.message import SmallMessage
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import traced_optimizer, traced_steps
+from tests.support import nets
+from tests.support.training import Task, batches
 
 LATE_SECONDS = 0.05
 STEPS = 5
@@ -45,7 +45,7 @@ def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
     }
     messages = world.split(0, world.rank, "messages")
     assert messages is not None
-    message = SmallMessage(messages, progress, network.statistics.size)
+    message = StepReduction(messages, progress, network.statistics.size)
     step = TrainingStep(network, averagers, progress, message)
     report = TraceReport(world, progress, tracer)
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
@@ -16,8 +16,8 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing import nets
-from hpctrain.testing.training import Result, Task, distance, train
+from tests.support import nets
+from tests.support.training import Result, Task, distance, train
 
 RANKS = [1, 2, 3, 4]
 NETS: dict[str, Callable[[], Layer]] = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}

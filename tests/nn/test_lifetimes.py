@@ -17,8 +17,8 @@ from hpctrain.nn.memory import lower_bound
 from hpctrain.nn.network import Network
 from hpctrain.nn.order import Action
 from hpctrain.nn.plan import plan
-from hpctrain.testing import nets
-from hpctrain.testing.poison import overwritten_share, poisoned
+from tests.support import nets
+from tests.support.poison import overwritten_share, poisoned
 
 BATCH = 3
 NETWORKS: dict[str, tuple[Callable[[], Layer], int]] = {

@@ -22,7 +22,7 @@ from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter, ParameterSpec
-from hpctrain.testing import nets
+from tests.support import nets
 
 SHAPE = (9, 7, 3)
 NETS: dict[str, Callable[[], Layer]] = {

@@ -39,8 +39,8 @@ def test_a_step_without_samples_changes_nothing() -> None:
 
 def test_a_rank_adds_statistics_for_the_samples_that_it_speaks_for() -> None:
     specs = {name: StatisticSpec((4,), 0.0, 0.1) for name in ("own", "split", "silent")}
-    speaks = {"own": (True, False), "split": (False, True), "silent": (False, False)}
-    statistics = FlatStatistics(specs, "float64", {"split": (1, 3)}, speaks.__getitem__)
+    contributes = {"own": (True, False), "split": (False, True), "silent": (False, False)}
+    statistics = FlatStatistics(specs, "float64", {"split": (1, 3)}, contributes.__getitem__)
     statistics.batch[...] = np.arange(12)
     statistics.batch[8:] = np.nan
     assert list(statistics.weighted(2, 5)) == [0, 2, 4, 6, 0, 25, 30, 0, 0, 0, 0, 0]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.optim.schedules import Constant, Cosine, Polynomial, Schedule, Step, make, option_names, schedule_class
+from hpctrain.optim.schedules import Constant, Cosine, LearningRateSchedule, Polynomial, Step, make, option_names, schedule_class
 
 COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> LearningRateSchedule:
     epochs = draw(st.integers(1, 12))
     base = draw(st.floats(1e-4, 10.0))
     warmup = draw(st.floats(0.0, epochs))

@@ -10,23 +10,23 @@ from functools import lru_cache, partial
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.lazy import Lazy
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing import nets
-from hpctrain.testing.averaging import STRATEGIES
-from hpctrain.testing.grid_matrix import alone
-from hpctrain.testing.training import Result, Task, distance, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import STRATEGIES
+from tests.support.grid_matrix import alone
+from tests.support.training import Result, Task, distance, train
 
 SEEDS = int(os.environ.get("HPCTRAIN_GRID_SEEDS", "1"))
 GRIDS = [(2, 2), (3, 2)]
-_D, _M, _B = RowUse.DOMAIN, RowUse.MODEL, RowUse.BATCH
+_D, _M, _B = Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH
 NETS = {
     "plain": (partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
     "residual": (nets.residual, {"layer2.*": _M, "fc": _M}),
@@ -53,7 +53,7 @@ def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, 
         net = tuple(NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
         layers = frozenset({"conv1", "layer1.conv1", "layer1.conv2"} if seed % 3 == 0 else ())
         use = {} if kind is Lazy else NETS[net][1]  # lazy averaging takes one group of parameters: no MODEL
-        task = replace(_task(net), plan=GridPlan(rows, cols, _D, use, overlapped=layers))
+        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, use, overlapped=layers))
 
         def program(comm: ThreadCommunicator, task: Task = task) -> Result:
             return train(task, comm, virtual_engine(comm), kind, **options)
@@ -77,7 +77,7 @@ def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: 
     for net, (model, mixed) in NETS.items():
         task = Task(model, NumpyKernelSet(), OPTIMIZERS[optimizer], samples=9, batch=5, steps=4)
         expected = alone(task)
-        for plan in (GridPlan(2, 2, _M), GridPlan(3, 1, _D, mixed), GridPlan(2, 1, _D)):
+        for plan in (ParallelPlan(2, 2, _M), ParallelPlan(3, 1, _D, mixed), ParallelPlan(2, 1, _D)):
             found = replace(task, plan=plan)
 
             def program(comm: ThreadCommunicator, task: Task = found) -> Result:
@@ -97,7 +97,7 @@ def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -
             task = Task(model, NumpyKernelSet(), optimizer, classes=classes, samples=9, batch=5, steps=3)
             expected = alone(task)
             for rows, cols, seed in ((3, 1, None), (3, 2, 1)):
-                split = replace(task, plan=GridPlan(rows, cols, _M))
+                split = replace(task, plan=ParallelPlan(rows, cols, _M))
 
                 def program(comm: ThreadCommunicator, task: Task = split) -> Result:
                     return train(task, comm, virtual_engine(comm), kind, **options)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.base import Communicator
 from hpctrain.parallel.batch_norm import RankStatistics, merge_moments
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 
 def _moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,13 +5,14 @@ from functools import partial
 
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing import grid_float32, nets
-from hpctrain.testing.grid_matrix import (
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import grid_float32, nets
+from tests.support.grid_matrix import (
     GRIDS,
     NETS,
     PLANS,
@@ -22,8 +23,7 @@ from hpctrain.testing.grid_matrix import (
     on_virtual_ranks,
     plan_of,
 )
-from hpctrain.testing.training import Result, Task, distance, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from tests.support.training import Result, Task, distance, train
 
 SAMPLE = [
     ("vgg16", (3, 1), "domain"),
@@ -89,7 +89,7 @@ def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
 
 def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
     model = partial(nets.residual, synchronised=synchronised)
-    plan = GridPlan(rows, cols, RowUse(use))
+    plan = ParallelPlan(rows, cols, Parallelism(use))
     return Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 1), (2, 2), (3, 2), (2, 3)])
@@ -17,10 +17,10 @@ def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_pe
         groups = GridGroups(ProcessGrid(comm, rows, cols))
         found = {name: group.allgather_object(groups.position) for name, group in groups.gradients.items()}
         found["messages"] = groups.messages.allgather_object(groups.position)
-        axis = groups.row_axis(virtual_engine(comm))
+        axis = groups.split_group(virtual_engine(comm))
         assert (axis is None) == (rows == 1)
         assert axis is None or (axis.rank, axis.size) == (groups.row, rows)
-        assert set(groups.mergers(virtual_engine(comm))) == ({"world"} if rows == 1 else {"world", "row", "column"})
+        assert set(groups.mergers(virtual_engine(comm))) == ({"all"} if rows == 1 else {"all", "split", "data"})
         return groups.position, found
 
     results = run_virtual(ranks, program, ranks_per_node=ranks_per_node)
@@ -40,7 +40,7 @@ def test_counts_of_columns() -> None:
 
     def program(comm: ThreadCommunicator) -> tuple[tuple[int, ...], list[int], list[int]]:
         groups = GridGroups(ProcessGrid(comm, 3, 2))
-        return groups.column_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
+        return groups.split_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
 
     for rank, (column, every, model) in enumerate(run_virtual(6, program)):
         assert column == ((3, 2, 2) if rank < 3 else (2, 1, 0))

@@ -10,20 +10,20 @@ from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import shape_of
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, Whole, split_interior
 from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.placement import Placement, Setting, place
-from hpctrain.parallel.plan import RowUse
+from hpctrain.parallel.parallel_plan import Parallelism
+from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
 
 NO_ROW = Whole("leaves rank 0 of a column no row to compute while its halo travels", by_size=True)
 
 
 def _split(
     spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]
-) -> tuple[InteriorSplit | Whole, Placement, Layout]:
+) -> tuple[InteriorSplit | Whole, OperatorSharding, Layout]:
     ranks = tiles[0] * tiles[1]
-    own = layout.rows(shape, tiles)
+    own = layout.tiles(shape, tiles)
     output = spec.output(TensorSpec(shape, "float64")).shape
-    setting = Setting((shape[0], *(0,) * (ranks - 1)), tiles)
-    placement = place(Node("conv", spec, (0,), 1), [own], output, RowUse.DOMAIN, setting)
+    setting = SplitContext((shape[0], *(0,) * (ranks - 1)), tiles)
+    placement = shard(Node("conv", spec, (0,), 1), [own], output, Parallelism.DOMAIN, setting)
     return split_interior(spec, placement, own), placement, own
 
 
@@ -77,11 +77,11 @@ def test_what_is_left_whole_and_why(
     assert _split(spec, shape, tiles)[0] == why
 
 
-@pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.BATCH])
-def test_other_uses_are_left_whole(use: RowUse) -> None:
+@pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.BATCH])
+def test_other_uses_are_left_whole(use: Parallelism) -> None:
     spec, shape = _convolution(3, 1, 1), (2, 12, 5, 2)
-    own = layout.rows(shape, (2, 1))
-    placement = place(Node("conv", spec, (0,), 1), [own], (2, 12, 5, 3), use, Setting((1, 1), (2, 1)))
+    own = layout.tiles(shape, (2, 1))
+    placement = shard(Node("conv", spec, (0,), 1), [own], (2, 12, 5, 3), use, SplitContext((1, 1), (2, 1)))
     assert split_interior(spec, placement, own) == Whole("is not under domain")
 
 

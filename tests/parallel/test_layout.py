@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.parallel import layout
 from hpctrain.parallel.boxes import balanced, relative, whole
-from hpctrain.parallel.layout import Kind, Layout
+from hpctrain.parallel.layout import Layout, LayoutKind
 
 
 def _owners(found: Layout) -> np.ndarray:
@@ -24,8 +24,8 @@ def test_every_element_has_one_owner(counts: list[int], height: int, width: int,
     made = [
         layout.samples(shape, counts),
         layout.channels(shape, balanced(channels, ranks)),
-        layout.rows(shape, (ranks, 1)),
-        layout.rows(shape, (1, ranks)),
+        layout.tiles(shape, (ranks, 1)),
+        layout.tiles(shape, (1, ranks)),
     ]
     for found in made:
         assert found.is_partition
@@ -34,7 +34,7 @@ def test_every_element_has_one_owner(counts: list[int], height: int, width: int,
 
 
 def test_tiles_count_along_the_rows_first() -> None:
-    found = layout.rows((2, 5, 7, 3), (2, 3))
+    found = layout.tiles((2, 5, 7, 3), (2, 3))
     assert [(box[1], box[2]) for box in found.boxes] == [
         ((0, 3), (0, 3)), ((0, 3), (3, 5)), ((0, 3), (5, 7)),
         ((3, 5), (0, 3)), ((3, 5), (3, 5)), ((3, 5), (5, 7)),
@@ -44,7 +44,7 @@ def test_tiles_count_along_the_rows_first() -> None:
 
 @pytest.mark.parametrize("channels", [1, 8])
 def test_images_of_one_height_are_cut_alike(channels: int) -> None:
-    a, b = layout.rows((2, 9, 4, 3), (4, 1)), layout.rows((2, 9, 4, channels), (4, 1))
+    a, b = layout.tiles((2, 9, 4, 3), (4, 1)), layout.tiles((2, 9, 4, channels), (4, 1))
     assert [box[1] for box in a.boxes] == [box[1] for box in b.boxes]
 
 
@@ -52,7 +52,7 @@ def test_what_is_needed_is_no_partition() -> None:
     everything = layout.everything((2, 3), 3)
     assert not everything.is_partition
     assert (_owners(everything) == 3).all()
-    assert everything.kind is Kind.NEEDED
+    assert everything.kind is LayoutKind.NEEDED
 
 
 def test_layouts_agree_where_all_ranks_hold_the_same() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.parallel.plan import GridPlan
-from hpctrain.testing.grid_matrix import NETS, on_virtual_ranks, plan_of
-from hpctrain.testing.poison import overwritten_share, poisoned
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from tests.support.grid_matrix import NETS, on_virtual_ranks, plan_of
+from tests.support.poison import overwritten_share, poisoned
 
 
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
@@ -32,7 +32,7 @@ from hpctrain.testing.poison import overwritten_share, poisoned
 def test_nobody_reads_what_is_not_in_use(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
     if kernels is OnednnKernelSet and available() is not None:
         pytest.skip(str(available()))
-    plan: GridPlan | None = plan_of(NETS[net], "domain" if kind == "overlapped" else kind, *grid)
+    plan: ParallelPlan | None = plan_of(NETS[net], "domain" if kind == "overlapped" else kind, *grid)
     assert plan is not None
     if kind == "overlapped":
         plan = replace(plan, overlapped=frozenset(f"features.{k}" for k in range(40)))

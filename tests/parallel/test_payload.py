@@ -6,12 +6,10 @@ from functools import partial
 
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.comm.counters import Counters, CountingCommunicator
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
@@ -24,11 +22,13 @@ from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.optim.sgd import Sgd
 from hpctrain.parallel.boxes import balanced
-from hpctrain.parallel.distribute import DistributedGraph, distribute
-from hpctrain.parallel.exchange import moved, moved_back
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.training import Task, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.parallel.transfer import moved, moved_back
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.training import Task, train
 
 Words = tuple[int, ...]
 
@@ -58,7 +58,7 @@ def _graph(model: Layer, pixels: int, samples: int) -> Graph:
     return builder.build(model.lower(builder, 0, ""))
 
 
-def words_by_boxes(graph: DistributedGraph) -> tuple[dict[str, Words], dict[str, Words]]:
+def words_by_boxes(graph: PartitionedGraph) -> tuple[dict[str, Words], dict[str, Words]]:
     """What each rank hands over in each move, forward and backward. A sum is the adjoint of a move."""
     forward: dict[str, Words] = {}
     backward: dict[str, Words] = {}
@@ -116,8 +116,8 @@ SPLITS = [(4, 4), (5, 3), (3, 3, 2), (0, 5, 1), (2, 1, 1, 2), (1, 0, 0, 0, 0, 0,
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
 def test_alexnet_by_domain_and_model(counts: Words) -> None:
     samples, ranks = sum(counts), len(counts)
-    plan = GridPlan(ranks, 1, RowUse.BATCH, {"features.*": RowUse.DOMAIN, "classifier.*": RowUse.MODEL})
-    found = forward, backward = words_by_boxes(distribute(_graph(alexnet(), 224, samples), plan, counts))
+    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL})
+    found = forward, backward = words_by_boxes(partition_graph(_graph(alexnet(), 224, samples), plan, counts))
     layers = [
         ("features.2", 55, 96, (3, 2, 0)), ("features.3", 27, 96, (5, 1, 2)), ("features.5", 27, 256, (3, 2, 0)),
         ("features.6", 13, 256, (3, 1, 1)), ("features.8", 13, 384, (3, 1, 1)), ("features.10", 13, 384, (3, 1, 1)),
@@ -147,8 +147,8 @@ def test_alexnet_by_domain_and_model(counts: Words) -> None:
 def test_vgg16_by_domain(counts: Words) -> None:
     samples, ranks = sum(counts), len(counts)
     graph = _graph(catalogue.build("vgg16", {}), 224, samples)
-    plan = GridPlan(ranks, 1, RowUse.BATCH, {"features.*": RowUse.DOMAIN})
-    found = words_by_boxes(distribute(graph, plan, counts))
+    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, {"features.*": Parallelism.DOMAIN})
+    found = words_by_boxes(partition_graph(graph, plan, counts))
     layers, number, size, channels = [], 0, 224, 3
     for stage, (convolutions, after) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
         for _ in range(convolutions):
@@ -168,7 +168,7 @@ def test_vgg16_by_model(counts: Words) -> None:
     """Every layer gathers its input, after pooling, and scatters its gradient: half of the allreduce of Gholami et al. 2018."""
     samples, ranks = sum(counts), len(counts)
     graph = _graph(catalogue.build("vgg16", {}), 224, samples)
-    forward, backward = words_by_boxes(distribute(graph, GridPlan(ranks, 1, RowUse.MODEL), counts))
+    forward, backward = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.MODEL), counts))
     convolutions = [(2, 224, 64), (5, 112, 64), (7, 112, 128), (10, 56, 128), (12, 56, 256), (14, 56, 256), (17, 28, 256),
                     (19, 28, 512), (21, 28, 512), (24, 14, 512), (26, 14, 512), (28, 14, 512)]  # fmt: skip
     for number, size, channels in convolutions:
@@ -185,7 +185,7 @@ def test_vgg16_by_model(counts: Words) -> None:
 def test_resnet50_by_domain(counts: Words) -> None:
     samples, ranks = sum(counts), len(counts)
     graph = _graph(catalogue.build("resnet50", {}), 225, samples)
-    found = words_by_boxes(distribute(graph, GridPlan(ranks, 1, RowUse.DOMAIN), counts))
+    found = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.DOMAIN), counts))
     layers: list[tuple[str, int, int, tuple[int, int, int]]] = [("maxpool", 113, 64, (3, 2, 1))]
     size, channels = 57, 64
     for stage, (blocks, inside) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
@@ -205,11 +205,15 @@ def test_resnet50_by_domain(counts: Words) -> None:
 
 _BATCHES = (7, 7, 3)  # 17 samples
 _NARROW = {"width": 0.0625}
-_PLAIN = {"features.*": RowUse.DOMAIN, "classifier.*": RowUse.MODEL}
+_PLAIN = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
 _COUNTED = {
     "alexnet": (partial(alexnet, 16), 95, _PLAIN),
     "vgg16": (partial(catalogue.build, "vgg16", _NARROW), 35, _PLAIN),
-    "resnet50": (partial(catalogue.build, "resnet50", _NARROW), 41, {"layer2.*": RowUse.MODEL, "layer3.*": RowUse.BATCH}),
+    "resnet50": (
+        partial(catalogue.build, "resnet50", _NARROW),
+        41,
+        {"layer2.*": Parallelism.MODEL, "layer3.*": Parallelism.BATCH},
+    ),
 }
 
 
@@ -220,14 +224,14 @@ def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int],
     model, pixels, use = _COUNTED[name]
     rows, cols = grid
     early = frozenset(full for full, _ in model().walk()) if overlapped else frozenset()
-    plan = GridPlan(rows, cols, RowUse.DOMAIN, use, overlapped=early)
+    plan = ParallelPlan(rows, cols, Parallelism.DOMAIN, use, overlapped=early)
     task = Task(model, NumpyKernelSet(), Sgd, (pixels, pixels, 3), samples=17, batch=7, steps=3, plan=plan)
 
     def program(comm: ThreadCommunicator) -> tuple[int, int]:
         counters = Counters()
         train(task, CountingCommunicator(comm, counters), virtual_engine(comm), Blocking)
-        found = counters["row", "ialltoall"]
-        assert found == counters.total("row")
+        found = counters["split", "ialltoall"]
+        assert found == counters.total("split")
         return found.payload_bytes, found.exchanged_bytes
 
     counted = run_virtual(rows * cols, program)
@@ -237,7 +241,7 @@ def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int],
         for col in range(cols):
             column = every[col * rows : (col + 1) * rows]
             graph = _graph(model(), pixels, sum(column))
-            for words in (each for part in words_by_boxes(distribute(graph, plan, column)) for each in part.values()):
+            for words in (each for part in words_by_boxes(partition_graph(graph, plan, column)) for each in part.values()):
                 for row in range(rows):
                     expected[col * rows + row] += 8 * words[row]
     assert counted == [(each, each) for each in expected]

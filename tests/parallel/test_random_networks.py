@@ -19,8 +19,8 @@ from hpctrain.nn.layers.pad_channels import PadChannels
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
 
 NETWORKS_PER_TEST, TESTS = 24, 5
 
@@ -74,11 +74,11 @@ def _trial(seed: int, ranks: int) -> Trial:
     model, shape = _network(chance)
     # Batch norm amplifies the rounding of few values.
     owners = [chance.randrange(ranks) for _ in range(chance.choice([0, 1, 3, 5]))]
-    uses = {name: chance.choice(list(RowUse)) for name in model.children()}
+    uses = {name: chance.choice(list(Parallelism)) for name in model.children()}
     use = {pattern: each for name, each in uses.items() for pattern in (name, f"{name}.*") if _matches(model, name, pattern)}
     vertical = chance.choice([n for n in range(1, ranks + 1) if ranks % n == 0] + [ranks])
     early = frozenset(name for name, _ in model.walk() if chance.random() < 0.5)
-    plan = GridPlan(ranks, 1, chance.choice(list(RowUse)), use, (vertical, ranks // vertical), early)
+    plan = ParallelPlan(ranks, 1, chance.choice(list(Parallelism)), use, (vertical, ranks // vertical), early)
     counts = tuple(owners.count(rank) for rank in range(ranks))
     return Trial(model, shape, counts, plan, seed, training=chance.random() < 0.9)
 

@@ -24,10 +24,10 @@ from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.parameter import ParameterSpec
-from hpctrain.parallel.distribute import distribute
-from hpctrain.parallel.exchange import moved
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.parallel.transfer import moved
+from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
 
 
 def _check(ranks: int, trials: list[Trial], tolerance: float = 1e-12) -> None:
@@ -43,9 +43,9 @@ def _counts(samples: int, ranks: int) -> tuple[int, ...]:
 def _all_uses(
     model: Layer, shape: tuple[int, int, int], ranks: int, tiles: tuple[int, int] | None = None, samples: int = 3
 ) -> list[Trial]:
-    plans = [GridPlan(ranks, 1, use) for use in RowUse]
-    plans += [GridPlan(ranks, 1, RowUse.DOMAIN, overlapped=frozenset(name for name, _ in model.walk()))]
-    plans += [] if tiles is None else [GridPlan(ranks, 1, RowUse.DOMAIN, tiles=tiles)]
+    plans = [ParallelPlan(ranks, 1, use) for use in Parallelism]
+    plans += [ParallelPlan(ranks, 1, Parallelism.DOMAIN, overlapped=frozenset(name for name, _ in model.walk()))]
+    plans += [] if tiles is None else [ParallelPlan(ranks, 1, Parallelism.DOMAIN, tiles=tiles)]
     return [Trial(model, shape, _counts(samples, ranks), plan) for plan in plans]
 
 
@@ -120,8 +120,10 @@ def test_a_layer_of_ones_own_is_split_by_its_window_alone(ranks: int) -> None:
 
 
 def test_its_halo_is_what_the_window_needs() -> None:
-    trial = Trial(Sequential({"double": Double(), "mine": Blur(3, 1, 1)}), (12, 5, 2), (2, 0, 0), GridPlan(3, 1, RowUse.DOMAIN))
-    graph = distribute(trial.graph(2), trial.plan, trial.counts)
+    trial = Trial(
+        Sequential({"double": Double(), "mine": Blur(3, 1, 1)}), (12, 5, 2), (2, 0, 0), ParallelPlan(3, 1, Parallelism.DOMAIN)
+    )
+    graph = partition_graph(trial.graph(2), trial.plan, trial.counts)
     (halo,) = [step.move for step in graph.steps if step.name == "mine.halo"]
     assert moved(*halo) == (20, 40, 20)
 
@@ -162,7 +164,9 @@ def test_more_ranks_than_channels_rows_and_features(ranks: int) -> None:
         }
     )
     _check(ranks, _all_uses(model, (4, 4, 2), ranks))
-    mixed = GridPlan(ranks, 1, RowUse.DOMAIN, {"pool": RowUse.MODEL, "fc1": RowUse.MODEL, "bn1": RowUse.MODEL})
+    mixed = ParallelPlan(
+        ranks, 1, Parallelism.DOMAIN, {"pool": Parallelism.MODEL, "fc1": Parallelism.MODEL, "bn1": Parallelism.MODEL}
+    )
     _check(ranks, [Trial(model, (4, 4, 2), _counts(samples, ranks), mixed) for samples in (0, 1, 2)])
 
 
@@ -178,8 +182,8 @@ def test_depthwise_grouped_and_dilated_convolutions(ranks: int) -> None:
         }
     )
     plans = [
-        GridPlan(ranks, 1, RowUse.DOMAIN, {"doubled": RowUse.MODEL}),
-        GridPlan(ranks, 1, RowUse.MODEL, {"depthwise": RowUse.DOMAIN, "narrow": RowUse.BATCH}),
+        ParallelPlan(ranks, 1, Parallelism.DOMAIN, {"doubled": Parallelism.MODEL}),
+        ParallelPlan(ranks, 1, Parallelism.MODEL, {"depthwise": Parallelism.DOMAIN, "narrow": Parallelism.BATCH}),
     ]
     _check(ranks, _all_uses(model, (11, 6, 3), ranks) + [Trial(model, (11, 6, 3), _counts(2, ranks), plan) for plan in plans])
 
@@ -188,5 +192,5 @@ def test_depthwise_grouped_and_dilated_convolutions(ranks: int) -> None:
 def test_batch_norm_of_images_that_are_split(synchronised: bool) -> None:
     """Statistics of whole images even where batch norm is not synchronised: all samples lie on one rank, or on all of them."""
     model = Sequential({"double": Double(), "bn": BatchNorm(3, synchronised=synchronised), "conv": Conv2d(3, 2, 3, padding=1)})
-    for use in (RowUse.DOMAIN, RowUse.MODEL):
-        _check(3, [Trial(model, (5, 4, 3), counts, GridPlan(3, 1, use)) for counts in ((4, 0, 0), (1, 2, 1), (0, 0, 1))])
+    for use in (Parallelism.DOMAIN, Parallelism.MODEL):
+        _check(3, [Trial(model, (5, 4, 3), counts, ParallelPlan(3, 1, use)) for counts in ((4, 0, 0), (1, 2, 1), (0, 0, 1))])

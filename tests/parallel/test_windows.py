@@ -13,8 +13,8 @@ from hpctrain.nn.layers.average_pool import AveragePool
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
 
 LAYERS_PER_TEST, TESTS = 60, 9
 RANKS = (2, 3, 4, 6, 8)
@@ -48,12 +48,12 @@ def _counts(chance: random.Random, ranks: int, samples: int) -> tuple[int, ...]:
     return tuple(owners.count(rank) for rank in range(ranks))
 
 
-def _plan(chance: random.Random, ranks: int, model: Layer) -> GridPlan:
+def _plan(chance: random.Random, ranks: int, model: Layer) -> ParallelPlan:
     vertical = chance.choice([ranks, ranks, *(n for n in range(1, ranks + 1) if ranks % n == 0)])
-    second = chance.choice([RowUse.DOMAIN, RowUse.DOMAIN, RowUse.MODEL, RowUse.BATCH])
+    second = chance.choice([Parallelism.DOMAIN, Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH])
     use = {"second": second} if "second" in model.children() else {}
     overlapped = frozenset(name for name in model.children() if chance.random() < 0.5)
-    return GridPlan(ranks, 1, RowUse.DOMAIN, use, (vertical, ranks // vertical), overlapped, hides=chance.random() < 0.9)
+    return ParallelPlan(ranks, 1, Parallelism.DOMAIN, use, (vertical, ranks // vertical), overlapped, hides=chance.random() < 0.9)
 
 
 def _trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:
@@ -67,7 +67,7 @@ def _trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:
             layers[name], channels = chance.choice([_conv, _pool])(chance, channels)
         model = Sequential(layers)
         try:
-            Trial(model, shape, (1,), GridPlan()).graph(1)
+            Trial(model, shape, (1,), ParallelPlan()).graph(1)
         except ShapeError:
             continue
         return chance, model, shape
@@ -78,7 +78,7 @@ def test_random_layers_equal_one_rank(part: int) -> None:
     seeds = range(part * LAYERS_PER_TEST, (part + 1) * LAYERS_PER_TEST)
     drawn = {seed: _trial(seed) for seed in seeds}
     expected = {
-        seed: alone(Trial(model, shape, (seed % 4,), GridPlan(), seed, training=seed % 5 > 0))
+        seed: alone(Trial(model, shape, (seed % 4,), ParallelPlan(), seed, training=seed % 5 > 0))
         for seed, (_, model, shape) in drawn.items()
     }
     for ranks in RANKS:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
 
-from hpctrain.testing.torch_parity import MODELS, compare, gradient_median
+from tests.support.torch_parity import MODELS, compare, gradient_median
 
 pytestmark = pytest.mark.torch
 

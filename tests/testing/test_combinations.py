@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from hpctrain.testing import combinations
-from hpctrain.testing.combinations import Tally, drawn, run
-from hpctrain.testing.dimensions import VALUES, line, parsed
-from hpctrain.testing.pairwise import pairs_of
+from tests.support import combinations
+from tests.support.combinations import Tally, drawn, run
+from tests.support.dimensions import VALUES, line, parsed
+from tests.support.pairwise import pairs_of
 
 COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "150"))
 BLOCKS = 10
@@ -22,7 +22,7 @@ def test_combinations_equal_one_rank(block: int) -> None:
     tally = Tally()
     for row in drawn(COUNT, 0).rows[block::BLOCKS]:
         tally.add(row)
-    again = "python -m hpctrain.testing.combinations "
+    again = "python -m tests.support.combinations "
     assert not tally.failures, "\n".join(["", *(again + failure for failure in tally.failures)])
     assert not tally.refused, "refused only where it ran: such a rule is known before a run"
 

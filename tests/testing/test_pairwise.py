@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from hpctrain.testing.pairwise import draw, pairs_of
+from tests.support.pairwise import draw, pairs_of
 
 VALUES = {"a": ("0", "1", "2"), "b": ("0", "1", "2", "3"), "c": ("0", "1"), "d": ("0", "1", "2"), "e": ("0", "1")}
 

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.lazy import Lazy
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DivergedError
@@ -28,18 +27,19 @@ from hpctrain.nn.network import MODEL, Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim import schedules
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing import nets
-from hpctrain.testing.averaging import STRATEGIES
-from hpctrain.testing.training import Task, batches
-from hpctrain.testing.virtual import run_virtual, virtual_engine
-from hpctrain.train.message import SmallMessage
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.train.metrics import SilentReporter
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.trainer import Cadence, Trainer
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import STRATEGIES
+from tests.support.training import Task, batches
 
 POISONED_STEP = 3
 STEPS = 7
@@ -100,7 +100,7 @@ class _Loader:
 def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, checkpoints: int) -> Run:
     progress, rows = virtual_engine(comm), task.plan.rows
     groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
-    axis = groups.row_axis(progress)
+    axis = groups.split_group(progress)
     distribution = None if axis is None else GridDistribution(task.plan, axis)
     network = Network(
         task.model(),
@@ -147,8 +147,8 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
                 tensors |= {f"{key} of {name}": value for key, value in averager.full_state(parameter).items()}
         run.kept_poison += [name for name, value in tensors.items() if not np.isfinite(value).all()]
 
-    message = SmallMessage(groups.messages, progress, network.statistics.size)
-    boxes = None if distribution is None else distribution.boxes_by_counts(network.graph)
+    message = StepReduction(groups.messages, progress, network.statistics.size)
+    boxes = None if distribution is None else distribution.tiles_by_counts(network.graph)
     trainer = Trainer(
         network=network,
         averagers=averagers,
@@ -208,9 +208,9 @@ def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet,
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "overlap", "sharded", "priority"])
-@pytest.mark.parametrize("use", [RowUse.MODEL, RowUse.DOMAIN])
-def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: RowUse) -> None:
-    task = _task(kernels, plan=GridPlan(2, 2, use={"conv*": use, "fc1": RowUse.MODEL}))
+@pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.DOMAIN])
+def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: Parallelism) -> None:
+    task = _task(kernels, plan=ParallelPlan(2, 2, use={"conv*": use, "fc1": Parallelism.MODEL}))
     for poison in (WEIGHT[0], GRADIENT[1], IMAGE[0]):
         _stops(_runs(4, task, strategy, poison), LAYER[poison.place])
 

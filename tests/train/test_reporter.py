@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
-from hpctrain.train.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -7,32 +7,32 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.blocking import Blocking
-from hpctrain.averaging.bucketed import Bucketed
-from hpctrain.averaging.lazy import Lazy
-from hpctrain.averaging.sharded import Sharded
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.distribution import GridDistribution
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.plan import GridPlan, RowUse
-from hpctrain.testing import nets
-from hpctrain.testing.virtual import run_virtual, virtual_engine
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import snapshot
-from hpctrain.train.checkpoint import CheckpointContent
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
 
 POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
 MIXED = {
-    "plain": {"conv1": RowUse.DOMAIN, "conv2": RowUse.MODEL, "fc*": RowUse.MODEL},
-    "residual": {"*1": RowUse.DOMAIN, "layer2.*": RowUse.MODEL, "fc": RowUse.MODEL},
+    "plain": {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL},
+    "residual": {"*1": Parallelism.DOMAIN, "layer2.*": Parallelism.MODEL, "fc": Parallelism.MODEL},
 }
 NETS: dict[str, Callable[[], Layer]] = {"plain": nets.plain, "residual": nets.residual}
 AVERAGERS: dict[str, Callable[..., GradientAverager]] = {
@@ -46,10 +46,12 @@ GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (5, 1), (7, 1), (13, 1)]
 class Trained:
     """What a snapshot is taken of, on one rank."""
 
-    def __init__(self, comm: ThreadCommunicator, model: Layer, plan: GridPlan, averager: Callable[..., GradientAverager]) -> None:
+    def __init__(
+        self, comm: ThreadCommunicator, model: Layer, plan: ParallelPlan, averager: Callable[..., GradientAverager]
+    ) -> None:
         progress = virtual_engine(comm)
         groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
-        axis = groups.row_axis(progress)
+        axis = groups.split_group(progress)
         self.network = Network(
             model,
             (9, 7, 3),
@@ -76,25 +78,25 @@ class Trained:
 def alone(model: Layer) -> CheckpointContent:
     """A snapshot of one rank, with random numbers for its tensors."""
     random = np.random.default_rng(0)
-    found = run_virtual(1, lambda comm: Trained(comm, model, GridPlan(), Blocking).take())[0]
+    found = run_virtual(1, lambda comm: Trained(comm, model, ParallelPlan(), Blocking).take())[0]
     return CheckpointContent({key: random.standard_normal(value.shape) for key, value in found.tensors.items()}, found.meta)
 
 
 @pytest.mark.parametrize("averager", AVERAGERS)
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("default", list(RowUse))
-def test_what_is_put_is_taken_again(net: str, averager: str, default: RowUse) -> None:
+@pytest.mark.parametrize("default", list(Parallelism))
+def test_what_is_put_is_taken_again(net: str, averager: str, default: Parallelism) -> None:
     """Up to more ranks than channels, so that some hold nothing."""
     content = alone(NETS[net]())
 
-    def again(comm: ThreadCommunicator, plan: GridPlan) -> CheckpointContent:
+    def again(comm: ThreadCommunicator, plan: ParallelPlan) -> CheckpointContent:
         trained = Trained(comm, NETS[net](), plan, AVERAGERS[averager])
         assert trained.put(content) == POSITION
         return trained.take(keep=comm.rank == 0)
 
-    use = MIXED[net] if default is RowUse.BATCH else {}
+    use = MIXED[net] if default is Parallelism.BATCH else {}
     for rows, cols in GRIDS:
-        plan = GridPlan(rows, cols, default, use)
+        plan = ParallelPlan(rows, cols, default, use)
         first, *others = run_virtual(rows * cols, partial(again, plan=plan), seed=rows)
         assert first.meta == content.meta
         assert first.tensors.keys() == content.tensors.keys()
@@ -107,7 +109,7 @@ def test_each_rank_takes_its_part() -> None:
     content = alone(nets.plain())
 
     def weights(comm: ThreadCommunicator) -> np.ndarray:
-        trained = Trained(comm, nets.plain(), GridPlan(3, 1, RowUse.MODEL), Blocking)
+        trained = Trained(comm, nets.plain(), ParallelPlan(3, 1, Parallelism.MODEL), Blocking)
         snapshot.put_weights(content, trained.network, trained.shards)
         return trained.network.parameters["fc1.weight"].data.copy()
 
@@ -121,7 +123,7 @@ def test_a_snapshot_of_another_model_is_refused_by_its_whole_shape() -> None:
 
     def put(comm: ThreadCommunicator) -> str:
         with pytest.raises(CheckpointError) as caught:
-            Trained(comm, nets.plain(), GridPlan(2, 1, RowUse.MODEL), Blocking).put(content)
+            Trained(comm, nets.plain(), ParallelPlan(2, 1, Parallelism.MODEL), Blocking).put(content)
         return str(caught.value)
 
     for message in run_virtual(2, put):
@@ -133,7 +135,7 @@ def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int
     content = alone(nets.plain())
 
     def taken(comm: ThreadCommunicator) -> CheckpointContent:
-        trained = Trained(comm, nets.plain(), GridPlan(rows, cols), partial(Lazy, layers=2, bucket_bytes=512))
+        trained = Trained(comm, nets.plain(), ParallelPlan(rows, cols), partial(Lazy, layers=2, bucket_bytes=512))
         trained.put(content)
         return trained.take()
 
@@ -149,12 +151,12 @@ def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int
 def test_gradients_that_lazy_has_added_up_are_never_dropped(other: Callable[..., GradientAverager]) -> None:
     random = np.random.default_rng(0)
     lazy = partial(Lazy, layers=2, bucket_bytes=512)
-    empty = run_virtual(1, lambda comm: Trained(comm, nets.plain(), GridPlan(), lazy).take())[0]
+    empty = run_virtual(1, lambda comm: Trained(comm, nets.plain(), ParallelPlan(), lazy).take())[0]
     key = "optimizer/lazy_gradient/conv2.weight"
     full = CheckpointContent({**empty.tensors, key: random.standard_normal(empty.tensors[key].shape)}, empty.meta)
 
     def put(comm: ThreadCommunicator, content: CheckpointContent) -> Position:
-        return Trained(comm, nets.plain(), GridPlan(1, 2), other).put(content)
+        return Trained(comm, nets.plain(), ParallelPlan(1, 2), other).put(content)
 
     assert run_virtual(2, partial(put, content=empty)) == [POSITION, POSITION]
     with pytest.raises(CheckpointError, match=r"averager lazy has added up gradients of 1 parameters \(conv2.weight first\)"):
@@ -165,7 +167,7 @@ def test_momentum_without_a_place_is_never_dropped() -> None:
     content = alone(nets.plain())
     stray = CheckpointContent({**content.tensors, "optimizer/other/conv1.weight": np.ones(3)}, content.meta)
     with pytest.raises(CheckpointError, match=r"holds the other of 1 parameters \(conv1.weight first\)"):
-        run_virtual(1, lambda comm: Trained(comm, nets.plain(), GridPlan(), Blocking).put(stray))
+        run_virtual(1, lambda comm: Trained(comm, nets.plain(), ParallelPlan(), Blocking).put(stray))
 
 
 def test_positions_of_the_first_format_counted_steps():

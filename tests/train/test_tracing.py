@@ -7,19 +7,19 @@ from collections.abc import Generator
 import numpy as np
 import pytest
 
-from hpctrain.averaging.blocking import Blocking
+from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.threads import ThreadCommunicator
 from hpctrain.data.loader import Batch, Share
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.testing import nets
-from hpctrain.testing.training import Result, Task, distance, train
-from hpctrain.testing.virtual import run_virtual, virtual_engine
 from hpctrain.trace import intervals
 from hpctrain.trace.tracer import Category, Events, Tracer
 from hpctrain.train.tracing import TracedOptimizer, traced_optimizer, traced_steps
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.training import Result, Task, distance, train
 
 TASK = Task(nets.residual, NumpyKernelSet(), Sgd, steps=3)
 

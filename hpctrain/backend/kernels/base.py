@@ -91,10 +91,10 @@ class Operator(ABC):
         reads_output_once is set). What nobody needs is reused.
     in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
-    gives_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N,
-        once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
+    gives_sufficient_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of
+        dy over N, once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
     begins_early: `begin_forward` is called at the operator's place, and `forward` just before its first reader.
-    rebuilds_output: `rebuild_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
+    recomputes_output: `recompute_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
         forward to backward, where it would be needed.
     stands_in_because: why a kernel set took another one's operator, for reports; empty where it took one of its own.
     """
@@ -108,9 +108,9 @@ class Operator(ABC):
     in_place: ClassVar[bool] = False
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
-    gives_factors: bool = False
+    gives_sufficient_factors: bool = False
     begins_early: bool = False
-    rebuilds_output: bool = False
+    recomputes_output: bool = False
     stands_in_because: str = ""
     saved_bytes: int = 0
     scratch_bytes: int = 0
@@ -139,8 +139,8 @@ class Operator(ABC):
     def begin_backward(self) -> None:  # noqa: B027  only what travels has something to begin
         """The output's gradient is complete, `backward_input` follows later: what takes time may start. Must not wait."""
 
-    def rebuild_output(self) -> None:
-        """Write the output again, for readers that need it in backward. Only where `rebuilds_output` is set."""
+    def recompute_output(self) -> None:
+        """Write the output again, for readers that need it in backward. Only where `recomputes_output` is set."""
         raise NotImplementedError
 
     def parameters_changed(self) -> None:  # noqa: B027  only sets that cache reordered weights care

@@ -183,14 +183,14 @@ class BatchNormSpec:
 
     Training uses the batch's mean and biased variance and leaves the mean and the *unbiased* variance in the operator's
     `batch_mean` and `batch_var` statistics; evaluation uses `running_mean` and `running_var`. With `synchronised` the
-    statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "world", all ranks that share
-    the step; "column", those that hold the same channels; "row", those that hold parts of the same images.
+    statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "all", all ranks that share
+    the step; "data", those that hold the same channels; "split", those that hold parts of the same images.
     """
 
     channels: int
     epsilon: float = 1e-5
     synchronised: bool = False
-    merge: str = "world"
+    merge: str = "all"
     relu: bool = False  # set by fusion only: a ReLU follows (after the addition, where `add` is set)
     add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
 

@@ -16,7 +16,7 @@ _BLOCK_BYTES = 1 << 20
 class Linear(NumpyOperator):
     """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
 
-    gives_factors = True
+    gives_sufficient_factors = True
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

@@ -17,7 +17,7 @@ class LinearOperator(LibraryOperator):
     """y = x @ weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
-    gives_factors = True
+    gives_sufficient_factors = True
 
     def __init__(self, engine: Engine, spec: LinearSpec | WithRelu, x: TensorSpec, *, training: bool) -> None:
         relu = isinstance(spec, WithRelu)

@@ -25,7 +25,7 @@ class RectifiedOperator(Operator):
     def __init__(self, engine: Engine, spec: WithRelu, inner: Operator) -> None:
         self.spec, self._inner = spec, inner
         self.inputs, self.output = inner.inputs, inner.output
-        self.needs_inputs, self.gives_factors = inner.needs_inputs, inner.gives_factors
+        self.needs_inputs, self.gives_sufficient_factors = inner.needs_inputs, inner.gives_sufficient_factors
         self.saved_bytes, self.scratch_bytes = inner.saved_bytes, inner.scratch_bytes
         self._mask = ReluMask(engine, f"relu {self.output.shape} backward", elements(engine, self.output))
         self._masked = False

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
-from hpctrain.testing.kernel_pairs import assert_close, run
+from tests.support.kernel_pairs import assert_close, run
 
 FUSED = {"alone": {}, "relu": {"relu": True}, "add and relu": {"relu": True, "add": True}}
 

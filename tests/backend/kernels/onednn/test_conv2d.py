@@ -9,7 +9,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
-from hpctrain.testing.kernel_pairs import assert_close, difference, run
+from tests.support.kernel_pairs import assert_close, difference, run
 
 
 def conv(channels_in, channels_out, kernel, *, stride=(1, 1), padding=(0, 0, 0, 0), dilation=(1, 1), groups=1, bias=True):

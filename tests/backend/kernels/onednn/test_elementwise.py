@@ -8,7 +8,7 @@ import pytest
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
-from hpctrain.testing.kernel_pairs import assert_close, difference, run
+from tests.support.kernel_pairs import assert_close, difference, run
 
 SHAPE = (3, 9, 7, 20)
 

@@ -35,8 +35,8 @@ from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.nn.program import Program
-from hpctrain.testing import nets
-from hpctrain.testing.kernel_pairs import difference
+from tests.support import nets
+from tests.support.kernel_pairs import difference
 
 SHAPE = (9, 7, 3)
 

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import LinearSpec
-from hpctrain.testing.kernel_pairs import assert_close, run
+from tests.support.kernel_pairs import assert_close, run
 
 
 def arrays(spec: LinearSpec, batch: int):

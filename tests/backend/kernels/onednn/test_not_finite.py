@@ -8,7 +8,7 @@ import pytest
 from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, PoolSpec, ReluSpec, Spec, Window
-from hpctrain.testing.kernel_pairs import Result, run
+from tests.support.kernel_pairs import Result, run
 
 C = 16
 WINDOW = Window((2, 2), (2, 2), (0, 0, 0, 0))

@@ -14,9 +14,9 @@ from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.kernels.onednn.operator import LibraryOperator
 from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
+from hpctrain.bench.engine_profile import profile
+from hpctrain.bench.engine_step import stand_ins
 from hpctrain.errors import ShapeError
-from hpctrain.experiment.engine_profile import profile
-from hpctrain.experiment.engine_step import stand_ins
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.batch_norm import BatchNorm
 from hpctrain.nn.layers.conv2d import Conv2d
@@ -26,8 +26,8 @@ from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program
-from hpctrain.testing import nets
-from hpctrain.testing.kernel_pairs import difference
+from tests.support import nets
+from tests.support.kernel_pairs import difference
 
 SPEC = Conv2dSpec(16, 16, Window((3, 3), (1, 1), (0, 0, 0, 0)))
 

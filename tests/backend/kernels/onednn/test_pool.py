@@ -9,7 +9,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.onednn.pool import plain_pool
 from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec, Window
-from hpctrain.testing.kernel_pairs import assert_close, run
+from tests.support.kernel_pairs import assert_close, run
 
 WINDOWS = {
     "2x2": Window((2, 2), (2, 2), (0, 0, 0, 0)),

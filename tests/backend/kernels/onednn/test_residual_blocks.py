@@ -21,7 +21,7 @@ from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.testing.kernel_pairs import difference
+from tests.support.kernel_pairs import difference
 
 MARGIN = 3e-6
 SEEDS = range(30)

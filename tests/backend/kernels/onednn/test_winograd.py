@@ -12,7 +12,7 @@ from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.onednn.tiling import Tiling
 from hpctrain.backend.kernels.specs import Conv2dSpec, Edges, TensorSpec, Window
-from hpctrain.testing.kernel_pairs import assert_close, difference, run
+from tests.support.kernel_pairs import assert_close, difference, run
 
 SAME = (1, 1, 1, 1)
 

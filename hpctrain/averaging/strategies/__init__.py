@@ -1,0 +1,1 @@
+"""Averaging strategies, one a file: each module defines one strategy, which has its name."""

@@ -1,0 +1,141 @@
+"""Inputs and errors of a linear layer, exchanged instead of its gradients.
+
+Rank r gets its K / P columns of everyone's inputs (an all-to-all in forward) and everyone's errors (an allgather in backward) and
+computes its rows of the global gradient with products of depth B, the step's global batch: one a slice, so that a slice is
+gathered under the next one's product. The bias's gradient is the sum of the gathered errors, complete on every rank. Lee et al.,
+MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.averaging.slices import Slice, even
+from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.nn.parameter import FlatGroup, Parameter
+
+FcExchange = Literal["auto", "always", "never"]
+
+
+def moves_less(inputs: int, outputs: int, batch: int, ranks: int) -> bool:
+    """Whether the exchange moves less than gradients would: B < K M / (M + K / P)."""
+    return batch * (outputs + inputs / ranks) < inputs * outputs
+
+
+class SufficientFactorExchange:
+    """One linear layer's buffers. All arrays are made at the first step, for the nominal batch, and grow only for larger ones.
+
+    Args:
+        slices: those of the weight (K, M), in order. batch: nominal samples of a step over all ranks.
+    """
+
+    def __init__(self, group: FlatGroup, slices: Sequence[Slice], comm: Communicator, batch: int) -> None:
+        self._group = group
+        self._comm = comm
+        self._outputs = slices[0].unit
+        self._inputs = sum(each.units for each in slices)
+        self._bias = [group.parameters[name] for name in slices[0].replicated]
+        first = slices[0].start
+        # Columns of the inputs (rows of the weight) that each rank owns, slice by slice; empty ones too.
+        spans = [[each.part(rank, comm.size) for each in slices] for rank in range(comm.size)]
+        self._spans = [
+            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in every] for every in spans
+        ]
+        self._columns = [sum(high - low for low, high in every) for every in self._spans]
+        own = [high - low for low, high in self._spans[comm.rank]]
+        self._packed_columns = [(sum(own[:piece]), sum(own[: piece + 1])) for piece in range(len(slices))]
+        self._own_gradients = [group.grad[begin:end].reshape(-1, self._outputs) for begin, end in spans[comm.rank]]
+        self._reserve(batch, max(even(batch, comm.size)))
+
+    def _reserve(self, batch: int, mine: int) -> None:
+        self._capacity = batch, mine
+        like = self._group.grad
+        self._packed = np.empty_like(like, shape=(mine * self._inputs,))
+        self._columns_of_all = np.empty_like(like, shape=(batch * self._columns[self._comm.rank],))
+        self._errors_of_all = np.empty_like(like, shape=(batch * self._outputs,))
+
+    def begin_step(self, counts: Sequence[int]) -> None:
+        """counts: the step's samples on each rank. The previous step's exchange is over."""
+        self._counts = counts
+        self._samples = sum(counts)
+        self._mine = counts[self._comm.rank]
+        if self._samples > self._capacity[0] or self._mine > self._capacity[1]:
+            self._reserve(max(self._samples, self._capacity[0]), max(self._mine, self._capacity[1]))
+
+    def pack_inputs(self, x: Array | None) -> None:
+        """Copy x (n, K), columns of one rank after the other; None: zeros."""
+        assert x is None or x.shape[0] == self._mine, "the step's counts say another number of samples"
+        begin = 0
+        for columns, spans in zip(self._columns, self._spans, strict=True):
+            block = self._packed[self._mine * begin : self._mine * (begin + columns)].reshape(self._mine, columns)
+            place = 0
+            for low, high in spans:
+                block[:, place : place + high - low] = 0 if x is None else x[:, low:high]
+                place += high - low
+            begin += columns
+
+    def pack_errors(self, dy: Array | None) -> None:
+        """Copy dy (n, M) to its place among all ranks' errors; None: zeros."""
+        begin = sum(self._counts[: self._comm.rank]) * self._outputs
+        own = self._errors_of_all[begin : begin + self._mine * self._outputs]
+        own[...] = 0 if dy is None else dy.reshape(-1)
+
+    def post_inputs(self) -> Handle:
+        """The all-to-all of inputs."""
+        own = self._columns[self._comm.rank]
+        return self._comm.ialltoall(
+            self._packed[: self._mine * self._inputs],
+            self._columns_of_all[: self._samples * own],
+            [self._mine * columns for columns in self._columns],
+            [count * own for count in self._counts],
+        )
+
+    def post_errors(self) -> Handle:
+        """The allgather of errors, in place."""
+        counts = [count * self._outputs for count in self._counts]
+        return self._comm.iallgather(None, self._errors_of_all[: self._samples * self._outputs], counts)
+
+    def multiply(self, piece: int) -> None:
+        """Write this rank's rows of one slice of the weight's global gradient; with the first also the bias's whole one."""
+        errors = self._errors_of_all[: self._samples * self._outputs].reshape(self._samples, self._outputs)
+        own = self._columns[self._comm.rank]
+        low, high = self._packed_columns[piece]
+        inputs = self._columns_of_all[: self._samples * own].reshape(self._samples, own)[:, low:high]
+        np.matmul(inputs.T, errors, out=self._own_gradients[piece])
+        for bias in self._bias if piece == 0 else ():
+            np.sum(errors, axis=0, out=bias.grad)
+
+
+def layers(group: FlatGroup) -> list[tuple[Parameter, list[Parameter]]]:
+    """(weight, [bias] or []) of each linear layer that can give factors, in forward order."""
+    found: list[tuple[Parameter, list[Parameter]]] = []
+    for parameter in group.parameters.values():
+        if not parameter.spec.factors:
+            continue
+        if len(parameter.spec.shape) == 2:
+            found.append((parameter, []))
+        else:
+            weight, biases = found[-1]
+            assert parameter.name.rpartition(".")[0] == weight.name.rpartition(".")[0], "a bias follows its weight"
+            biases.append(parameter)
+    return found
+
+
+def exchanging_layers(
+    group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
+) -> dict[str, tuple[str, ...]]:
+    """Weight -> biases of the linear layers that exchange inputs and errors; never one of which these ranks hold nothing."""
+    if choice == "never" or micro_batches > 1:
+        return {}
+    found = {}
+    for weight, biases in layers(group):
+        if not weight.size:  # fewer features than the grid has rows
+            continue
+        inputs, outputs = weight.spec.shape
+        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
+        if choice == "always" or (ranks > 1 and less):
+            found[weight.name] = tuple(bias.name for bias in biases)
+    return found

@@ -1,0 +1,220 @@
+"""What `hpctrain bench engine` measures, as data, and its tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.bench.engine_profile import PrimitiveTime, profile
+from hpctrain.bench.engine_step import (
+    EngineStep,
+    LayerTime,
+    Workload,
+    gemm_peak,
+    peak_resident_bytes,
+    stand_ins,
+    time_layers,
+    timed,
+)
+from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
+
+_WARM_UP = 2
+
+#: what "--vs torch" compares with: name -> (channels last, huge pages and fused optimiser)
+PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (True, False), "torch last tuned": (True, True)}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process's steps alone.
+
+    step_seconds: median wall time. clock: "cpu" with one thread, else "wall": what operators' times, GFLOP/s and the peak (of
+    a large matrix product) are measured by, so that a busy machine changes them little. reorder_seconds: of a step, in all copies
+    between layouts (of images, weights and gradients), and how many. kernel_seconds: the library's own time in all its
+    kernels; both None where the kernel set keeps no such account. peak_bytes: resident, before anything was profiled.
+    own_operators: how many are the kernel set's own; stand_ins: the layers whose operators are NumPy's instead, by the reason.
+    """
+
+    model: str
+    backend: str
+    batch: int
+    pixels: int
+    threads: int
+    clock: str
+    parameters: int
+    step_seconds: float
+    cpu_seconds: float
+    images_per_second: float
+    gflops_per_second: float
+    peak_gflops: float
+    arena_bytes: int
+    peak_bytes: int
+    kernel_seconds: float | None
+    reorder_seconds: float | None
+    reorders: int | None
+    own_operators: int
+    stand_ins: Mapping[str, Sequence[str]]
+    layers: Sequence[LayerTime]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        layers = [
+            {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
+        ]
+        return {**asdict(self), "layers": layers}
+
+
+def measure(task: Workload, backend: str, steps: int, threads: int) -> Measurement:
+    """Time whole steps, then each operator, then each primitive where the kernel set is oneDNN.
+
+    Raises:
+        BackendError, ShapeError, ConfigError: as `EngineStep`.
+    """
+    step = EngineStep(task, backend)
+    for _ in range(_WARM_UP):
+        step.run()
+    turns = [timed(step, 1) for _ in range(steps)]
+    peak_bytes = peak_resident_bytes()
+    seconds, cpu_seconds = (float(np.median([turn[:2][i] for turn in turns])) for i in range(2))
+    clock = time.process_time if threads == 1 else time.perf_counter
+    layers = time_layers(step, steps, clock)
+    primitives = profile(step.run, steps) if step.backend == "onednn" else None
+    kernel, reorder, count = _account(primitives)
+    own_operators, others = stand_ins(step.program)
+    return Measurement(
+        model=task.model,
+        backend=step.backend,
+        batch=task.batch,
+        pixels=task.pixels,
+        threads=threads,
+        clock="cpu" if threads == 1 else "wall",
+        parameters=step.parameters,
+        step_seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        images_per_second=task.batch / seconds,
+        gflops_per_second=sum(layer.flops for layer in layers) / (cpu_seconds if threads == 1 else seconds) / 1e9,
+        peak_gflops=gemm_peak(clock=clock),
+        arena_bytes=step.program.activation_bytes,
+        peak_bytes=peak_bytes,
+        kernel_seconds=kernel,
+        reorder_seconds=reorder,
+        reorders=count,
+        own_operators=own_operators,
+        stand_ins=others,
+        layers=layers,
+    )
+
+
+def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[float | None, float | None, int | None]:
+    """(seconds of all kernels, seconds of the reorders, number of reorders), medians over steps."""
+    if primitives is None:
+        return None, None, None
+    copies = [[one for one in step if one.kind == "reorder"] for step in primitives]
+    every, some = (float(np.median([sum(one.seconds for one in step) for step in steps])) for steps in (primitives, copies))
+    return every, some, len(copies[0])
+
+
+def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Ours and PyTorch's variants, each in a process of its own, in turn: ms per step, peak memory, and how many times as fast
+    ours is (median of the rounds' ratios, by wall time).
+
+    Args:
+        python: a Python that has PyTorch.
+
+    Raises:
+        SteppingError: our process fails, or all of PyTorch's do.
+    """
+    shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
+    plain = with_threads(os.environ, threads)
+    commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
+        "ours": (ours({**shape, "options": dict(task.options), "backend": backend}), plain)
+    }
+    for name, (last, tuned) in PEERS.items():
+        settings = {**shape, "threads": threads, "last": last, "fused": tuned, "compiled": False}
+        commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
+    series = interleave(commands, Rounds(rounds, 1), list(PEERS))
+    if not any(series[name].turns for name in PEERS):
+        raise SteppingError(f"Of {python}, no PyTorch ran: {series['torch'].failure}")
+    own = series["ours"].seconds("wall")
+    return {
+        name: {
+            "step_seconds": one.median("wall"),
+            "peak_bytes": one.peak_bytes,
+            "times_as_fast": float(np.median([t / o for t, o in zip(one.seconds("wall"), own, strict=False)])),
+        }
+        for name, one in series.items()
+        if one.turns
+    }
+
+
+def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
+    """A line of totals, the operators with their times, and the comparison where there is one."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
+    console.print(_totals(found), highlight=False)
+    console.print(_layer_table(found))
+    if compared is not None:
+        console.print(_comparison_table(compared))
+
+
+def _totals(found: Measurement) -> str:
+    share = found.gflops_per_second / found.peak_gflops
+    lines = [
+        f"{found.model}, {found.backend}, batch {found.batch}, {found.pixels} px, {found.threads} "
+        f"{'thread' if found.threads == 1 else 'threads'}: {found.step_seconds * 1e3:.2f} ms a step, "
+        f"{found.images_per_second:.1f} images/s; CPU time {found.cpu_seconds * 1e3:.2f} ms",
+        f"{found.gflops_per_second:.1f} GFLOP/s by {found.clock} time, {share:.0%} of a large matrix product's "
+        f"{found.peak_gflops:.1f}; arena {found.arena_bytes / 1e6:.1f} MB, peak resident {found.peak_bytes / 1e6:.0f} MB",
+    ]
+    if found.kernel_seconds is not None and found.reorder_seconds is not None:
+        lines.append(
+            f"oneDNN's kernels {found.kernel_seconds * 1e3:.2f} ms a step, "
+            f"{found.reorder_seconds * 1e3:.2f} ms of them in {found.reorders} reorders"
+        )
+    lines += _whose(found)
+    return "\n".join(lines)
+
+
+def _whose(found: Measurement) -> Sequence[str]:
+    """Which operators are not the kernel set's own, and why; nothing where that is NumPy."""
+    if found.backend == "numpy":
+        return ()
+    if not found.stand_ins:
+        return (f"all {found.own_operators} operators run on {found.backend}",)
+    others = [f"{', '.join(layers)} ({reason})" for reason, layers in found.stand_ins.items()]
+    return (f"{found.own_operators} operators run on {found.backend}; in NumPy: {'; '.join(others)}",)
+
+
+def _layer_table(found: Measurement) -> Any:
+    from rich.table import Table
+
+    table = Table("operator", "kind", *(("forward ms", "weights ms", "input ms", "GFLOP/s", "of peak", "of step")))
+    total = sum(layer.seconds for layer in found.layers)
+    for layer in found.layers:
+        times = (layer.forward_seconds, layer.parameters_seconds, layer.input_seconds)
+        rate = layer.gflops_per_second
+        # element-wise work counts a few operations per byte: its rate says nothing about arithmetic
+        dense = layer.kind in ("Conv2d", "Linear")
+        rates = (f"{rate:.1f}", f"{rate / found.peak_gflops:.0%}") if dense else ("", "")
+        table.add_row(layer.name, layer.kind, *(f"{one * 1e3:.3f}" for one in times), *rates, f"{layer.seconds / total:.1%}")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    return table
+
+
+def _comparison_table(compared: Mapping[str, Mapping[str, float]]) -> Any:
+    from rich.table import Table
+
+    table = Table("variant", "ms a step", "ours, times as fast", "peak MB")
+    for name, row in compared.items():
+        table.add_row(name, f"{row['step_seconds'] * 1e3:.2f}", f"{row['times_as_fast']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table

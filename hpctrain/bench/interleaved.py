@@ -1,0 +1,250 @@
+"""Processes that run training steps when they are told to, one at a time in turn: rounds of comparable measurements.
+
+Protocol, a JSON object a line: the process first says what it is (its version, its parameters); to {"steps": n} it answers with
+the fields of `Turn`. It waits on its input, asleep, and ends when that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.signals import release
+
+_TIMEOUT_SECONDS = 600.0
+_TAIL = 2000
+_PEER = Path(__file__).with_name("torch_peer.py")
+
+#: a variant that is so much slower than the best of its kind after `SCREENING` rounds cannot become the best
+SCREENED_OUT = 1.25
+SCREENING = 3
+
+
+class SteppingError(HpctrainError):
+    """A process that should have run steps ended or said nothing; the message holds the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one process measured: seconds of all steps of the turn, the last mean loss, memory, and its CPU clock around it."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    finite: bool
+    loss: float
+    cpu_before_seconds: float
+    cpu_after_seconds: float
+    peak_bytes: int
+
+
+class Stepper:
+    """One process; `close` ends it and waits for its end.
+
+    Args:
+        name: for people. command: what to run. environment: of the process, whole.
+
+    Raises:
+        SteppingError: it does not come up.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, timeout_seconds: float = _TIMEOUT_SECONDS
+    ) -> None:
+        self.name, self._timeout_seconds = name, timeout_seconds
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        how = {"start_new_session": True, "preexec_fn": release}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process = subprocess.Popen(command, env=dict(environment), text=True, **how, **pipes)  # type: ignore[call-overload]
+        self._cpu_after_seconds: float | None = None
+        self.idle_cpu_seconds = 0.0
+        try:
+            self.facts: dict[str, Any] = self._answer()
+        except SteppingError:
+            self.close()
+            raise
+
+    def run(self, steps: int) -> Turn:
+        """So many steps.
+
+        Raises:
+            SteppingError: the process failed.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"steps": steps}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SteppingError(self._failure()) from None
+        turn = Turn(**self._answer())
+        if self._cpu_after_seconds is not None:
+            self.idle_cpu_seconds += turn.cpu_before_seconds - self._cpu_after_seconds
+        self._cpu_after_seconds = turn.cpu_after_seconds
+        return turn
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._errors.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(self._timeout_seconds, self._process.kill)
+        watchdog.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise SteppingError(self._failure())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self) -> str:
+        self._process.kill()
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace")[-_TAIL:].strip()
+        return f"The process {self.name!r} ended with code {code} instead of running steps; it said: {said or 'nothing'}"
+
+
+@dataclass
+class Series:
+    """All turns of one variant, of `steps` steps each, in rounds counted from 0.
+
+    failure: why it stopped before its end. idle_cpu_seconds: what it burnt while others had their turns.
+    """
+
+    name: str
+    steps: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    failure: str | None = None
+    first_seconds: float = 0.0
+    idle_cpu_seconds: float = 0.0
+    dropped: bool = False
+
+    def seconds(self, clock: str) -> list[float]:
+        """Of one step, by round; clock is "wall" or "cpu"."""
+        return [(turn.wall_seconds if clock == "wall" else turn.cpu_seconds) / self.steps for turn in self.turns]
+
+    def median(self, clock: str) -> float:
+        """Seconds of a step; infinite where there is none."""
+        found = self.seconds(clock)
+        return float(np.median(found)) if found else float("inf")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((turn.peak_bytes for turn in self.turns), default=0)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How to measure: rounds of `steps` steps after `warm_up` steps; clock ("wall" or "cpu") is what variants are screened by."""
+
+    rounds: int
+    steps: int
+    warm_up: int = 2
+    clock: str = "wall"
+
+
+def interleave(
+    commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], rounds: Rounds, screened: Sequence[str] = ()
+) -> dict[str, Series]:
+    """Run all variants in turn, one process at a time; the order rotates from round to round.
+
+    Args:
+        commands: name -> (command, environment). screened: names of which only the best counts: those that are far behind the
+            best of them after some rounds end there, and those that fail are noted instead of raised.
+
+    Raises:
+        SteppingError: a process that is not among `screened` fails.
+    """
+    steppers: dict[str, Stepper] = {}
+    series = {name: Series(name, rounds.steps) for name in commands}
+    try:
+        for name, (command, environment) in commands.items():
+            with _noted(series[name], name in screened):
+                steppers[name] = Stepper(name, command, environment)
+                series[name].facts = steppers[name].facts
+                series[name].first_seconds = steppers[name].run(1).wall_seconds
+                steppers[name].run(max(1, rounds.warm_up - 1))
+        for number in range(rounds.rounds):
+            for name in _rotated(list(steppers), number):
+                one = series[name]
+                if one.failure is None and not one.dropped:
+                    with _noted(one, name in screened):
+                        one.turns.append(steppers[name].run(rounds.steps))
+            if number + 1 == SCREENING < rounds.rounds:
+                for name in _far_behind([series[name] for name in screened if name in series], rounds.clock):
+                    series[name].dropped = True
+                    steppers[name].close()
+        for name, stepper in steppers.items():
+            series[name].idle_cpu_seconds = stepper.idle_cpu_seconds
+    finally:
+        for stepper in steppers.values():
+            stepper.close()
+    return series
+
+
+class _noted:
+    """Where `forgiven`, a variant's failure becomes part of its series."""
+
+    def __init__(self, series: Series, forgiven: bool) -> None:
+        self._series, self._forgiven = series, forgiven
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, SteppingError) and self._forgiven:
+            self._series.failure = str(error)
+            return True
+        return False
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    turn = by % len(names) if names else 0
+    return names[turn:] + names[:turn]
+
+
+def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
+    best = min((one.median(clock) for one in group), default=0.0)
+    return [one.name for one in group if one.failure is None and one.median(clock) > SCREENED_OUT * best]
+
+
+def ours(settings: Mapping[str, Any]) -> list[str]:
+    """The command of a process that steps our engine; settings: model, batch, pixels, options, backend."""
+    return [sys.executable, "-m", "hpctrain.bench.engine_child", json.dumps(dict(settings))]
+
+
+def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
+    """The command of a process that steps PyTorch; settings: model, batch, pixels, threads, last, fused, compiled."""
+    return [python, str(_PEER), json.dumps(dict(settings))]
+
+
+def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> dict[str, str]:
+    """`environment` for a process of so many threads."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {**environment, **dict.fromkeys(names, str(threads)), **more}

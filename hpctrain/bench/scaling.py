@@ -1,0 +1,258 @@
+"""Scaling studies: the same training on several numbers of ranks, each a job of its own.
+
+Efficiency compares with the smallest number of ranks: for weak scaling T(R0) / T(R), for strong R0 T(R0) / (R T(R)), T the median
+step. A point whose ranks share cores has no efficiency: what it would say is how the cores were shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.config.load import load
+from hpctrain.config.schema import Config
+from hpctrain.errors import ConfigError, HpctrainError, LaunchError
+from hpctrain.experiment.check import check_names, refusal
+from hpctrain.experiment.compute_only import RESULT_FILE
+from hpctrain.experiment.trace_report import TABLE_FILE
+from hpctrain.launch.threads import physical_cores
+
+Mode = Literal["weak", "strong"]
+
+_MANY_EPOCHS = 1_000_000  # more than any number of steps needs
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen."""
+
+    file: Path
+    overrides: tuple[str, ...] = ()
+    mode: Mode = "weak"
+    steps: int = 20
+    launcher: str | None = None
+    threads: int | None = None
+    timeout_seconds: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks. Times are of a step; exposed and communication are means over ranks, the others medians over steps.
+
+    limit_seconds: no step could be shorter (`compute_only.report`). efficiency: None where it would mean nothing.
+    """
+
+    ranks: int
+    threads: int
+    batch: int
+    step_seconds: float
+    compute_only_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    limit_seconds: float
+    oversubscribed: bool
+    about: Mapping[str, Any]
+    efficiency: float | None = None
+
+    @property
+    def images_per_second(self) -> float:
+        return self.batch / self.step_seconds
+
+
+def run(task: Task, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
+    """All points, in the order given, each from two jobs.
+
+    Raises:
+        ConfigError: a configuration that cannot be used. LaunchError: a job that failed, with the end of what it printed.
+    """
+    config, source = load(task.file, task.overrides, refusal)
+    check_names(config, source)
+    threads = task.threads if task.threads is not None else _threads(config, task, max(ranks))
+    points = []
+    for count in ranks:
+        say(f"{count} {'rank' if count == 1 else 'ranks'} ...")
+        points.append(_measure(task, config, count, threads))
+    return with_efficiency(points, task.mode)
+
+
+def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
+    """The same points, compared with the first one; none of those whose ranks share cores, nor any if the first is such."""
+    base = points[0]
+
+    def efficiency(point: Point) -> float | None:
+        if base.oversubscribed or point.oversubscribed:
+            return None
+        ratio = base.step_seconds / point.step_seconds
+        return ratio if mode == "weak" else ratio * base.ranks / point.ranks
+
+    return [replace(point, efficiency=efficiency(point)) for point in points]
+
+
+def _threads(config: Config, task: Task, most_ranks: int) -> int | None:
+    """The same for every number of ranks, or more ranks would have fewer; None: the configuration says, or another launcher."""
+    if config.threads != "auto" or task.launcher is not None:
+        return None
+    return max(1, physical_cores(os.sched_getaffinity(0)) // most_ranks)
+
+
+def _measure(task: Task, config: Config, ranks: int, threads: int | None) -> Point:
+    batch = config.batch * ranks if task.mode == "weak" else config.batch
+    if batch < ranks:
+        raise ConfigError(f"batch {batch} cannot be shared by {ranks} ranks; the smallest batch is {ranks}.")
+    settings = [
+        *task.overrides,
+        f"batch={batch}",
+        f"epochs={_MANY_EPOCHS}",
+        "evaluate.every_epochs=0",
+        "checkpoint.every_epochs=0",
+        "checkpoint.every_steps=0",
+    ]
+    settings += [] if threads is None else [f"threads={threads}"]
+    table = _job(task, ranks, [*settings, "trace=true"], TABLE_FILE)
+    alone = _job(task, ranks, [*settings, "--compute-only"], RESULT_FILE)
+    total = table["table"]["total"]
+    names = ("kernels", "mpi", "launcher", "numpy", "model", "averager")
+    return Point(
+        ranks=ranks,
+        threads=table["threads"],
+        batch=batch,
+        step_seconds=table["table"]["median_step_seconds"],
+        compute_only_seconds=alone["compute_only_seconds"],
+        communication_seconds=total["communication_seconds"],
+        exposed_seconds=total["exposed_seconds"],
+        limit_seconds=alone["limit_seconds"],
+        oversubscribed=table["oversubscribed"],
+        about={name: table[name] for name in names},
+    )
+
+
+def _job(task: Task, ranks: int, arguments: Sequence[str], result: str) -> dict[str, Any]:
+    """Run one job in a directory that is gone afterwards; what it wrote to `result`."""
+    with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as output:
+        program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
+        command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={output}"]
+        code, said = _run(command, task.timeout_seconds)
+        if code != 0:
+            end = "\n".join(said.strip().splitlines()[-12:])
+            raise LaunchError(f"The job of {ranks} ranks ended with exit code {code}: {shlex.join(command)}\n{end}")
+        found = list(Path(output).glob(f"*/{result}"))
+        if len(found) != 1:
+            raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
+        content: dict[str, Any] = json.loads(found[0].read_text())
+        if content["ranks"] != ranks:
+            raise LaunchError(f"{ranks} ranks were asked for, but the job had {content['ranks']}; see to the launcher.")
+        return content
+
+
+def _launcher(task: Task, ranks: int) -> list[str]:
+    if task.launcher is not None:
+        if "{ranks}" not in task.launcher:
+            raise LaunchError(f'The launcher {task.launcher!r} must say where the number goes, as in "srun -n {{ranks}}".')
+        return shlex.split(task.launcher.replace("{ranks}", str(ranks)))
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise LaunchError('There is no mpiexec, neither beside this Python nor on PATH; give one with --launcher "... {ranks}".')
+    return [found, "-n", str(ranks)]
+
+
+def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
+    """Exit code and output; at a timeout the whole job is ended."""
+    try:
+        with subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=timeout_seconds)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired:
+        sentence = f"A job took longer than {timeout_seconds:g} s; give more --timeout-seconds: {shlex.join(command)}"
+        raise LaunchError(sentence) from None
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started ({error.strerror}).") from error
+    return process.returncode, said
+
+
+def lines(points: Sequence[Point], mode: Mode) -> list[str]:
+    """A table for people."""
+    head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9} {'limit/step':>10}"
+    made = [f"{head} {'images/s':>9}  {mode} efficiency"]
+    for each in points:
+        told = "oversubscribed" if each.oversubscribed else "-" if each.efficiency is None else f"{each.efficiency:.1%}"
+        made.append(
+            f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f} {each.compute_only_seconds * 1e3:11.2f} "
+            f"{each.exposed_seconds * 1e3:11.2f} {each.limit_seconds * 1e3:9.2f} {each.limit_seconds / each.step_seconds:10.2f} "
+            f"{each.images_per_second:9.0f}  {told}"
+        )
+    if any(each.oversubscribed for each in points):
+        made.append("oversubscribed: ranks share cores, so the times say nothing about scaling")
+    return made
+
+
+def write(path: Path, task: Task, points: Sequence[Point]) -> None:
+    """All points with the machine that they were measured on, as JSON.
+
+    Raises:
+        HpctrainError: the file cannot be written.
+    """
+    content = {
+        "file": str(task.file),
+        "overrides": list(task.overrides),
+        "mode": task.mode,
+        "steps": task.steps,
+        "machine": {
+            "node": platform.node(),
+            "processor": platform.machine(),
+            "cores": physical_cores(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+        },
+        "points": [{**asdict(each), "images_per_second": each.images_per_second} for each in points],
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise HpctrainError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
+
+
+def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
+    """Step time over ranks beside compute-only and limit; oversubscribed points are hollow. None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ranks = [each.ranks for each in points]
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    series = {
+        "step": [each.step_seconds for each in points],
+        "limit": [each.limit_seconds for each in points],
+        "compute only": [each.compute_only_seconds for each in points],
+        "exposed": [each.exposed_seconds for each in points],
+    }
+    for label, seconds in series.items():
+        (line,) = axes.plot(ranks, [value * 1e3 for value in seconds], label=label)
+        for each, value in zip(points, seconds, strict=True):
+            face = "none" if each.oversubscribed else line.get_color()
+            axes.plot([each.ranks], [value * 1e3], "o", color=line.get_color(), markerfacecolor=face)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.set(xlabel="ranks (hollow: they share cores)", ylabel="ms per step", title=f"{mode} scaling", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,124 @@
+"""The averagers' schedules beside a run: agreed on before the first step, kept in its directory and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.comm.grid import GridAxis
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.experiment.build import Parts
+from hpctrain.experiment.session import Session
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import RunDirectory
+
+_META = "schedules"
+
+
+def agree(session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None) -> None:
+    """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
+
+    Args:
+        schedule_from: a run directory or a checkpoint whose schedules are used where `start` has none that fit.
+
+    Raises:
+        CheckpointError: a schedule that cannot be read, or none in `schedule_from`. ConfigError: none there that fits.
+        CollectiveMismatchError: ranks with different schedules.
+    """
+    stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts, start, schedule_from))
+    for group, averager in parts.averagers.items():
+        averager.agree(stored.get(group))
+
+
+def _stored(
+    session: Session, parts: Parts, start: CheckpointContent | None, schedule_from: str | None
+) -> dict[str, CollectiveSchedule]:
+    """A schedule that fits, by group, for those groups that have one."""
+    own = {} if start is None else _of_checkpoint(start)
+    keys = {group: _key(group, session.grid.row) for group in parts.averagers}
+    found = {group: own[key] for group, key in keys.items() if key in own and parts.averagers[group].accepts(own[key])}
+    if schedule_from is None or len(found) == len(keys):
+        return found
+    others = of_run(schedule_from)
+    for group, averager in parts.averagers.items():
+        if group not in found:
+            found[group] = fitting(schedule_from, keys[group], others, averager)
+    return found
+
+
+def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], averager: GradientAverager) -> CollectiveSchedule:
+    """The schedule of that key.
+
+    Raises:
+        ConfigError: it is not there, or is one for something else.
+    """
+    if averager.request() is None:
+        raise ConfigError("The averager has no schedule, so its runs repeat as they are; leave --schedule-from out.")
+    if key not in schedules:
+        raise ConfigError(
+            f"{source} has schedules of {', '.join(sorted(schedules))}, but this run needs one of {key}; "
+            f"set grid and plan as they were there, or leave --schedule-from out."
+        )
+    stored = schedules[key]
+    if stored.ranks != averager.comm.size:
+        raise ConfigError(
+            f"The schedule of {key} in {source} is one of {stored.ranks} ranks, but here are {averager.comm.size}; "
+            f"start as many ranks on the same grid, or leave --schedule-from out."
+        )
+    if stored.request != averager.request():
+        raise ConfigError(
+            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run asks for {averager.request()!r}; "
+            f"give it the same averager, options and model, or leave --schedule-from out."
+        )
+    if not averager.accepts(stored):
+        norms = "no norms" if averager.optimizer.needs_norms else "norms"
+        raise ConfigError(
+            f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm do); "
+            f"give this run the same optimizer, or leave --schedule-from out."
+        )
+    return stored
+
+
+def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, object]:
+    """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective."""
+    own = {
+        _key(group, session.grid.row): averager.schedule.to_json()
+        for group, averager in parts.averagers.items()
+        if averager.schedule is not None
+    }
+    every = [own] if session.grid.rows == 1 else session.grid.along(GridAxis.SPLIT).allgather_object(own)
+    texts = {key: text for each in every for key, text in each.items()}
+    if session.is_root:
+        for key, text in texts.items():
+            directory.write_schedule(key, text)
+    return {_META: texts}
+
+
+def _key(group: str, row: int) -> str:
+    """Split parameters have other sizes in each row of the grid."""
+    return group if row == 0 else f"{group}-row{row}"
+
+
+def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
+    texts: Mapping[str, str] = content.meta.get(_META, {})  # type: ignore[assignment]
+    return {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
+
+
+def of_run(source: str) -> dict[str, CollectiveSchedule]:
+    """The schedules of a run directory, or of a checkpoint.
+
+    Raises:
+        CheckpointError: it is neither, or has none.
+    """
+    path = Path(source)
+    if path.is_file():
+        found = _of_checkpoint(checkpoint.read(path))
+    else:
+        found = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
+    if not found:
+        raise CheckpointError(f"{source} holds no schedule: its averager has none, or it ended before its first step.")
+    return found

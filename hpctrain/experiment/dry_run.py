@@ -1,0 +1,295 @@
+"""Plans before a run: what a configuration means on so many ranks, without MPI and without the data's images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.slices import Slice
+from hpctrain.backend.backend import make_backend
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import check_grid, coordinates
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.config.schema import Config
+from hpctrain.data.format import ImageFile
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.experiment import grid
+from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.check import OPTIMIZERS
+from hpctrain.experiment.model import model_options
+from hpctrain.models import catalogue
+from hpctrain.nn.network import ALL, MODEL, declared, local_spec
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
+from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.plan_report import PlanReport
+from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.virtual.communicator import Group, ThreadCommunicator
+from hpctrain.virtual.policies import Prompt
+from hpctrain.virtual.scheduler import Scheduler
+
+Image = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
+
+    assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
+    """
+
+    config: Config
+    plan: ParallelPlan
+    image_shape: Image
+    counts: tuple[int, ...]
+    graph_of: Callable[[int], Graph]
+    specs: Mapping[str, ParameterSpec]
+    kernels: KernelSet
+    assumption: str = ""
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """What the averager of one parameter group posts. rows: the r that it is the same for. schedule: None for a strategy that
+    has none: one allreduce of all gradients after backward.
+
+    samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
+    exchanged: elements that each rank of the group exchanges in a step.
+    """
+
+    group: str
+    rows: tuple[int, ...]
+    ranks: int
+    elements: int
+    samples: tuple[int, ...]
+    schedule: CollectiveSchedule | None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def exchanged(self) -> tuple[int, ...]:
+        if self.schedule is None:
+            shares = counts_over(self.elements, self.ranks)
+            return tuple(2 * (self.elements - share) for share in shares)
+        order = self.order or tuple(range(self.ranks))
+        samples = [self.samples[rank] for rank in order]
+        return self._by_rank([sum(self.schedule.exchanged(place, samples).values()) for place in range(self.ranks)])
+
+    def owned(self, part: Slice) -> tuple[int, ...]:
+        """Elements of a slice that each rank of the group owns."""
+        return self._by_rank(part.counts(self.ranks))
+
+    def _by_rank(self, by_place: Sequence[int]) -> tuple[int, ...]:
+        """What the schedule counts in `order`, in the ranks' own."""
+        found = dict(zip(self.order or range(self.ranks), by_place, strict=True))
+        return tuple(found[rank] for rank in range(self.ranks))
+
+
+def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
+    """The configured plan on so many ranks; None: on as many as the configured grid has.
+
+    Raises:
+        ConfigError: neither the grid nor anybody says how many columns there are, or a batch that cannot be shared.
+        ShapeError: a grid that does not multiply to the ranks; the message gives the nearest one that does.
+    """
+    cols = config.grid.cols
+    if ranks is not None:
+        cols = grid.columns(config, ranks)
+        check_grid(config.grid.rows, cols, ranks)
+    if cols is None:
+        raise ConfigError("grid.cols is null, so the number of ranks is not known; give --ranks, or set grid.cols.")
+    grid.check_batch(config.batch, config.grid.rows, cols)
+    return grid.parallel_plan(config, cols)
+
+
+def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> Task:
+    """Everything that plans follow from.
+
+    Args:
+        image, classes: (H, W, C) of the images as the network sees them, and their classes; None: from the header of the
+            configured training file, or the model's own where there is no such file.
+
+    Raises:
+        HpctrainError: what the configuration, the file and the grid do not agree on.
+    """
+    plan = plan_for(config, ranks)
+    assumption = ""
+    if image is None or classes is None:
+        missing = not Path(config.data.train).exists()
+        known_image, known_classes = _of_the_model(config) if missing else _header(config)
+        image, classes = image or known_image, classes or known_classes
+        if missing:
+            assumption = _assumption(config, image, classes)
+    model = catalogue.build(config.model.name, model_options(config, classes, image))
+    shape = image
+
+    def graph_of(batch: int) -> Graph:
+        builder = GraphBuilder(TensorSpec((batch, *shape), config.dtype))
+        return builder.build(model.lower(builder, 0, ""))
+
+    sample = graph_of(1)
+    plan.check([node.name for node in sample.nodes])
+    grid.check_overlap(config, sample, plan)
+    if plan.rows == 1:  # a run distributes nothing then
+        plan = ParallelPlan(1, plan.cols)
+    specs, _ = declared(model, sample)
+    counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
+    kernels = make_backend(config.backend, config.dtype).kernels
+    return Task(config, plan, image, counts, graph_of, specs, kernels, assumption)
+
+
+def _header(config: Config) -> tuple[Image, int]:
+    """Shape after augmentation, and classes; reads no image."""
+    file = ImageFile.open(config.data.train)
+    steps = [(each.name, each.options) for each in config.data.augment]
+    pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
+    return pipeline.output_shape(*file.shape), len(file.class_names)
+
+
+def _of_the_model(config: Config) -> tuple[Image, int]:
+    """The images that the model is meant for, as the configured augmentations leave them, and the classes that it has."""
+    options = catalogue.check(config.model.name, config.model.options)
+    height, width, channels = catalogue.image_shape(config.model.name)
+    shape = (height, width, int(options.get("channels_in", channels)))
+    steps = [(step.name, step.options) for step in config.data.augment]
+    flat = np.zeros(shape[2])
+    with suppress(ShapeError):  # crops of larger images than the model's: they end at what the model is meant for
+        shape = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype).output_shape(*shape)
+    return shape, int(options.get("classes", 1))
+
+
+def _assumption(config: Config, image: Image, classes: int) -> str:
+    height, width, channels = image
+    return (
+        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes, "
+        f"the model's own where --image and --classes do not say; the file's will count once it is there."
+    )
+
+
+def description(task: Task) -> PlanReport:
+    """Who owns what, what moves, what it takes of memory."""
+    shapes = {name: spec.shape for name, spec in task.specs.items()}
+    return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
+
+
+def micro_counts(task: Task) -> tuple[int, ...]:
+    """Samples of the first micro-batch, the largest, by position."""
+    parts = task.config.micro_batches
+    return tuple(-(-count // parts) for count in task.counts)
+
+
+def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
+    """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+
+    Raises:
+        ConfigError: an averager that a run would refuse.
+    """
+    found: list[GroupSchedule] = []
+    for row in range(task.plan.rows):
+        for made in _row_schedules(task, row, link, ranks_per_node):
+            same = next((k for k, each in enumerate(found) if replace(each, rows=made.rows) == made), None)
+            if same is None:
+                found.append(made)
+            elif row not in found[same].rows:
+                old = found[same]
+                found[same] = replace(old, rows=(*old.rows, row))
+    return tuple(sorted(found, key=lambda each: each.group))
+
+
+def _row_schedules(task: Task, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
+    config, plan = task.config, task.plan
+    node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
+    progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
+    groups = _groups(task, row, progress)
+    world = _imagined(0, plan.rows * plan.cols)
+    norms = JointNorms(world, progress) if MODEL in groups else None
+    optimizer = _Unbound(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options))
+    made = []
+    for name, group in groups.items():
+        comm = world if name == ALL else _imagined(0, plan.cols)
+        places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
+        nodes = [node_of[place] for place in places]
+        averager = make_averager(config, group, optimizer, comm, progress, norms=norms, nodes=nodes)
+        samples = task.counts if name == ALL else _by_column(task.counts, plan.rows)
+        made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link), averager.order))
+    return made
+
+
+class _Unbound(Optimizer):
+    """Stands for an optimiser in an averager that is only planned: no state is allocated."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+
+    @property
+    def needs_norms(self) -> bool:
+        return self._inner.needs_norms
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        return None
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        raise AssertionError("a plan updates nothing")
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        return {}
+
+
+def _groups(task: Task, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
+    """The parameter groups of a rank of this row, which take no memory."""
+    distribution = GridDistribution(task.plan, SplitGroup(_imagined(row, task.plan.rows), progress))
+    distribution.prepare(task.graph_of(1))
+    members: dict[str, dict[str, ParameterSpec]] = {}
+    for name, spec in task.specs.items():
+        shard = distribution.shard(name)
+        members.setdefault(ALL if shard is None else MODEL, {})[name] = local_spec(spec, shard)
+    orders = {name: order for order, name in enumerate(task.specs)}
+    return {name: FlatGroup(inside, task.config.dtype, zeros=_sized, orders=orders) for name, inside in members.items()}
+
+
+def _sized(size: int, dtype: str) -> np.ndarray:
+    """An array of this size without memory of its own."""
+    return np.broadcast_to(np.zeros(1, dtype), (size,))
+
+
+def _imagined(rank: int, size: int) -> Communicator:
+    """A group in which nobody will ever post."""
+    scheduler = Scheduler(size, Prompt())
+    return ThreadCommunicator(scheduler, Group("planned", scheduler.ranks), rank, size)
+
+
+def _by_column(counts: Sequence[int], rows: int) -> tuple[int, ...]:
+    return tuple(sum(counts[first : first + rows]) for first in range(0, len(counts), rows))
+
+
+def averaging_bytes(task: Task, schedules: Sequence[GroupSchedule]) -> tuple[int, ...]:
+    """Bytes that each position exchanges in a step to average gradients, norms left out."""
+    item_bytes = np.dtype(task.config.dtype).itemsize
+    rows = task.plan.rows
+    total = [0] * len(task.counts)
+    for each in schedules:
+        for position in range(len(total)):
+            row, col = position % rows, position // rows
+            if row in each.rows:
+                total[position] += item_bytes * each.exchanged[position if each.group == ALL else col]
+    return tuple(total)
+
+
+def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:
+    """(r, c, node) by world rank, where nodes hold consecutive ranks; None: all on one node."""
+    size = plan.rows * plan.cols
+    node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
+    return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))

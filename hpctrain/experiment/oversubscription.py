@@ -1,0 +1,19 @@
+"""Whether ranks share cores: times measured then say nothing about scaling."""
+
+from __future__ import annotations
+
+import os
+
+from hpctrain.comm.base import Communicator
+from hpctrain.launch.threads import physical_cores
+
+
+def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
+    """True where on any node the threads of all ranks outnumber the cores that they may run on. Collective over `world`.
+
+    Args:
+        node: the ranks of this rank's node. threads: of this rank.
+    """
+    found = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
+    cores = physical_cores(frozenset().union(*(mask for mask, _ in found)))
+    return any(world.allgather_object(sum(count for _, count in found) > cores))

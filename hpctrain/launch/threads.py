@@ -1,0 +1,168 @@
+"""Threads per rank: the rank's cores, set before NumPy is imported. Imports no NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.launcher import Launcher
+
+_VARIABLE = "OMP_NUM_THREADS"
+_VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_SLURM_CPUS = "SLURM_CPUS_PER_TASK"
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """How many threads this rank computes with.
+
+    Attributes:
+        threads: of every library's pool. cores: physical cores that are this rank's own (1 where ranks outnumber them).
+        reason: where the number comes from, for people.
+    """
+
+    threads: int
+    cores: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.threads} {'thread' if self.threads == 1 else 'threads'} per rank ({self.reason})"
+
+
+def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
+    """Decide the number of threads and set the environment variables that thread pools read when they start.
+
+    Args:
+        launcher: as `detect` gave it. requested: what the configuration asks for; None: OMP_NUM_THREADS where set, else
+            the rank's cores. environ: changed in place.
+
+    Raises:
+        LaunchError: more threads requested than the rank has cores; OMP_NUM_THREADS is no number.
+    """
+    cores, how = rank_cores(launcher, environ)
+    if requested is not None:
+        plan = _requested(requested, cores, how)
+    elif _VARIABLE in environ:
+        plan = _from_environment(environ[_VARIABLE], cores)
+    else:
+        plan = ThreadPlan(cores, cores, how)
+    for variable in _VARIABLES:
+        if requested is not None:
+            environ[variable] = str(plan.threads)
+        else:
+            environ.setdefault(variable, str(plan.threads))
+    if "numpy" in sys.modules:  # its pools have started: tell them, the environment no longer can
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(limits=plan.threads)
+    return plan
+
+
+def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
+    if not 1 <= requested <= cores:
+        raise LaunchError(
+            f"threads: {requested} does not fit: a rank here has {cores} {'core' if cores == 1 else 'cores'} ({how}); "
+            f"at most {cores} {'thread' if cores == 1 else 'threads'} and at least 1 can be asked for."
+        )
+    return ThreadPlan(requested, cores, f"as configured; {how}")
+
+
+def _from_environment(text: str, cores: int) -> ThreadPlan:
+    first = text.split(",")[0].strip()  # a list gives the counts of nested levels
+    if not first.isdecimal() or int(first) < 1:
+        raise LaunchError(f"{_VARIABLE} is {text!r}, it must be a number of threads; a rank here has {cores} cores.")
+    threads = int(first)
+    note = f", more than the rank's {cores}: they share cores" if threads > cores else ""
+    return ThreadPlan(threads, cores, f"{_VARIABLE} was set{note}")
+
+
+def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> tuple[int, str]:
+    """Physical cores that this rank may call its own, at least 1, and how that was found.
+
+    A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
+    takes no more than it was asked for with --cpus-per-task, bound or not.
+    """
+    mask = os.sched_getaffinity(0)
+    cores, reason = _cores_by_mask(launcher, mask, environ)
+    asked = _asked_of_slurm(launcher, mask, environ)
+    if asked is None or asked == cores:
+        return cores, reason
+    if asked < cores:
+        return asked, f"{_SLURM_CPUS} is {environ[_SLURM_CPUS]}"
+    return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: give --cpus-per-task to srun, too"
+
+
+def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:
+    """This rank's cores by what it may run on."""
+    cores = physical_cores(mask)
+    local_size = launcher.local_size or 1
+    if local_size == 1:
+        return cores, f"1 rank on {cores} {'core' if cores == 1 else 'cores'}"
+    if _is_bound(launcher, mask, environ):
+        return cores, f"bound to {cores} of the node's cores by {launcher.name}"
+    return max(1, cores // local_size), f"{local_size} ranks share {cores} cores"
+
+
+def _asked_of_slurm(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
+    """Physical cores of --cpus-per-task, which counts as the mask does: with or without hardware threads. None: nobody asked."""
+    text = environ.get(_SLURM_CPUS, "")
+    if not launcher.name.startswith("Slurm") or not text.isdecimal() or int(text) < 1:
+        return None
+    return max(1, int(text) * physical_cores(mask) // len(mask))
+
+
+def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> bool:
+    """True where the launcher gave each rank cores of its own."""
+    outer = _launcher_mask(launcher.rank_variable)
+    confined = outer is not None and mask < outer
+    if launcher.name.startswith("Slurm"):
+        # A step's tasks may all be confined to the step's cores; srun says whether each was to be bound. Where Slurm has no
+        # plugin that binds, it says so too, and binds nothing.
+        return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
+    return confined
+
+
+def _launcher_mask(rank_variable: str | None) -> set[int] | None:
+    """The cores of the launcher's process on this node: the nearest ancestor without a rank. None where it is not to be seen.
+
+    Compared with the machine's cores, a container or `taskset mpiexec` would look like a binding of each rank.
+    """
+    if rank_variable is None:
+        return None
+    process = os.getppid()
+    while process > 1 and _has_variable(process, rank_variable):
+        process = _parent(process)
+    with contextlib.suppress(OSError):
+        return os.sched_getaffinity(process) if process > 0 else None
+    return None
+
+
+def _has_variable(process: int, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return any(variable.startswith(f"{name}=".encode()) for variable in variables)
+    return False
+
+
+def _parent(process: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # "pid (name) state parent ...", where the name may hold blanks and brackets
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:
+    """Cores among logical CPUs: hardware threads of one core count once. Every CPU counts where the topology is unknown."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add((topology / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(f"cpu{cpu}")
+    return len(cores)

@@ -1,0 +1,99 @@
+"""What the ROW axis does, layer by layer: the plan as data, from patterns of layer names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hpctrain.backend.kernels.specs import Pair
+from hpctrain.errors import ConfigError
+
+
+class Parallelism(StrEnum):
+    """How the Pr ranks of a column share one layer: its samples, its weights (output channels), or its images."""
+
+    BATCH = "batch"
+    MODEL = "model"
+    DOMAIN = "domain"
+
+
+def _use(name: str) -> Parallelism:
+    """
+    Raises:
+        ConfigError: there is no such use; the message gives the nearest.
+    """
+    try:
+        return Parallelism(name)
+    except ValueError:
+        nearest = difflib.get_close_matches(str(name), list(Parallelism), n=1, cutoff=0.0)[0]
+        raise ConfigError(f"A layer's use is {name!r}, but must be batch, model or domain; the nearest is {nearest}.") from None
+
+
+def _names(layers: Iterable[str]) -> frozenset[str]:
+    if isinstance(layers, str):  # a set of its letters otherwise
+        raise ConfigError(f"The overlapped layers are {layers!r}, one text; they must be a set of layer names.")
+    return frozenset(layers)
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """What each layer does on a grid of `rows` x `cols` ranks.
+
+    use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
+    `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`. overlapped:
+    layers, by name, whose interior is computed while their halos travel, where they can be cut. hides: gradients of what was
+    moved travel back under the weights' gradients; False only to measure what that gains.
+
+    Uses may be given by name ("domain").
+
+    Raises:
+        ConfigError: a grid without rows or columns, a use that there is not, tiles that do not multiply to the rows, or one text
+            for `overlapped` where layers are meant.
+    """
+
+    rows: int = 1
+    cols: int = 1
+    default: Parallelism = Parallelism.BATCH
+    use: Mapping[str, Parallelism] = field(default_factory=dict)
+    tiles: Pair | None = None
+    overlapped: frozenset[str] = frozenset()
+    hides: bool = True
+
+    def __post_init__(self) -> None:
+        for axis, size in (("row", self.rows), ("column", self.cols)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"A grid of {size!r} {axis}s is not possible; the smallest has 1 {axis}.")
+        # Plain strings are equal to the members, but not the same: rules that ask `use is Parallelism.DOMAIN` would not see them.
+        object.__setattr__(self, "default", _use(self.default))
+        object.__setattr__(self, "use", {pattern: _use(name) for pattern, name in self.use.items()})
+        object.__setattr__(self, "overlapped", _names(self.overlapped))
+        if self.tiles is not None and math.prod(self.tiles) != self.rows:
+            raise ConfigError(
+                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "
+                f"the grid has {self.rows} rows; the nearest legal tiles are {self.rows} x 1."
+            )
+
+    @property
+    def image_tiles(self) -> Pair:
+        """(vertical, horizontal) parts; by default all ranks split the height."""
+        return self.tiles if self.tiles is not None else (self.rows, 1)
+
+    def use_of(self, name: str) -> Parallelism:
+        """The use of the layer with this dotted name."""
+        matching = [use for pattern, use in self.use.items() if fnmatch.fnmatchcase(name, pattern)]
+        return matching[-1] if matching else self.default
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse patterns that no layer has.
+
+        Raises:
+            ConfigError: naming the pattern and the nearest layer.
+        """
+        for pattern in self.use:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                nearest = difflib.get_close_matches(pattern.rstrip("*."), names, n=1, cutoff=0.0)
+                raise ConfigError(f"No layer matches the plan's pattern {pattern!r}; the nearest layer is {nearest[0]!r}.")

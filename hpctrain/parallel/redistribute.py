@@ -1,0 +1,226 @@
+"""The operations that distribution inserts into a graph: moves of a tensor between layouts, and sums of partial tensors.
+
+They bring their own operators and work on plain memory. Their gradients are exact adjoints: a move's sends each gradient back
+to its owner and adds, a sum's hands out copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
+from hpctrain.backend.kernels.specs import Shape, TensorSpec
+from hpctrain.comm.progress import Ticket
+from hpctrain.parallel.boxes import shape_of
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.parallel.transfer import TransferRunner, transfer
+
+# What a window reads beyond its own tile is kept for backward and put around the tile again, unless that saves little memory.
+_RECOMPUTE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class RedistributeSpec:
+    """This rank's tensor of `source` becomes that of `target`. Collective over the ROW axis.
+
+    early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
+    """
+
+    source: Layout
+    target: Layout
+    rank: int
+    what: str
+    axis: SplitGroup = field(compare=False, repr=False)
+    early: bool = False
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == shape_of(self.source.boxes[self.rank]), (x.shape, self.source.boxes[self.rank])
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return RedistributeOperator(self, inputs[0], training=training)
+
+
+class RedistributeOperator(Operator):
+    """Forward packs, sends, copies what stays while that travels, and unpacks; backward is the adjoint.
+
+    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
+    target is little more than what this rank holds itself (a halo), it is built anew for backward instead of being kept.
+    """
+
+    can_accumulate: ClassVar[bool] = True
+
+    def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
+        self.spec: RedistributeSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self._transfer = transfer(spec.source, spec.target, spec.rank)
+        received = self._transfer.receive_size
+        self.begins_early = spec.early
+        # An edge is small enough to be kept.
+        self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
+        self.saved_bytes = received * x.item_bytes if self.recomputes_output else 0
+        self._sent: Ticket | None = None
+        self._returned: Ticket | None = None
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        dtype = self.inputs[0].dtype
+        self._exchange = TransferRunner(self._transfer, self.spec.axis, dtype, self.spec.what, own_memory=self.spec.early)
+        self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
+
+    def begin_forward(self) -> None:
+        self._sent = self._exchange.start(self.buffers.inputs[0])
+
+    def forward(self, context: StepContext) -> None:
+        if self._sent is None:
+            self.begin_forward()
+        ticket, self._sent = self._sent, None
+        assert ticket is not None
+        self._exchange.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
+
+    def recompute_output(self) -> None:
+        kept = np.zeros(0, self.inputs[0].dtype) if self._kept is None else self._kept
+        self._exchange.recompute(self.buffers.inputs[0], self.buffers.output, kept)
+
+    def begin_backward(self) -> None:
+        dy = self.buffers.output_grad
+        assert dy is not None
+        self._returned = self._exchange.start_adjoint(dy)
+
+    def backward_input(self) -> None:
+        if self._returned is None:
+            self.begin_backward()
+        ticket, self._returned = self._returned, None
+        assert ticket is not None
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._exchange.finish_adjoint(ticket, dy, dx, accumulate=self.buffers.accumulate[0])
+
+
+@dataclass(frozen=True)
+class ReduceScatterSpec:
+    """Every rank holds a part of a sum for all elements; rank r gets the whole sum of its box of `target`, a partition.
+
+    The adjoint of a move from `target` to everybody. Collective over the ROW axis.
+    """
+
+    target: Layout
+    everything: Layout
+    rank: int
+    what: str
+    axis: SplitGroup = field(compare=False, repr=False)
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == self.target.shape, (x.shape, self.target.shape)
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return ReduceScatterOperator(self, inputs[0])
+
+
+class ReduceScatterOperator(Operator):
+    """Forward sends each part to its owner, who adds in rank order; backward gathers the gradient everywhere."""
+
+    def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
+        self.spec: ReduceScatterSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self._transfer = transfer(spec.target, spec.everything, spec.rank)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._exchange = TransferRunner(self._transfer, self.spec.axis, self.inputs[0].dtype, self.spec.what)
+
+    def forward(self, context: StepContext) -> None:
+        x = self.buffers.inputs[0]
+        self._exchange.finish_adjoint(self._exchange.start_adjoint(x), x, self.buffers.output, accumulate=False)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._exchange.finish(self._exchange.start(dy), dy, dx)
+
+
+@dataclass(frozen=True)
+class PartialMeanSpec:
+    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile over the elements of the whole image."""
+
+    elements: int
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        return TensorSpec((x.shape[0], 1, 1, x.shape[3]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        shape: Shape = inputs[0].shape
+        return shape[0] * shape[1] * shape[2] * shape[3]
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return PartialMeanOperator(self, inputs[0])
+
+
+class PartialMeanOperator(Operator):
+    """Zero for an empty tile."""
+
+    def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
+        self.inputs, self.output = (x,), spec.output(x)
+        self.spec = spec
+        self._scale = 1.0 / max(1, spec.elements)
+
+    def forward(self, context: StepContext) -> None:
+        y = self.buffers.output
+        np.sum(self.buffers.inputs[0], axis=(1, 2), keepdims=True, out=y)
+        np.multiply(y, self._scale, out=y)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        np.multiply(dy, self._scale, out=dx)
+
+
+@dataclass(frozen=True)
+class NothingSpec:
+    """An operation with an empty output on this rank (it holds no channel of it): the gradient of its input is zero."""
+
+    spec: Any
+    shape: Shape
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        return TensorSpec(self.shape, inputs[0].dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return NothingOperator(self, inputs)
+
+
+class NothingOperator(Operator):
+    """Computes nothing; its parameters on this rank are empty too."""
+
+    def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs, self.output = inputs, spec.output(*inputs)
+        self.spec = spec
+        self.needs_inputs = (False,) * len(inputs)
+
+    def forward(self, context: StepContext) -> None:
+        return None
+
+    def backward_input(self) -> None:
+        for dx in self.buffers.input_grads:
+            if dx is not None:
+                dx[...] = 0

@@ -1,0 +1,212 @@
+"""Checkpoints: one logical array per tensor, whole or not there at all.
+
+A checkpoint knows neither grid nor ranks: each parameter, statistic and optimiser state is one array of its logical shape, so
+that any number of ranks can continue from it. Here are plain arrays only; who gathers them, and that one rank writes, is the
+caller's. There is no random state to keep: every draw is a function of seed, epoch, step and sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.errors import CheckpointError
+from hpctrain.log import get_logger
+from hpctrain.storage.hdf5_store import read_store, write_store
+
+_log = get_logger(__name__)
+_NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint holds.
+
+    Args:
+        tensors: by key (`parameter_key` and its like), of integers, booleans or floats of any shape. For writing it is read
+            once, one tensor at a time, in its own order: it may be lazy.
+        meta: what JSON can hold: epoch, step in epoch, global step, seed, resolved configuration, partial metric sums, plans.
+    """
+
+    tensors: Mapping[str, np.ndarray]
+    meta: Mapping[str, object]
+
+
+def parameter_key(name: str) -> str:
+    """Key of a parameter."""
+    return f"parameters/{name}"
+
+
+def statistic_key(name: str) -> str:
+    """Key of a running statistic."""
+    return f"statistics/{name}"
+
+
+def optimizer_key(state: str, parameter: str) -> str:
+    """Key of an optimiser's state ("momentum") of one parameter."""
+    return f"optimizer/{state}/{parameter}"
+
+
+def checkpoint_path(directory: Path, global_step: int) -> Path:
+    """Where the checkpoint after `global_step` steps lies."""
+    return directory / f"checkpoint-{global_step:08d}.h5"
+
+
+def checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first; none where it is missing."""
+    if not directory.is_dir():
+        return []
+    matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def write(path: Path, content: CheckpointContent) -> None:
+    """Write `path`, so that at every moment it is either what it was before or complete, on the disk.
+
+    The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised.
+    A temporary file that an earlier kill has left is removed first. One process writes in a directory at a time.
+
+    Raises:
+        CheckpointError: the file cannot be written (disk full, no permission); nothing is left behind.
+    """
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"*.h5{_PARTIAL}"):
+            left.unlink(missing_ok=True)
+        write_store(partial, content.tensors, content.meta)
+        os.replace(partial, path)
+        synchronise_directory(path.parent)
+    except (OSError, RuntimeError) as error:
+        _remove(partial)
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be written ({reason}); make room or choose another output."
+        ) from error
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def synchronise_directory(directory: Path) -> None:
+    """Wait until the directory's entries, a new name among them, are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> CheckpointContent:
+    """All of a checkpoint, every checksum verified. The tensors are the caller's.
+
+    Raises:
+        CheckpointError: missing, truncated, damaged (names the tensor), of another format version.
+    """
+    tensors, meta = read_store(path)
+    return CheckpointContent(tensors, meta)
+
+
+def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
+    """The checkpoint of the highest step whose every checksum holds, and its content; None where there is none.
+
+    Each file is read once. Damaged ones are logged.
+    """
+    for _, path in reversed(checkpoints(directory)):
+        try:
+            return path, read(path)
+        except CheckpointError as error:
+            _log.warning("Skipping a checkpoint. %s", error)
+    return None
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Delete all but the `keep` checkpoints that were written last; give what was deleted.
+
+    Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones.
+    """
+    assert keep >= 1, "a directory keeps at least one checkpoint"
+    by_age = sorted(checkpoints(directory), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
+    deleted = [path for _, path in by_age[:-keep]]
+    for path in deleted:
+        path.unlink(missing_ok=True)
+    return deleted
+
+
+def set_aside(directory: Path, step: int) -> list[Path]:
+    """Rename the checkpoints behind `step`, which a run that goes on from there will not come by; give their new names.
+
+    Left as they are, the next `read_newest` would take one of them for the run's newest. One process writes in a directory.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    behind = [(path, path.with_name(f"{path.stem}-set-aside.h5")) for number, path in checkpoints(directory) if number > step]
+    if not behind:
+        return []
+    try:
+        for path, other in behind:
+            os.replace(path, other)
+        synchronise_directory(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoints behind step {step} in {directory} cannot be renamed ({error.strerror}); allow it, or delete them."
+        ) from error
+    names = ", ".join(other.name for _, other in behind)
+    _log.warning("The run goes on from step %d; its checkpoints of later steps are set aside: %s in %s.", step, names, directory)
+    return [other for _, other in behind]
+
+
+def restore(content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
+    """The tensor of that key, of exactly that shape and dtype.
+
+    Raises:
+        CheckpointError: it is not there, or is another.
+    """
+    if key not in content.tensors:
+        close = difflib.get_close_matches(key, list(content.tensors), n=1)
+        hint = f"the nearest there is {close[0]}; " if close else ""
+        raise CheckpointError(f"The checkpoint has no tensor {key}; {hint}it probably belongs to another model or optimizer.")
+    tensor = content.tensors[key]
+    if tensor.shape != tuple(shape):
+        raise CheckpointError(
+            f"Tensor {key} has shape {tensor.shape} in the checkpoint and {tuple(shape)} here; "
+            f"the checkpoint probably belongs to another model or number of classes."
+        )
+    if tensor.dtype != np.dtype(dtype):
+        raise CheckpointError(
+            f"Tensor {key} is {tensor.dtype} in the checkpoint and {np.dtype(dtype)} here; "
+            f"set dtype to {tensor.dtype} to continue."
+        )
+    return tensor
+
+
+def refuse_others(content: CheckpointContent, keys: Iterable[str]) -> None:
+    """Nothing, where the checkpoint holds exactly the tensors of `keys`.
+
+    Raises:
+        CheckpointError: tensors are missing or left over; the message names the first of each and their number.
+    """
+    expected = set(keys)
+    missing = sorted(expected - set(content.tensors))
+    strange = sorted(set(content.tensors) - expected)
+    if not missing and not strange:
+        return
+    lacks = f"lacks {len(missing)} tensors ({missing[0]} first)" if missing else ""
+    extra = f"has {len(strange)} tensors that are unknown here ({strange[0]} first)" if strange else ""
+    raise CheckpointError(
+        f"The checkpoint {' and '.join(filter(None, (lacks, extra)))}; it probably belongs to another model or optimizer."
+    )

@@ -1,0 +1,105 @@
+"""The file of metrics at a resume: cut back to the checkpoint, so that no step is in it twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.errors import CheckpointError
+from hpctrain.log import get_logger
+from hpctrain.storage.checkpoint import synchronise_directory
+
+_log = get_logger(__name__)
+
+
+def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> None:
+    """Take out of `path` what lies behind a position and will be recorded again from there. What has no step stays.
+
+    A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
+    every moment `path` is either what it was before or complete, on the disk. One process at a time.
+
+    Args:
+        epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated anew, too.
+
+    Raises:
+        CheckpointError: the file cannot be written; it is what it was before.
+    """
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    *lines, _torn = text.split(b"\n")
+    records = [_record(line) for line in lines]
+    unreadable = [line for line, record in zip(lines, records, strict=True) if record is None]
+    kept = [
+        line
+        for line, record in zip(lines, records, strict=True)
+        if record is not None and not _is_behind(record, epoch, step, evaluates)
+    ]
+    new = b"".join(line + b"\n" for line in kept)
+    if new == text:
+        return
+    try:
+        if unreadable:
+            _keep_unreadable(path, unreadable)
+        _replace(path, new)
+    except OSError as error:
+        raise CheckpointError(
+            f"The metrics {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
+        ) from error
+
+
+def unreadable_path(path: Path) -> Path:
+    """Where lines of `path` go that are no JSON objects."""
+    return path.with_name(f"{path.stem}-unreadable.txt")
+
+
+def _record(line: bytes) -> Mapping[str, object] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool) -> bool:
+    """Whether a run that goes on from the position records this again.
+
+    A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
+    """
+    its_step, its_epoch = record.get("step"), record.get("epoch")
+    if not isinstance(its_step, int):
+        return False
+    if its_step != step or not isinstance(its_epoch, int):
+        return its_step > step
+    if record.get("kind") == "epoch":
+        counted_from_0 = "images" not in record  # as runs of earlier versions did
+        return its_epoch + counted_from_0 > epoch
+    if record.get("kind") == "evaluation":  # it counts the epochs done
+        return its_epoch > epoch or evaluates
+    return False
+
+
+def _keep_unreadable(path: Path, lines: Sequence[bytes]) -> None:
+    other = unreadable_path(path)
+    first = lines[0][:80].decode(errors="replace")
+    _log.warning("%d lines of %s are no JSON objects (first %r); they are in %s now.", len(lines), path, first, other)
+    with open(other, "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    synchronise_directory(path.parent)

@@ -1,0 +1,291 @@
+"""The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
+
+    <output>/<name>-<YYYYmmdd-HHMMSS>/
+        config.yaml      the resolved configuration, of the latest start
+        config-<step>.yaml      what it was until that step, where a resume changed it
+        versions.json    versions of everything that computes
+        git.json         revision of the directory that the run was started in; {} outside a repository
+        metrics.jsonl    one JSON object a line; a resume cuts it back to its checkpoint
+        schedule-<group>.json   what the averager of a parameter group posts in a step, in order
+        checkpoints/
+
+One rank creates and writes it; the others are told its path. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+
+import yaml
+
+from hpctrain import __version__
+from hpctrain.errors import CheckpointError, ConfigError, DataError
+from hpctrain.launch.signals import release
+from hpctrain.storage import metrics_file
+from hpctrain.storage.checkpoint import CheckpointContent, read_newest
+
+_STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
+_EARLIER = re.compile(r"config-(\d{8,})\.yaml")
+_NAME = re.compile(r"^name:.*$", re.MULTILINE)
+_LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
+_GIT_SECONDS = 10
+
+
+def software_versions(**others: str) -> dict[str, str]:
+    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    found = {"python": platform.python_version(), "hpctrain": __version__}
+    for package in ("numpy", "mpi4py", "h5py"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return {**found, **others}
+
+
+def git_state(directory: Path | None = None) -> dict[str, object]:
+    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+
+    Starts processes: call it before MPI starts.
+    """
+    try:
+        revision = _git(directory, "rev-parse", "HEAD")
+        changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"revision": revision, "dirty": bool(changes)}
+
+
+def _git(directory: Path | None, *words: str) -> str:
+    # Without optional locks a reader never disturbs somebody's work in the repository.
+    command = ["git", "--no-optional-locks", *words]
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
+    )
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's files; made by `create` or `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        output: Path,
+        name: str,
+        *,
+        config: str,
+        versions: Mapping[str, str],
+        git: Mapping[str, object],
+    ) -> RunDirectory:
+        """A new directory below `output`, named after the time; no two calls get the same one. One rank only.
+
+        Raises:
+            ConfigError: `name` is no plain file name, or the directory cannot be made.
+        """
+        if not _LEGAL_NAME.fullmatch(name):
+            legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
+            raise ConfigError(
+                f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
+            )
+        try:
+            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            run.checkpoints.mkdir()
+            (run.path / "versions.json").write_text(json.dumps(dict(versions), indent=1) + "\n")
+            (run.path / "git.json").write_text(json.dumps(dict(git), indent=1) + "\n")
+            # Last, because a directory with a configuration is a run.
+            (run.path / "config.yaml").write_text(config)
+        except OSError as error:
+            raise ConfigError(
+                f"No run directory can be made in output {output} ({error.strerror}); choose another output."
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            CheckpointError: `path` is no run directory.
+        """
+        run = cls(Path(path))
+        if not (run.path / "config.yaml").is_file():
+            raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    def write_schedule(self, group: str, schedule: str) -> None:
+        """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
+        path = self.schedule_path(group)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(schedule)
+        partial.replace(path)
+
+    def schedule_path(self, group: str) -> Path:
+        """The schedule of a parameter group's averager."""
+        return self.path / f"schedule-{group}.json"
+
+    def schedules(self) -> dict[str, str]:
+        """The schedules (JSON text) that were written, by parameter group."""
+        pattern = self.schedule_path("*").name
+        begin, end = pattern.split("*")
+        return {path.name[len(begin) : -len(end)]: path.read_text() for path in sorted(self.path.glob(pattern))}
+
+    def config(self) -> str:
+        """The resolved configuration's text."""
+        return (self.path / "config.yaml").read_text()
+
+    def follow_config(self, config: str, step: int, earlier: str) -> None:
+        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+
+        Configurations of steps behind `step` go, as the metrics of these do.
+
+        Raises:
+            CheckpointError: the directory cannot be written; the configuration is what it was.
+        """
+        dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
+        gone = {path for match, path in dated if match and int(match[1]) >= step}
+        try:
+            if config != earlier:
+                kept = self.path / f"config-{step:08d}.yaml"
+                _replace(kept, earlier)
+                gone.discard(kept)
+            if config != self.config():
+                _replace(self.path / "config.yaml", config)
+            for path in gone:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"The configuration in {self.path} cannot be written ({error.strerror}); make room or allow it."
+            ) from error
+
+    def append_metrics(self, record: Mapping[str, object]) -> None:
+        """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
+
+        A line that a kill has torn is cut off first. One process appends at a time.
+        """
+        line = json.dumps(_finite(record), allow_nan=False) + "\n"
+        with open(self.metrics_path, "ab+") as file:
+            _cut_torn_line(file.fileno())
+            file.write(line.encode())
+
+    def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False) -> None:
+        """Before a run goes on from a checkpoint: the metrics end where it was taken (see `metrics_file.cut_back`)."""
+        metrics_file.cut_back(self.metrics_path, epoch, step, evaluates=evaluates)
+
+    def metrics(self) -> list[dict[str, object]]:
+        """All complete lines; a last one that a kill has torn is left out.
+
+        Raises:
+            DataError: another line is no JSON object.
+        """
+        if not self.metrics_path.exists():
+            return []
+        *lines, _torn = self.metrics_path.read_bytes().split(b"\n")
+        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+
+    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+        return record
+
+
+def _make_unique(output: Path, stem: str) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = output / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("unreachable")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Shorten the file to its last complete line."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, b""
+    while end and b"\n" not in block:
+        start = max(0, end - 4096)
+        block = os.pread(descriptor, end - start, start)
+        end = start + block.rindex(b"\n") + 1 if b"\n" in block else start
+    if end != size:
+        os.ftruncate(descriptor, end)
+
+
+def runs(output: Path, name: str) -> Iterable[RunDirectory]:
+    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names."""
+    stamped = []
+    for path in Path(output).glob("*/config.yaml"):
+        match = _STAMP.fullmatch(path.parent.name)
+        if match and _name_in(path) == name:
+            stamped.append((match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(stamped, reverse=True)]
+
+
+def _name_in(path: Path) -> str | None:
+    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    try:
+        line = _NAME.search(path.read_text())
+        return None if line is None else str(yaml.safe_load(line[0])["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+
+
+def latest(output: Path, name: str) -> RunDirectory | None:
+    """The newest run of that name; None where there is none."""
+    return next(iter(runs(output, name)), None)
+
+
+def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
+    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
+
+    A run that ended before its first checkpoint is passed over.
+    """
+    found = (read_newest(run.checkpoints) for run in runs(output, name))
+    return next((each for each in found if each is not None), None)

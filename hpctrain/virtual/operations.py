@@ -1,0 +1,319 @@
+"""Operations among virtual ranks: who has posted, what must agree, what is moved. No time and no threads.
+
+An operation is a collective or one message. Its parties post; when enough have posted its data may *move* (all contributions are
+taken), and then be *delivered* to each party by itself. MPI lets buffers be read and written at any time between posting and
+completion, so the moments are the caller's choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpctrain.comm.link import LinkModel
+from hpctrain.errors import CollectiveMismatchError
+from hpctrain.virtual.rank import RankState, SourceLine
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """When the buffers of one posting are touched.
+
+    Attributes:
+        read_early: the contribution is taken at posting; else when the data moves.
+        write_early: the result is written when the data moves; else at completion.
+        scramble: meanwhile the buffer that is written to holds garbage (NaN where it can), as a transport may leave it.
+    """
+
+    read_early: bool = False
+    write_early: bool = True
+    scramble: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Posting:
+    """One rank's part in an operation.
+
+    Attributes:
+        kind: the method's name. owner: the rank. text: sizes and peers, for messages. line: where it was posted.
+        agreed: what every party must have alike. contribution: read. target: written; both 1-D views of the caller's buffers.
+        send_counts, recv_counts: elements per party.
+        complete: the owner may know. end_seconds: the virtual time of completion, once known.
+    """
+
+    kind: str
+    owner: RankState
+    text: str
+    line: SourceLine
+    agreed: tuple[object, ...] = ()
+    contribution: Array | None = None
+    target: Array | None = None
+    send_counts: tuple[int, ...] = ()
+    recv_counts: tuple[int, ...] = ()
+    moments: Moments = field(default_factory=Moments)
+    taken: Array | None = None
+    written: bool = False
+    posted_seconds: float = 0.0
+    operation: Operation | None = None
+    complete: bool = False
+    end_seconds: float | None = None
+
+    def take(self) -> None:
+        """Read the contribution, unless that has been done."""
+        if self.taken is None and self.contribution is not None:
+            self.taken = self.contribution.copy()
+
+    def scramble(self) -> None:
+        """Fill the buffer to be written with garbage; what is still to be read of it stays."""
+        if self.target is None or not self.target.size:
+            return
+        unread = self.contribution if self.taken is None else None
+        kept = unread.copy() if unread is not None and np.may_share_memory(unread, self.target) else None
+        if self.target.dtype.kind == "f":
+            self.target.fill(np.nan)
+        else:
+            self.target.view(np.uint8).fill(0xA5)
+        if unread is not None and kept is not None:
+            unread[...] = kept
+
+    def __str__(self) -> str:
+        where = "" if self.operation is None else f" {self.operation.label}"
+        return f"{self.kind}{where} ({self.text}), posted at {self.line}"
+
+
+class Operation(ABC):
+    """A collective or a message among `members`.
+
+    Args:
+        members: the parties, in order. label: "3 on world", or "on world". root: the party whose data all need, if there is one.
+        synchronous: the root completes only when every party has posted. Without it a root may run ahead, as MPI allows.
+    """
+
+    def __init__(self, members: Sequence[RankState], label: str, *, root: int | None = None, synchronous: bool = True) -> None:
+        self.members = members
+        self.label = label
+        self.root = root
+        self.synchronous = synchronous or root is None
+        self.postings: list[Posting | None] = [None] * len(members)
+        self.missing = len(members)
+        self.moved = False
+        self.announced = False  # to whoever chooses the moment of moving
+
+    def post(self, party: int, posting: Posting, moments: Moments) -> None:
+        """Add one party.
+
+        Raises:
+            CollectiveMismatchError: it does not fit what another party has posted.
+        """
+        assert self.postings[party] is None
+        posting.operation, posting.moments = self, moments
+        for other in self.postings:
+            if other is not None and not self.fits(other, posting):
+                raise CollectiveMismatchError(self._mismatch(other, posting))
+        self.postings[party] = posting
+        self.missing -= 1
+        if moments.read_early:
+            posting.take()
+        if moments.scramble:
+            posting.scramble()
+
+    def fits(self, first: Posting, second: Posting) -> bool:
+        """Whether two postings may belong to one operation."""
+        return first.kind == second.kind and first.agreed == second.agreed
+
+    def may_move(self) -> bool:
+        """Whether the data is there and has not moved yet."""
+        root_is_there = self.root is not None and self.postings[self.root] is not None
+        return not self.moved and (self.missing == 0 or (root_is_there and not self.synchronous))
+
+    def move(self) -> None:
+        """Take all contributions; write the results that are written early."""
+        assert self.may_move()
+        self.moved = True
+        posted = [(party, posting) for party, posting in enumerate(self.postings) if posting is not None]
+        for _, posting in posted:
+            posting.take()
+        for party, posting in posted:
+            if posting.moments.write_early:
+                self._write(party, posting)
+            elif posting.moments.scramble:
+                posting.scramble()
+
+    def deliver(self, party: int) -> Posting:
+        """Complete one party's posting; moves the data first where that has not been done."""
+        if not self.moved:
+            self.move()
+        posting = self.postings[party]
+        assert posting is not None
+        assert not posting.complete
+        if not posting.written:
+            self._write(party, posting)
+        posting.complete = True
+        return posting
+
+    def absent(self) -> list[int]:
+        """World ranks of the parties that have not posted, as far as they hold it up."""
+        parties = range(len(self.members)) if self.synchronous or self.root is None else (self.root,)
+        return [self.members[party].rank for party in parties if self.postings[party] is None]
+
+    def parts(self) -> list[Array]:
+        """The contributions taken, in party order."""
+        return [posting.taken for posting in self.postings if posting is not None and posting.taken is not None]
+
+    @abstractmethod
+    def result(self, party: int) -> Array | None:
+        """What this party receives."""
+
+    @abstractmethod
+    def seconds(self, link: LinkModel) -> float:
+        """The modelled time, once all have posted."""
+
+    def _write(self, party: int, posting: Posting) -> None:
+        result = self.result(party)
+        if result is not None and posting.target is not None:
+            posting.target[...] = result
+        posting.written = True
+
+    def _mismatch(self, first: Posting, second: Posting) -> str:
+        postings = sorted((first, second), key=lambda posting: posting.owner.rank)
+        both = ", but ".join(f"rank {p.owner.rank} posted {p.kind} of {p.text} at {p.line}" for p in postings)
+        rule = "every rank of a communicator must post the same collectives in the same order."
+        return f"Collective {self.label} does not match: {both}; {rule}"
+
+
+class Allreduce(Operation):
+    """The sum in rank order, the same bits for everyone."""
+
+    _sum: Array | None = None
+
+    def result(self, party: int) -> Array:
+        if self._sum is None:
+            self._sum = _sum_in_order(self.parts())
+        return self._sum
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.allreduce_seconds(self.parts_bytes(), len(self.members))
+
+    def parts_bytes(self) -> int:
+        return max(p.contribution.nbytes for p in self.postings if p is not None and p.contribution is not None)
+
+
+class ReduceScatter(Allreduce):
+    """Party r receives part r of the sum."""
+
+    def result(self, party: int) -> Array:
+        posting = self.postings[party]
+        assert posting is not None
+        start = sum(posting.send_counts[:party])
+        return super().result(party)[start : start + posting.send_counts[party]]
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.reduce_scatter_seconds(self.parts_bytes(), len(self.members))
+
+
+class Allgather(Operation):
+    """All parts in rank order."""
+
+    _gathered: Array | None = None
+
+    def result(self, party: int) -> Array:
+        if self._gathered is None:
+            self._gathered = np.concatenate(self.parts())
+        return self._gathered
+
+    def seconds(self, link: LinkModel) -> float:
+        gathered_bytes = max(p.target.nbytes for p in self.postings if p is not None and p.target is not None)
+        return link.allgather_seconds(gathered_bytes, len(self.members))
+
+
+class Alltoall(Operation):
+    """Part p of every party's buffer goes to party p. Counts agree in pairs."""
+
+    def post(self, party: int, posting: Posting, moments: Moments) -> None:
+        for other, first in enumerate(self.postings):
+            if first is not None and first.kind == posting.kind:
+                there = first.send_counts[party], first.recv_counts[party]
+                here = posting.recv_counts[other], posting.send_counts[other]
+                if there != here:
+                    raise CollectiveMismatchError(self._mismatch(first, posting))
+        super().post(party, posting, moments)
+
+    def result(self, party: int) -> Array:
+        pieces = []
+        for posting in self.postings:
+            assert posting is not None
+            assert posting.taken is not None
+            start = sum(posting.send_counts[:party])
+            pieces.append(posting.taken[start : start + posting.send_counts[party]])
+        return np.concatenate(pieces)
+
+    def seconds(self, link: LinkModel) -> float:
+        buffers = [buffer for p in self.postings if p for buffer in (p.contribution, p.target) if buffer is not None]
+        return link.alltoall_seconds(max(buffer.nbytes for buffer in buffers), len(self.members))
+
+
+class Broadcast(Operation):
+    """The root's buffer to everyone."""
+
+    def result(self, party: int) -> Array | None:
+        assert self.root is not None
+        root = self.postings[self.root]
+        assert root is not None
+        return root.taken
+
+    def bytes(self) -> int:
+        root = self.postings[self.root or 0]
+        assert root is not None
+        assert root.contribution is not None
+        return root.contribution.nbytes
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.broadcast_seconds(self.bytes(), len(self.members))
+
+
+class Message(Broadcast):
+    """From party 0, the root, to party 1. Lengths must agree, as the receiver has no other way to know."""
+
+    def fits(self, first: Posting, second: Posting) -> bool:
+        return first.agreed == second.agreed
+
+    def seconds(self, link: LinkModel) -> float:
+        return 0.0 if self.members[0] is self.members[1] else link.point_to_point_seconds(self.bytes())
+
+    def _mismatch(self, first: Posting, second: Posting) -> str:
+        both = " and ".join(f"{p.kind} of rank {p.owner.rank} ({p.text}) at {p.line}" for p in (first, second))
+        return f"A message and its receive must have the same length and type, but these differ: {both}."
+
+
+class Barrier(Operation):
+    """Nothing is moved."""
+
+    def result(self, party: int) -> None:
+        return None
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.barrier_seconds(len(self.members))
+
+
+class ObjectExchange(Operation):
+    """Pickled values of all parties, read through `parts`. Set-up only, so it costs nothing."""
+
+    def result(self, party: int) -> None:
+        return None
+
+    def seconds(self, link: LinkModel) -> float:
+        return 0.0
+
+
+def _sum_in_order(parts: Sequence[Array]) -> Array:
+    total = parts[0].copy()
+    with np.errstate(all="ignore"):  # a transport does not warn of overflow
+        for part in parts[1:]:
+            total += part
+    return total

@@ -1,0 +1,72 @@
+"""Errors that every rank raises alike: the law over virtual outcomes; real ranks are in tests/mpi."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import CommunicationTimeoutError, DataError, ShapeError
+
+
+class Scripted(SingleCommunicator):
+    """Rank `rank` among ranks whose outcomes are known beforehand."""
+
+    def __init__(self, rank: int, outcomes: list) -> None:
+        super().__init__()
+        self.rank, self.size, self._outcomes = rank, len(outcomes), outcomes
+
+    def allgather_object(self, value: object) -> list:
+        assert value == self._outcomes[self.rank]
+        return self._outcomes
+
+
+def _work(outcome: tuple | None) -> str:
+    if outcome is not None:
+        raise outcome[0](outcome[1])
+    return "result"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind", "message"),
+    [
+        ([(DataError, "a"), (DataError, "a")], DataError, "a"),
+        ([None, (DataError, "bad"), None], DataError, "bad (on rank 1 of 3)"),
+        ([None, (ShapeError, "s"), (DataError, "d")], ShapeError, "s (on ranks 1 and 2 of 3)"),
+        ([(DataError, "x")] * 3 + [None], DataError, "x (on ranks 0, 1 and 2 of 4)"),
+        ([(DataError, "x")] * 12 + [None], DataError, "x (on 12 of 13 ranks, the first is 0)"),
+    ],
+)
+def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, message: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        with pytest.raises(kind) as caught:
+            raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
+        assert type(caught.value) is kind
+        assert str(caught.value) == message
+
+
+def test_without_errors_everyone_has_its_result() -> None:
+    assert raise_on_all_ranks(Scripted(1, [None, None]), lambda: "result") == "result"
+    assert raise_on_all_ranks(SingleCommunicator(), lambda: 3) == 3
+
+
+def test_one_process_raises_its_own_error() -> None:
+    error = DataError("mine")
+
+    def work() -> None:
+        raise error
+
+    with pytest.raises(DataError) as caught:
+        raise_on_all_ranks(SingleCommunicator(), work)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, CommunicationTimeoutError])
+def test_bugs_and_lost_ranks_are_not_agreed_on(kind: type[Exception]) -> None:
+    def work() -> None:
+        raise kind("at once")
+
+    comm = Scripted(0, [None, None])
+    comm.allgather_object = lambda value: pytest.fail("must not communicate")  # type: ignore[method-assign]
+    with pytest.raises(kind, match="at once"):
+        raise_on_all_ranks(comm, work)

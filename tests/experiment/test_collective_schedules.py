@@ -1,0 +1,78 @@
+"""The schedules of another run: used where they fit, and refused in a sentence where they do not."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.experiment.collective_schedules import fitting, of_run
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.optim.sgd import Sgd
+from hpctrain.storage.run_directory import RunDirectory
+
+
+def _averager(kind: type[GradientAverager], size: int = 5, clip_norm: float | None = None, **options: object) -> GradientAverager:
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    group = FlatGroup({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
+    return kind(group, Sgd(clip_norm=clip_norm), comm, engine, **options)  # type: ignore[arg-type]
+
+
+def _schedule(averager: GradientAverager) -> CollectiveSchedule:
+    averager.agree()
+    assert averager.schedule is not None
+    return averager.schedule
+
+
+STORED = {"all": _schedule(_averager(Sharded))}
+
+
+def test_a_schedule_that_fits_is_used() -> None:
+    again = _averager(Sharded)
+    assert again.accepts(STORED["all"])
+    assert fitting("runs/a", "all", STORED, again) == STORED["all"]
+
+
+@pytest.mark.parametrize(
+    ("averager", "words"),
+    [
+        (_averager(Bucketed), "was made for 'sharded"),
+        (_averager(Sharded, sizes="measured"), "sizes measured"),
+        (_averager(Sharded, size=6), "the same averager, options and model"),
+        (_averager(Sharded, clip_norm=1.0), "an optimizer that needs no norms"),
+        (_averager(Blocking), "The averager has no schedule"),
+    ],
+    ids=["averager", "option", "model", "optimizer", "none"],
+)
+def test_what_does_not_fit_is_refused(averager: GradientAverager, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        fitting("runs/a", "all", STORED, averager)
+    assert str(caught.value).endswith("leave --schedule-from out.")
+
+
+def test_other_ranks_and_other_groups_are_refused() -> None:
+    on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
+    with pytest.raises(ConfigError, match="one of 3 ranks, but here are 1"):
+        fitting("runs/a", "all", {"all": on_three}, _averager(Sharded))
+    with pytest.raises(ConfigError, match="has schedules of all, but this run needs one of model-row1"):
+        fitting("runs/a", "model-row1", STORED, _averager(Sharded))
+
+
+def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", config="", versions={}, git={})
+    with pytest.raises(CheckpointError, match="holds no schedule"):
+        of_run(str(run.path))
+    run.write_schedule("all", STORED["all"].to_json())
+    run.write_schedule("model-row1", STORED["all"].to_json())
+    assert of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
+    with pytest.raises(CheckpointError, match="no run directory"):
+        of_run(str(tmp_path / "nothing"))

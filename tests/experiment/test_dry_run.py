@@ -1,0 +1,90 @@
+"""Schedules planned without ranks are those that ranks agree on."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.link import LinkModel
+from hpctrain.config.load import load
+from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.experiment.check import OPTIMIZERS
+from hpctrain.experiment.dry_run import Task, averaging_bytes, group_schedules, prepare
+from hpctrain.models import catalogue
+from hpctrain.nn.network import MODEL, Network
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
+# Sizes of slices follow from the measured link unless they are given.
+STRATEGIES = (
+    "averager={name: sharded, bucket_bytes: 4096}",
+    "averager={name: sharded, bucket_bytes: 4096, fc_exchange: never, window: 2}",
+    "averager={name: bucketed, bucket_bytes: 4096}",
+    "averager={name: priority, slice_parameters: 2000, window: 3}",
+    "averager=overlap",
+)
+
+
+def task_of(*overrides: str, ranks: int) -> Task:
+    config, _ = load(CONFIG, [*SMALL, *overrides])
+    return prepare(config, ranks, (35, 35, 3), 10)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("rows", "ranks", "per_node"), [(1, 3, None), (2, 4, None), (3, 6, None), (1, 4, 2), (2, 8, 4), (2, 8, 5)]
+)
+def test_planned_schedules_are_those_of_the_ranks(
+    strategy: str, rows: int, ranks: int, per_node: int | None, optimizer: str
+) -> None:
+    task = task_of(strategy, f"optimizer={{name: {optimizer}, lr: 0.1}}", f"grid.rows={rows}", ranks=ranks)
+    found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
+    for row, schedules in found:
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.rows} == schedules
+
+
+Agreed = dict[str, tuple[CollectiveSchedule | None, tuple[int, ...] | None]]
+
+
+def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, Agreed]:
+    """This rank's row, and by group the schedule that its averager has agreed on, and the order of ranks in it."""
+    config, plan, progress = task.config, task.plan, virtual_engine(comm)
+    groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
+    axis = groups.split_group(progress)
+    model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
+    distribution = None if axis is None else GridDistribution(plan, axis)
+    network = Network(model, task.image_shape, task.kernels, dtype=config.dtype, distribution=distribution)
+    norms = JointNorms(groups.samples, progress) if MODEL in network.groups else None
+    given = {"nominal_batch": config.batch, "norms": norms}
+    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
+    schedules: Agreed = {}
+    averagers = {}
+    for name, group in network.groups.items():
+        averagers[name] = AVERAGERS.create(
+            config.averager.name,
+            config.averager.options,
+            group=group,
+            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            comm=groups.gradients[name],
+            progress=progress,
+            **{key: value for key, value in {**given, "nodes": groups.nodes[name]}.items() if key in accepted},
+        )
+    for name, averager in averagers.items():
+        averager.agree()
+        schedules[name] = averager.schedule, averager.order
+    return groups.row, schedules
+
+
+def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:
+    task = task_of("averager=blocking", "plan.features.*=batch", "plan.classifier.*=batch", ranks=5)
+    (group,) = group_schedules(task, LinkModel(0.0, 0.0))
+    assert sum(averaging_bytes(task, [group])) == 4 * 2 * (5 - 1) * group.elements

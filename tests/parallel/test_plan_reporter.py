@@ -1,0 +1,215 @@
+"""What a plan says equals what a step counts: words by layer and rank, statistics, memory, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.progress import Ticket
+from hpctrain.data.sampler import counts
+from hpctrain.errors import ConfigError
+from hpctrain.models import catalogue
+from hpctrain.nn.network import Network, declared
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.plan_report import LayerReport, PlanReport
+from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.training import Task, train
+
+B, M, D = Parallelism.BATCH, Parallelism.MODEL, Parallelism.DOMAIN
+MODELS: Mapping[str, tuple[str, Mapping[str, object], int]] = {
+    "vgg": ("vgg11", {"width": 0.0625, "classes": 5}, 35),
+    "resnet": ("resnet18", {"width": 0.125, "classes": 5, "synchronised": True}, 33),
+    "local": ("resnet20", {"classes": 5, "width": 0.25}, 21),
+}
+MIXED = {
+    "vgg": {"features.*": D, "classifier.*": M},
+    "resnet": {"layer2.*": B, "layer3.*": M, "fc": M},
+    "local": {"layer2.*": M, "layer3.*": B},
+}
+OVERLAPPED = {"vgg": ("features.3",), "resnet": ("layer1.0.conv1", "layer1.1.conv2"), "local": ("layer1.0.conv1",)}
+
+
+def task_of(name: str, plan: ParallelPlan, batch: int = 5) -> Task:
+    model, options, pixels = MODELS[name]
+    return Task(
+        model=partial(catalogue.build, model, options),
+        kernels=NumpyKernelSet(),
+        optimizer=partial(Sgd),
+        image_shape=(pixels, pixels - 2, 3),
+        samples=batch,
+        batch=batch,
+        steps=1,
+        plan=plan,
+    )
+
+
+def description_of(task: Task, *, memory: bool = False) -> PlanReport:
+    model = task.model()
+
+    def graph_of(batch: int) -> Graph:
+        builder = GraphBuilder(TensorSpec((batch, *task.image_shape), task.dtype))
+        return builder.build(model.lower(builder, 0, ""))
+
+    shapes = {name: spec.shape for name, spec in declared(model, graph_of(1))[0].items()}
+    every = counts(task.batch, task.plan.rows * task.plan.cols, task.plan.rows)
+    return report_plan(graph_of, task.plan, every, shapes, task.kernels if memory else None)
+
+
+def plans(name: str, rows: int, cols: int) -> dict[str, ParallelPlan]:
+    found = {str(use): ParallelPlan(rows, cols, use) for use in Parallelism}
+    found["mixed"] = ParallelPlan(rows, cols, D, MIXED[name])
+    found["overlapped"] = ParallelPlan(rows, cols, D, MIXED[name], overlapped=frozenset(OVERLAPPED[name]))
+    if rows == 4:
+        found["tiles"] = ParallelPlan(rows, cols, D, tiles=(2, 2))
+    return found
+
+
+KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("mixed", "domain"), (4, 1): ("tiles",)}
+CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("name", "rows", "cols", "kind"), CASES)
+def test_words_of_every_layer_and_rank_are_those_of_a_step(
+    name: str, rows: int, cols: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(name, plans(name, rows, cols)[kind])
+    words: list[tuple[SplitGroup, str, int]] = []
+    post = SplitGroup.alltoall
+
+    def record(axis: SplitGroup, send: object, recv: object, sends: Sequence[int], receives: Sequence[int], what: str) -> Ticket:
+        assert sends[axis.rank] == 0
+        words.append((axis, what, sum(sends)))
+        return post(axis, send, recv, sends, receives, what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SplitGroup, "alltoall", record)
+    counters = [Counters() for _ in range(rows * cols)]
+
+    def body(comm: ThreadCommunicator) -> None:
+        train(task, CountingCommunicator(comm, counters[comm.rank]), virtual_engine(comm), Blocking)
+
+    run_virtual(rows * cols, body)
+    found = description_of(task)
+    traffic = found.traffic
+    item = 8
+    for position, counter in enumerate(counters):
+        moved = counter["split", "ialltoall"].exchanged_bytes
+        assert moved == item * (traffic.forward[position] + traffic.backward[position])
+        merged = sum(
+            counter[group, "iallgather"].exchanged_bytes for group in ("statistics", "split statistics", "data statistics")
+        )
+        assert merged == 8 * (traffic.statistics_forward[position] + traffic.statistics_backward[position])
+    if cols == 1:
+        assert by_layer(words, found) == by_entry(found)
+
+
+def by_layer(words: Sequence[tuple[SplitGroup, str, int]], found: PlanReport) -> dict[tuple[int, str, str], int]:
+    """(rank, layer or redistribution, pass) -> words, as a step posted them; zeros left out. A sum's forward is an adjoint."""
+    names = {entry.name for entry in found.redistributions}
+    total: dict[tuple[int, str, str], int] = {}
+    for axis, what, size in words:
+        backward = what.startswith("gradient of ")
+        name = what.removeprefix("gradient of ")
+        if name.endswith(".sum"):
+            backward = not backward
+        name = name if name in names else name.partition(".halo")[0]
+        key = (axis.rank, name, "backward" if backward else "forward")
+        total[key] = total.get(key, 0) + size
+    return {key: size for key, size in total.items() if size}
+
+
+def by_entry(found: PlanReport) -> dict[tuple[int, str, str], int]:
+    total = {}
+    for entry in found.entries:
+        for rank in range(len(found.counts)):
+            total[rank, entry.name, "forward"] = entry.traffic.forward[rank]
+            total[rank, entry.name, "backward"] = entry.traffic.backward[rank]
+    return {key: size for key, size in total.items() if size}
+
+
+@pytest.mark.parametrize("kind", ["domain", "model", "mixed"])
+@pytest.mark.parametrize("name", ["vgg", "resnet"])
+def test_memory_and_parameters_are_those_of_the_program(name: str, kind: str) -> None:
+    rows = 3
+    task = task_of(name, plans(name, rows, 1)[kind])
+    found = description_of(task, memory=True)
+    assert found.memory is not None
+    memory = found.memory
+
+    def body(comm: ThreadCommunicator) -> tuple[int, int, int]:
+        engine = virtual_engine(comm)
+        groups = GridGroups(ProcessGrid(comm, rows, 1))
+        axis = groups.split_group(engine)
+        assert axis is not None
+        distribution = GridDistribution(task.plan, axis)
+        mergers = groups.mergers(engine)
+        network = Network(
+            task.model(), task.image_shape, task.kernels, dtype=task.dtype, mergers=mergers, distribution=distribution
+        )
+        program = network.program(found.counts, training=True)
+        size = sum(group.data.nbytes for group in network.groups.values())
+        sizes = {name: group.size for name, group in network.groups.items()}
+        assert {part.name: part.elements[comm.rank] for part in found.groups if part.elements[comm.rank]} == {
+            name: each for name, each in sizes.items() if each
+        }
+        return program.activation_bytes, axis.buffer_bytes, size
+
+    for rank, (activations, shared, parameters) in enumerate(run_virtual(rows, body)):
+        assert memory[rank].activations == activations
+        assert memory[rank].messages == shared
+        assert memory[rank].parameters == parameters == 8 * found.parameters[rank]
+
+
+def test_ownership_covers_every_layer_once() -> None:
+    found = description_of(task_of("resnet", ParallelPlan(3, 2, D, MIXED["resnet"]), batch=7))
+    for layer in found.layers:
+        for column in range(2):
+            boxes = layer.owns[3 * column : 3 * column + 3]
+            size = sum(volume(box) for box in boxes)
+            whole = volume(tuple((0, max(box[dim][1] for box in boxes)) for dim in range(len(boxes[0]))))
+            assert size == whole
+
+
+def volume(box: tuple[tuple[int, int], ...]) -> int:
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size
+
+
+def test_the_first_layer_reads_its_halo_from_the_file_and_the_second_from_its_neighbours() -> None:
+    found = description_of(task_of("vgg", ParallelPlan(3, 1, D, {"classifier.*": B})))
+    first, second = (part_named(found, name) for name in ("features.0", "features.3"))
+    assert not any(first.traffic.forward)
+    assert not any(map(any, first.halo))
+    assert second.operation == "conv2d 3x3"
+    assert [rows for rows, _ in second.halo] == [1, 2, 1]
+
+
+def part_named(found: PlanReport, name: str) -> LayerReport:
+    return next(layer for layer in found.layers if layer.name == name)
+
+
+def test_more_ranks_than_rows_and_columns_without_samples_are_described() -> None:
+    found = description_of(task_of("local", ParallelPlan(8, 2, D), batch=1))
+    assert sum(found.counts) == 1
+    last = part_named(found, "layer3.2.conv2")
+    assert sum(stop - start for start, stop in (box[1] for box in last.owns[:8])) == last.shape[1] < 8
+
+
+def test_a_pattern_that_no_layer_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nothing.*nearest layer"):
+        description_of(task_of("vgg", ParallelPlan(2, 1, B, {"nothing.*": D})))

@@ -1,0 +1,368 @@
+"""Checkpoints: whole or not there, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hpctrain.errors import CheckpointError
+from hpctrain.storage import checkpoint as module
+from hpctrain.storage.checkpoint import (
+    CheckpointContent,
+    checkpoint_path,
+    checkpoints,
+    optimizer_key,
+    parameter_key,
+    prune,
+    read,
+    read_newest,
+    refuse_others,
+    restore,
+    statistic_key,
+    write,
+)
+
+
+def content(step=0):
+    rng = np.random.default_rng(step)
+    tensors = {
+        parameter_key("fc.weight"): rng.standard_normal((9, 25), np.float32),
+        statistic_key("norm.running_var"): rng.standard_normal(7, np.float32),
+        optimizer_key("momentum", "fc.weight"): rng.standard_normal((9, 25), np.float32),
+    }
+    return CheckpointContent(tensors, {"global_step": step, "epoch": step // 7, "seed": 225})
+
+
+def assert_same(left, right):
+    assert left.meta == right.meta
+    assert set(left.tensors) == set(right.tensors)
+    for name, tensor in left.tensors.items():
+        assert tensor.tobytes() == right.tensors[name].tobytes()
+
+
+def listing(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def newest(directory):
+    """The path of the newest valid checkpoint, which holds what reading it gives; None where there is none."""
+    found = read_newest(directory)
+    if found is None:
+        return None
+    assert_same(found[1], read(found[0]))
+    return found[0]
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    at = data.index(content(int(path.stem.split("-")[1])).tensors["parameters/fc.weight"].tobytes())
+    data[at + 40] ^= 4
+    path.write_bytes(data)
+
+
+def test_round_trip_and_names(tmp_path):
+    directory = tmp_path / "runs" / "checkpoints"  # made on demand
+    path = checkpoint_path(directory, 225)
+    assert path.name == "checkpoint-00000225.h5"
+    write(path, content(225))
+    assert_same(read(path), content(225))
+    assert list(content().tensors) == ["parameters/fc.weight", "statistics/norm.running_var", "optimizer/momentum/fc.weight"]
+    write(path, content(3))  # over an older one
+    assert_same(read(path), content(3))
+    assert listing(directory) == [path.name]
+
+
+def test_steps_beyond_eight_digits_still_sort(tmp_path):
+    for step in (7, 99_999_999, 100_000_000, 225):
+        write(checkpoint_path(tmp_path, step), content(step))
+    assert [step for step, _ in checkpoints(tmp_path)] == [7, 225, 99_999_999, 100_000_000]
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 100_000_000)
+
+
+def test_the_newest_valid_one_passes_over_damage_with_a_line_each(tmp_path, caplog):
+    for step in (7, 9, 25, 225):
+        write(checkpoint_path(tmp_path, step), content(step))
+    damage(checkpoint_path(tmp_path, 225))
+    with open(checkpoint_path(tmp_path, 25), "r+b") as file:
+        file.truncate(1000)
+    (tmp_path / "checkpoint-00000300.h5.partial").write_bytes(b"half")
+    (tmp_path / "checkpoint-latest.h5").write_bytes(b"not ours")
+    logger = logging.getLogger("hpctrain.storage.checkpoint")
+    logger.addHandler(caplog.handler)
+    try:
+        assert newest(tmp_path) == checkpoint_path(tmp_path, 9)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("checkpoint-00000225.h5" in line and "parameters/fc.weight" in line for line in lines)
+    assert any("checkpoint-00000025.h5" in line and "truncated" in line for line in lines)
+
+
+def test_nothing_valid(tmp_path):
+    assert newest(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
+    write(checkpoint_path(tmp_path, 7), content(7))
+    damage(checkpoint_path(tmp_path, 7))
+    assert newest(tmp_path) is None
+
+
+def test_prune_keeps_what_was_written_last(tmp_path):
+    def written(step, seconds):
+        write(checkpoint_path(tmp_path, step), content(step))
+        os.utime(checkpoint_path(tmp_path, step), (seconds, seconds))
+
+    for step in (5, 7, 9, 25):
+        written(step, step)
+    assert prune(tmp_path, 4) == []
+    assert prune(tmp_path, 2) == [checkpoint_path(tmp_path, 5), checkpoint_path(tmp_path, 7)]
+    damage(checkpoint_path(tmp_path, 25))
+    os.utime(checkpoint_path(tmp_path, 25), (25, 25))
+    written(11, 30)  # resumed from step 9, because 25 is damaged
+    prune(tmp_path, 1)
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 11)
+    assert listing(tmp_path) == ["checkpoint-00000011.h5"]
+    with pytest.raises(AssertionError):
+        prune(tmp_path, 0)
+
+
+class Stop(Exception):
+    """Not an error that the writer knows."""
+
+
+class Interrupted(dict):
+    """Tensors of which the last one acts when it is asked for."""
+
+    def __init__(self, tensors, action):
+        super().__init__(tensors)
+        self.action = action
+
+    def __getitem__(self, name):
+        if name == list(self)[-1]:
+            self.action()
+        return super().__getitem__(name)
+
+
+def raising(error, calls=1, of=lambda *arguments: None):
+    """A function that raises at its `calls`-th call and does `of` before."""
+    made = []
+
+    def function(*arguments):
+        made.append(arguments)
+        if len(made) == calls:
+            raise error
+        return of(*arguments)
+
+    return function
+
+
+STAGES = ("begin", "tensor", "store", "file sync", "rename", "directory sync")
+
+
+def interrupt(stage, error, monkeypatch):
+    """The content for a write in which `stage` raises."""
+    base = content(9)
+    fsync, write_store = os.fsync, module.write_store
+    if stage == "tensor":
+        return CheckpointContent(Interrupted(base.tensors, raising(error)), base.meta)
+    if stage == "begin":
+        monkeypatch.setattr(module, "write_store", raising(error))
+    elif stage == "store":
+        monkeypatch.setattr(module, "write_store", lambda *a: (write_store(*a), raising(error)()))
+    elif stage == "file sync":
+        monkeypatch.setattr(os, "fsync", raising(error, 1, fsync))
+    elif stage == "rename":
+        monkeypatch.setattr(os, "replace", raising(error))
+    else:
+        monkeypatch.setattr(os, "fsync", raising(error, 2, fsync))
+    return base
+
+
+ERRORS = [OSError(28, "No space left on device"), Stop(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_at_any_stage_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch, stage, error):
+    old, new = checkpoint_path(tmp_path, 7), checkpoint_path(tmp_path, 9)
+    write(old, content(7))
+    with monkeypatch.context() as patch:
+        broken = interrupt(stage, error, patch)
+        with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
+            write(new, broken)
+    if isinstance(error, OSError):
+        assert "No space left on device" in str(caught.value)
+        assert str(new) in str(caught.value)
+    assert_same(read(old), content(7))
+    renamed = stage == "directory sync"
+    assert listing(tmp_path) == [old.name] + [new.name] * renamed
+    assert newest(tmp_path) == (new if renamed else old)
+    write(new, content(9))
+    assert_same(read(newest(tmp_path)), content(9))
+
+
+def test_an_interrupted_overwrite_leaves_the_old_content(tmp_path, monkeypatch):
+    path = checkpoint_path(tmp_path, 9)
+    write(path, content(3))
+    for stage in STAGES[:-1]:
+        with monkeypatch.context() as patch:
+            broken = interrupt(stage, Stop(), patch)
+            with pytest.raises(Stop):
+                write(path, broken)
+        assert_same(read(path), content(3))
+
+
+CHILD = """
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from hpctrain.storage import checkpoint as module
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
+
+directory, stage = Path(sys.argv[1]), sys.argv[2]
+
+def content(step):
+    return {f"parameters/{i}": np.full((25, 225), float(step * 100 + i)) for i in range(9)}
+
+def kill(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Killing(dict):
+    def __getitem__(self, name):
+        if name.endswith("5"):
+            kill()
+        return super().__getitem__(name)
+
+write(checkpoint_path(directory, 1), CheckpointContent(content(1), {"global_step": 1}))
+print("ready", flush=True)
+tensors, fsync, calls = content(2), os.fsync, []
+if stage == "tensor":
+    tensors = Killing(tensors)
+elif stage == "file sync":
+    os.fsync = kill
+elif stage == "rename":
+    os.replace = kill
+elif stage == "directory sync":
+    os.fsync = lambda descriptor: kill() if calls else calls.append(fsync(descriptor))
+elif stage == "any":
+    for step in range(2, 100000):
+        write(checkpoint_path(directory, step), CheckpointContent(content(step), {"global_step": step}))
+        print(step, flush=True)
+elif stage == "full":
+    import resource
+    from hpctrain.errors import CheckpointError
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for limit in range(0, 400_000, 9999):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            write(checkpoint_path(directory, 2), CheckpointContent(tensors, {"global_step": 2}))
+        except CheckpointError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            print(error, [path.name for path in directory.iterdir()], flush=True)
+write(checkpoint_path(directory, 2), CheckpointContent(tensors, {"global_step": 2}))
+print("done", flush=True)
+"""
+
+
+def child(directory, stage):
+    command = [sys.executable, "-c", CHILD, str(directory), stage]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_valid_step(path):
+    step = int(path.stem.split("-")[1])
+    got = read(path)
+    assert got.meta == {"global_step": step}
+    for i in range(9):
+        assert np.array_equal(got.tensors[f"parameters/{i}"], np.full((25, 225), float(step * 100 + i)))
+
+
+def assert_recovers(directory):
+    """At most one temporary file, which the next write removes."""
+    partial = [name for name in listing(directory) if name.endswith(".partial")]
+    assert len(partial) <= 1
+    write(checkpoint_path(directory, 10**6), content(10**6))
+    assert not [name for name in listing(directory) if name.endswith(".partial")]
+    assert newest(directory) == checkpoint_path(directory, 10**6)
+    return partial
+
+
+@pytest.mark.parametrize("stage", ["tensor", "file sync", "rename", "directory sync"])
+def test_sigkill_at_a_stage(tmp_path, stage):
+    done = child(tmp_path, stage)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "ready\n"
+    last = newest(tmp_path)
+    assert last == checkpoint_path(tmp_path, 2 if stage == "directory sync" else 1)
+    assert_valid_step(last)
+    assert bool(assert_recovers(tmp_path)) == (stage != "directory sync")
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0137, 0.0291])
+def test_sigkill_at_any_moment(tmp_path, delay):
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), "any"], stdout=subprocess.PIPE, text=True) as writer:
+        for _ in range(4):
+            last = writer.stdout.readline()
+        time.sleep(delay)
+        writer.kill()
+        last = (writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or last).strip()
+    found = newest(tmp_path)
+    # every write that was reported is there, and at most one more
+    assert checkpoints(tmp_path)[-1][1] == found
+    assert int(found.stem.split("-")[1]) - int(last) in (0, 1)
+    for _, path in checkpoints(tmp_path):
+        assert_valid_step(path)
+    assert_recovers(tmp_path)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    """Wherever in the file the room ends; and there is life after it."""
+    done = child(tmp_path, "full")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    first, *refused, last = done.stdout.splitlines()
+    assert (first, last) == ("ready", "done")
+    assert len(refused) == 41
+    for line in refused:
+        assert "cannot be written" in line
+        assert "File too large" in line
+        assert line.endswith("['checkpoint-00000001.h5']")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 2)
+    assert_valid_step(newest(tmp_path))
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write(checkpoint_path(tmp_path / "file" / "checkpoints", 7), content(7))
+
+
+def test_restore_gives_the_tensor_or_one_sentence():
+    saved = content()
+    tensor = restore(saved, "parameters/fc.weight", (9, 25), "float32")
+    assert tensor is saved.tensors["parameters/fc.weight"]
+    with pytest.raises(CheckpointError, match=r"parameters/fc.weight has shape \(9, 25\) in the checkpoint and \(9, 7\) here"):
+        restore(saved, "parameters/fc.weight", (9, 7), "float32")
+    with pytest.raises(CheckpointError, match="float32 in the checkpoint and float64 here"):
+        restore(saved, "parameters/fc.weight", (9, 25), np.dtype("float64"))
+    with pytest.raises(CheckpointError, match=r"no tensor parameters/fc.weigth; the nearest there is parameters/fc.weight"):
+        restore(saved, "parameters/fc.weigth", (9, 25), "float32")
+    with pytest.raises(CheckpointError, match="another model"):
+        restore(CheckpointContent({}, {}), "parameters/fc.weight", (9, 25), "float32")
+
+
+def test_refuse_others():
+    saved = content()
+    refuse_others(saved, reversed(list(saved.tensors)))
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors \(parameters/a first\); it probably"):
+        refuse_others(saved, [*saved.tensors, "parameters/b", "parameters/a"])
+    with pytest.raises(CheckpointError, match=r"has 1 tensors that are unknown here \(optimizer/momentum/fc.weight first\)"):
+        refuse_others(saved, list(saved.tensors)[:2])
+    with pytest.raises(CheckpointError, match=r"lacks 1 .* and has 2"):
+        refuse_others(saved, ["parameters/fc.weight", "parameters/x"])

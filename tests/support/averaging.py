@@ -1,0 +1,224 @@
+"""What tests of averagers share: all strategies with options, a tiny network driven by hand, and doubles that watch.
+
+The network is y = tanh(x A + a) s B + b with half the squared error, in plain array code, so that hundreds of trainings take
+seconds. Beside its layers the group holds a linear layer and a parameter that no step uses, and an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.comm.base import Array, Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, Segment
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.lars import Lars
+from hpctrain.optim.sgd import Sgd
+
+INPUTS, HIDDEN, OUTPUTS, LR = 5, 7, 3, 0.1
+#: samples of the steps in turn: more than ranks, and fewer than 7 of them
+SAMPLES = (9, 9, 4)
+
+#: a name -> class and options; all of them must give what blocking gives
+STRATEGIES: Mapping[str, tuple[type[GradientAverager], dict[str, Any]]] = {
+    "overlap": (Overlap, {}),
+    "bucketed": (Bucketed, {"bucket_bytes": 100}),
+    "bucketed, measured": (Bucketed, {}),
+    "sharded": (Sharded, {"bucket_bytes": 100, "fc_exchange": "never", "replan": False}),
+    "sharded, exchange": (Sharded, {"bucket_bytes": 100, "fc_exchange": "always", "replan": False}),
+    "sharded, auto": (Sharded, {"bucket_bytes": 300, "nominal_batch": 9}),
+    "priority": (Priority, {"slice_parameters": 8, "window": 1, "fc_exchange": "never", "replan": False}),
+    "priority, exchange": (Priority, {"slice_parameters": 8, "window": 3, "fc_exchange": "always"}),
+    "lazy, every step": (Lazy, {"layers": 2, "max_interval": 1, "bucket_bytes": 100}),
+}
+
+OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: Sgd(momentum=0.0),
+    "momentum": lambda: Sgd(momentum=0.9),
+    "nesterov": lambda: Sgd(momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "decay of all": lambda: Sgd(momentum=0.9, weight_decay=1e-2, decay_exclude="none"),
+    "clipping": lambda: Sgd(momentum=0.5, clip_norm=0.05, weight_decay=1e-2),
+    "lars": lambda: Lars(weight_decay=1e-2, trust_coefficient=0.1),
+    "lars, clipping": lambda: Lars(weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
+}
+
+
+def make_group(dtype: str = "float64") -> FlatGroup:
+    """The network's parameters, with the same values wherever it is made."""
+    random = np.random.default_rng(1)
+
+    def spec(*shape: int, factors: bool = False) -> ParameterSpec:
+        return ParameterSpec(shape, lambda chance, shape: chance.standard_normal(shape), decay=len(shape) > 1, factors=factors)
+
+    specs = {
+        "a.weight": spec(INPUTS, HIDDEN, factors=True),
+        "a.bias": spec(HIDDEN, factors=True),
+        "s.scale": spec(1),
+        "empty": spec(0),
+        "unused.weight": spec(2, 3, factors=True),
+        "unused.bias": spec(3, factors=True),
+        "b.weight": spec(HIDDEN, OUTPUTS, factors=True),
+        "b.bias": spec(OUTPUTS, factors=True),
+        "unused": spec(1, 2),
+    }
+    group = FlatGroup(specs, dtype)
+    for parameter in group.parameters.values():
+        parameter.data[...] = 0.5 * parameter.spec.initialise(random, parameter.spec.shape)
+    return group
+
+
+def shares(step: int, ranks: int) -> tuple[int, ...]:
+    """Samples of each rank in a step; some have none."""
+    count = SAMPLES[step % len(SAMPLES)]
+    return tuple((rank + 1) * count // ranks - rank * count // ranks for rank in range(ranks))
+
+
+def one_step(averager: GradientAverager, step: int) -> None:
+    """Forward and backward of this rank's samples, with every call that an averager gets, in the order of a real step."""
+    group, comm = averager.group, averager.comm
+    counts = shares(step, comm.size)
+    random = np.random.default_rng(100 + step)
+    x, target = random.standard_normal((sum(counts), INPUTS)), random.standard_normal((sum(counts), OUTPUTS))
+    first = sum(counts[: comm.rank])
+    share = slice(first, first + counts[comm.rank])
+    p = group.parameters
+    a, scale, b = _Linear(averager, "a"), p["s.scale"], _Linear(averager, "b")
+    averager.begin_step(LR, counts)
+    hidden = np.tanh(a.forward(x[share].astype(group.dtype)))
+    averager.before_forward([scale])
+    scaled = hidden * scale.data
+    dy = (b.forward(scaled) - target[share].astype(group.dtype)) / sum(counts)
+    d_scaled = b.backward(dy)
+    scale.grad[...] = (d_scaled * hidden).sum()
+    averager.grad_ready(scale)
+    d_hidden = d_scaled * scale.data * (1 - hidden**2)
+    averager.data_free(scale)
+    a.backward(d_hidden)
+    averager.end_backward()
+
+
+class _Linear:
+    """One linear layer, as a program runs it: the parameters' gradients before the input's."""
+
+    def __init__(self, averager: GradientAverager, name: str) -> None:
+        self._averager = averager
+        self._weight, self._bias = (averager.group.parameters[f"{name}.{role}"] for role in ("weight", "bias"))
+        self._both = (self._weight, self._bias)
+
+    def forward(self, x: Array) -> Array:
+        self._averager.before_forward(self._both)
+        if self._averager.takes_sufficient_factors(self._both):
+            self._averager.input_ready(self._both, x)
+        self._x = x
+        return x @ self._weight.data + self._bias.data
+
+    def backward(self, dy: Array) -> Array:
+        averager = self._averager
+        if averager.takes_sufficient_factors(self._both):
+            averager.error_ready(self._both, dy)
+        else:
+            self._weight.grad[...], self._bias.grad[...] = self._x.T @ dy, dy.sum(0)
+            averager.grad_ready(self._bias)
+            averager.grad_ready(self._weight)
+        averager.progress.poll()
+        dx = dy @ self._weight.data.T
+        for parameter in self._both:
+            averager.data_free(parameter)
+        return dx
+
+
+def run_steps(averager: GradientAverager, steps: int, first: int = 0) -> Array:
+    """Train for some steps; a copy of all parameters after the drain."""
+    for step in range(first, first + steps):
+        one_step(averager, step)
+    averager.drain()
+    return averager.group.data.copy()
+
+
+def make(
+    strategy: str,
+    optimizer: str,
+    comm: Communicator,
+    progress: ProgressEngine,
+    dtype: str = "float64",
+    nodes: Sequence[int] | None = None,
+) -> GradientAverager:
+    """A strategy ("blocking" too) over a group of its own, agreed on. nodes: of the ranks, for strategies that ask."""
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    if nodes is not None:
+        options = {**options, "nodes": nodes}
+    averager = kind(make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, **options)
+    averager.agree()
+    return averager
+
+
+class Watched(GradientAverager):
+    """Passes everything on to `inner`, and fails where a parameter's data changes while a step may read it.
+
+    That is from `before_forward` to `data_free`; messages are driven at both ends, so that what comes too early shows.
+    """
+
+    def __init__(self, inner: GradientAverager) -> None:
+        super().__init__(inner.group, inner.optimizer, inner.comm, inner.progress)
+        self.inner = inner
+        self._seen: dict[str, Array] = {}
+
+    def agree(self, stored: CollectiveSchedule | None = None) -> None:
+        self.inner.agree(stored)
+
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        self.inner.begin_step(lr, counts)
+
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self.inner.takes_sufficient_factors(parameters)
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        self.inner.before_forward(parameters)
+        for parameter in parameters:
+            self._seen[parameter.name] = parameter.data.copy()
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._look()
+        self.inner.input_ready(parameters, x)
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._look()
+        self.inner.error_ready(parameters, dy)
+        self._look()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        self._look()
+        self.inner.grad_ready(parameter)
+        self._look()
+
+    def data_free(self, parameter: Parameter) -> None:
+        self._look()
+        self._seen.pop(parameter.name, None)
+        self.inner.data_free(parameter)
+
+    def end_backward(self) -> None:
+        assert not self._seen, "a parameter was never let go"
+        self.inner.end_backward()
+
+    def drain(self) -> None:
+        self.inner.drain()
+
+    def owned(self) -> Sequence[Segment]:
+        return self.inner.owned()
+
+    def _look(self) -> None:
+        self.progress.poll()
+        for name, values in self._seen.items():
+            same = np.array_equal(self.group.parameters[name].data, values)
+            assert same, f"{name} was written while the step might still read it"

@@ -1,0 +1,247 @@
+"""Options of the program combined, each combination against one rank in float64: the net under all features.
+
+    python -m tests.support.combinations                          2,000 combinations of each of three seeds
+    python -m tests.support.combinations net=plain grid=3x1 ...   one of them; options left out have their first value
+
+See docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.check import OPTIMIZERS
+from hpctrain.experiment.grid import check_batch, check_overlap
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.dimensions import (
+    VALUES,
+    Row,
+    averager_options,
+    config_of,
+    graph_of,
+    has_batch_norm,
+    line,
+    parallel_plan,
+    parsed,
+    splits_parameters,
+    task_of,
+    value_of,
+)
+from tests.support.one_rank import Groups, groups_of, one_group, train_alone
+from tests.support.pairwise import Draw, draw
+from tests.support.training import Result, Task, distance, train
+
+TOLERANCE = 1e-9
+#: options that an averager may have
+AVERAGING = ("averager", "slices", "sizes", "window", "fc_exchange", "replan", "two_level", "lazy", "micro_batches")
+PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
+
+
+def refusal(row: Row) -> str | None:
+    """The sentence by which the program refuses a combination, of which some options may not be chosen yet."""
+    return _refused_averager(_only(row, AVERAGING)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
+
+
+def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, row[name]) for name in names if name in row)
+
+
+@cache
+def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
+
+
+@cache
+def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"grid", "plan", "net"} <= row.keys():
+        return None
+
+    def attempt() -> None:
+        check_overlap(config_of(row), graph_of(row["net"]), parallel_plan(row))
+        if "batch" in row:
+            check_batch(value_of(row, "batch"), *value_of(row, "grid"))
+        if "averager" in row and splits_parameters(row):
+            _make_over_nothing({"averager": row["averager"]}, split=True)
+
+    return _sentence(attempt)
+
+
+def _make_over_nothing(row: Row, *, split: bool) -> None:
+    """The averager over no parameters, on one process: the constructor knows what is legal."""
+    alone = SingleCommunicator()
+    progress = ProgressEngine(rank=0, deadline_seconds=60, abort=alone.abort)
+    config = config_of(row)
+    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    norms = JointNorms(alone, progress) if split else None
+    make_averager(config, FlatGroup({}, "float64"), optimizer, alone, progress, norms=norms)
+
+
+def _sentence(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except HpctrainError as error:
+        return str(error)
+    return None
+
+
+def run(row: Row) -> float:
+    """The largest relative distance of any rank's losses, parameters and running statistics from one rank's.
+
+    Raises:
+        ConfigError: the program refuses the combination. AssertionError: ranks end with different bits. Whatever else it does.
+    """
+    sentence = refusal(row)
+    if sentence is not None:
+        raise ConfigError(sentence)
+    task, config = task_of(row), config_of(row)
+
+    def averager(**given: Any) -> GradientAverager:
+        return make_averager(config, **{"norms": None, **given})
+
+    def program(comm: ThreadCommunicator) -> Result:
+        return train(task, comm, virtual_engine(comm), averager, tell_nodes=True)
+
+    seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
+    ranks = task.plan.rows * task.plan.cols
+    results = run_virtual(ranks, program, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=120)
+    for rank, result in enumerate(results):
+        _check_same_bits(result, results[0], rank)
+    return _distance(results[0], _expected(row, task))
+
+
+def _check_same_bits(result: Result, first: Result, rank: int) -> None:
+    for name in first.parameters:
+        assert result.parameters[name].tobytes() == first.parameters[name].tobytes(), f"{name} of rank {rank} is not rank 0's"
+    for name in first.statistics:
+        assert result.statistics[name].tobytes() == first.statistics[name].tobytes(), f"{name} of rank {rank} is not rank 0's"
+
+
+def _distance(found: Result, expected: Result) -> float:
+    pairs = zip(found.totals, expected.totals, strict=True)
+    losses = [abs(a.loss - b.loss) / abs(b.loss) + (a.count != b.count) + (a.top1 != b.top1) for a, b in pairs]
+    statistics = distance(found.statistics, expected.statistics) if expected.statistics else 0.0
+    return max(*losses, distance(found.parameters, expected.parameters), statistics)
+
+
+def _expected(row: Row, task: Task) -> Result:
+    """One rank's result; kept, as many combinations share it."""
+    rows, cols = task.plan.rows, task.plan.cols
+    groups: Callable[[int], Groups] = one_group
+    key: tuple[object, ...] = ()
+    if has_batch_norm(row["net"]) and (row["net"] == "residual-local" or task.micro_batches > 1):
+        together = rows * cols
+        if row["net"] == "residual-local":
+            together = 1 if task.plan.rows == 1 or row["plan"] == "batch" else rows
+        groups = partial(groups_of, ranks=rows * cols, rows=rows, micro_batches=task.micro_batches, together=together)
+        key = (rows, cols, task.micro_batches, together)
+    lazy = averager_options(row) if row["averager"] == "lazy" else None
+    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy))
+    if key not in _KEPT:
+        alone: Callable[..., GradientAverager] = Blocking
+        if lazy is not None:
+            alone = partial(make_averager, config_of(row), norms=None)
+        _KEPT[key] = train_alone(task, groups, alone)
+    return _KEPT[key]
+
+
+_KEPT: dict[tuple[object, ...], Result] = {}
+
+
+@lru_cache(maxsize=4)
+def drawn(count: int, seed: int) -> Draw:
+    """At least `count` combinations, and at least so many that all legal pairs meet."""
+    return draw(VALUES, refusal, seed=seed, count=count)
+
+
+@dataclass
+class Tally:
+    """How combinations went. failures: the line of each, with the error. refused: by sentence."""
+
+    run: int = 0
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: Row) -> None:
+        """Run one combination."""
+        self.run += 1
+        try:
+            found = run(row)
+        except (ConfigError, ShapeError) as error:
+            self.refused[str(error)] += 1
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            self.failures.append(f"{line(row)}\n    {type(error).__name__}: {error} ({notes})")
+        else:
+            self.worst = max(self.worst, found)
+            if not found <= TOLERANCE:
+                self.failures.append(f"{line(row)}\n    {found:.1e} from one rank, and {TOLERANCE:.0e} is allowed")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one combination, or those of some seeds; 1 where any fails."""
+    parser = argparse.ArgumentParser(description="Combinations of options against one rank in float64.")
+    parser.add_argument("--count", type=int, default=2000, help="combinations of a seed")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="seeds of drawing")
+    parser.add_argument("--refused", action="store_true", help="list the pairs of values that the program refuses")
+    parser.add_argument("row", nargs="*", metavar="option=value", help="one combination")
+    chosen = parser.parse_args(arguments)
+    if chosen.row:
+        print(f"{run(parsed(chosen.row)):.1e} from one rank")
+        return 0
+    failed = False
+    for seed in chosen.seeds:
+        failed |= _run_seed(chosen.count, seed, list_refused=chosen.refused)
+    return int(failed)
+
+
+def _run_seed(count: int, seed: int, *, list_refused: bool) -> bool:
+    start = time.perf_counter()
+    draw = drawn(count, seed)
+    tally = Tally()
+    for row in _with_progress(draw.rows):
+        before = len(tally.failures)
+        tally.add(row)
+        for failure in tally.failures[before:]:
+            print(f"FAILED {failure}", flush=True)
+    seconds = time.perf_counter() - start
+    print(
+        f"seed {seed}: {tally.run} combinations, {len(tally.failures)} failed, {sum(tally.refused.values())} refused when run, "
+        f"{len(draw.refused)} pairs refused before; the largest distance is {tally.worst:.1e}; {seconds:.0f} s",
+        flush=True,
+    )
+    for sentence, number in tally.refused.items():
+        print(f"refused {number} times: {sentence}")
+    for pair, sentence in sorted(draw.refused.items()) if list_refused else ():
+        print(f"refused {line(dict(pair))}: {sentence}")
+    return bool(tally.failures)
+
+
+def _with_progress(rows: Sequence[Row]) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if number % 200 == 0 and number:
+            print(f"{number} of {len(rows)}", flush=True)
+        yield row
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""The table of options that are combined in tests, and what a combination of them is: a configuration, a plan, a training.
+
+A feature joins by a row in `DIMENSIONS`, and by a line where its values become part of the training (see docs/testing.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
+from hpctrain.config.schema import Config
+from hpctrain.experiment.check import OPTIMIZERS
+from hpctrain.nn.layer import Layer
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from tests.support import nets
+from tests.support.training import Task
+
+#: option -> value, as they are written; options may be missing while a combination is drawn
+Row = Mapping[str, str]
+
+_D, _M, _B = Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network, its classes, and a plan of its layers that mixes all uses."""
+
+    model: Callable[[], Layer]
+    mixed: Mapping[str, Parallelism]
+    classes: int = 5
+
+
+_RESIDUAL_MIXED = {"layer2.*": _M, "fc": _M}
+_SGD = {"name": "sgd"}
+
+#: option -> value as it is written -> what it stands for. Options that decide what others may be come first; of each option the
+#: first value is the program's default, or the plainest.
+DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
+    "averager": {name: name for name in ("sharded", "blocking", "overlap", "bucketed", "priority", "lazy")},
+    "grid": {
+        f"{rows}x{cols}": (rows, cols)
+        for rows, cols in ((1, 2), (1, 3), (1, 5), (2, 1), (3, 1), (4, 1), (7, 1), (2, 2), (2, 3), (3, 2))
+    },
+    "plan": {name: name for name in ("batch", "model", "domain", "mixed")},
+    "net": {
+        "plain": Net(partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
+        "residual": Net(nets.residual, _RESIDUAL_MIXED),
+        "residual-local": Net(partial(nets.residual, synchronised=False), _RESIDUAL_MIXED),
+        "narrow": Net(nets.narrow, {"conv": _M, "fc1": _B}, classes=2),
+    },
+    "batch": {"8": 8, "3": 3},  # of 19 samples, so that an epoch ends with 3 or 1: fewer than ranks
+    "tiles": {"rows": None, "columns": (1, 0), "both": (2, 2)},  # 0: as many as the grid has rows
+    "interior-first": {"no": False, "yes": True},
+    "hides": {"yes": True, "no": False},
+    "slices": {"default": None, "tiny": (100, 40), "small": (1500, 400)},  # bucket_bytes, slice_parameters
+    "sizes": {"default": None, "measured": "measured"},
+    "window": {"default": None, "1": 1, "3": 3},
+    "fc_exchange": {"default": None, "always": "always", "never": "never"},
+    "replan": {"default": None, "no": False},
+    "two_level": {"default": None, "no": False},
+    "lazy": {
+        "default": {},
+        "every-step": {"layers": 2, "max_interval": 1},
+        "one-layer": {"layers": 1, "max_interval": 3, "check_every": 1},
+    },
+    "optimizer": {
+        "momentum": {**_SGD, "momentum": 0.9},
+        "sgd": {**_SGD, "momentum": 0.0},
+        "nesterov": {**_SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2, "decay_exclude": "none"},
+        "clipping": {**_SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2, "clip_norm": 0.3},
+        "lars": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1},
+        "lars-clipping": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1, "clip_norm": 0.5},
+    },
+    "micro_batches": {"1": 1, "2": 2, "3": 3},
+    "smoothing": {"0": 0.0, "0.1": 0.1},
+    "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
+    "steps": {"3": 3, "6": 6},  # orders are measured in the first five
+    "messages": {"prompt": False, "adversarial": True},
+}
+
+VALUES = {name: tuple(values) for name, values in DIMENSIONS.items()}
+
+
+def line(row: Row) -> str:
+    """A combination as the command line takes it."""
+    return " ".join(f"{name}={value}" for name, value in row.items())
+
+
+def parsed(words: Sequence[str]) -> dict[str, str]:
+    """The combination of a line's words; the first value of what is left out.
+
+    Raises:
+        ValueError: an option or a value that is not in the table.
+    """
+    given = dict(word.split("=", 1) for word in words)
+    for name, value in given.items():
+        if value not in VALUES.get(name, ()):
+            raise ValueError(f"There is no {name}={value}; the table has {', '.join(VALUES.get(name, VALUES))}.")
+    return {name: given.get(name, values[0]) for name, values in VALUES.items()}
+
+
+def value_of(row: Row, name: str) -> Any:
+    """The meaning of an option's value; the first one where it is not chosen yet."""
+    return DIMENSIONS[name][row.get(name, VALUES[name][0])]
+
+
+def averager_options(row: Row) -> dict[str, Any]:
+    """The averager's options, as a configuration has them."""
+    name = value_of(row, "averager")
+    options: dict[str, Any] = {key: value_of(row, key) for key in ("sizes", "window", "fc_exchange", "replan", "two_level")}
+    options = {key: value for key, value in options.items() if value is not None} | value_of(row, "lazy")
+    slices = value_of(row, "slices")
+    if slices is not None:
+        options |= {"slice_parameters": slices[1]} if name == "priority" else {"bucket_bytes": slices[0]}
+    return options
+
+
+def config_of(row: Row) -> Config:
+    """A configuration as the checks, `make_averager` and the optimiser's registry read it; nobody looks at its model and data."""
+    return Config.model_validate(
+        {
+            "model": "small",
+            "data": {"train": "none"},
+            "batch": value_of(row, "batch"),
+            "micro_batches": value_of(row, "micro_batches"),
+            "epochs": 1,
+            "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
+            "schedule": "constant",
+            "grid": {"overlap": ["*"] if value_of(row, "interior-first") else []},
+            "averager": {"name": value_of(row, "averager"), **averager_options(row)},
+        }
+    )
+
+
+def parallel_plan(row: Row) -> ParallelPlan:
+    """The plan; refused where the program refuses it."""
+    net, (rows, cols), use = value_of(row, "net"), value_of(row, "grid"), value_of(row, "plan")
+    mixed = use == "mixed"
+    tiles = value_of(row, "tiles")
+    if tiles is not None:
+        tiles = (tiles[0], tiles[1] or rows)
+    overlapped = frozenset(_convolutions(row.get("net", VALUES["net"][0])) if value_of(row, "interior-first") else ())
+    plan = ParallelPlan(
+        rows, cols, _D if mixed else Parallelism(use), net.mixed if mixed else {}, tiles, overlapped, hides=value_of(row, "hides")
+    )
+    plan.check([node.name for node in graph_of(row.get("net", VALUES["net"][0])).nodes])
+    return plan
+
+
+@cache
+def graph_of(net: str) -> Graph:
+    builder = GraphBuilder(TensorSpec((1, *Task.image_shape), "float64"))
+    return builder.build(DIMENSIONS["net"][net].model().lower(builder, 0, ""))
+
+
+def _convolutions(net: str) -> list[str]:
+    return [node.name for node in graph_of(net).nodes if isinstance(node.spec, Conv2dSpec)]
+
+
+def has_batch_norm(net: str) -> bool:
+    return any(isinstance(node.spec, BatchNormSpec) for node in graph_of(net).nodes)
+
+
+def splits_parameters(row: Row) -> bool:
+    plan = parallel_plan(row)
+    if plan.rows == 1:
+        return False
+    placed = partition_graph(graph_of(row["net"]), plan, (1, *(0,) * (plan.rows - 1)))
+    return any(step.node and step.node.parameters and step.placement and step.placement.shard for step in placed.steps)
+
+
+def task_of(row: Row) -> Task:
+    """The training of a combination."""
+    net = value_of(row, "net")
+    optimizer = dict(value_of(row, "optimizer"))
+    return Task(
+        net.model,
+        NumpyKernelSet(),
+        partial(OPTIMIZERS.create, optimizer.pop("name"), optimizer),
+        classes=net.classes,
+        samples=19,
+        batch=value_of(row, "batch"),
+        steps=value_of(row, "steps"),
+        micro_batches=value_of(row, "micro_batches"),
+        smoothing=value_of(row, "smoothing"),
+        plan=parallel_plan(row),
+    )

@@ -1,0 +1,231 @@
+"""Whole networks on process grids against one rank: `python -m tests.support.grid_matrix` prints a table of all of them.
+
+Networks at full depth and an eighth of their width, on virtual ranks, in float64: five steps with dropout and synchronised batch
+norm. Compared are the losses, every gradient of the first step, and all parameters and running statistics at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.models import catalogue
+from hpctrain.optim.sgd import Sgd
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.training import Result, Task, train
+
+TOLERANCE = 1e-9
+STEPS = 5
+#: the gradient of a bias before a batch norm vanishes: a bias is compared to at least this share of its layer's weights
+BIAS_SHARE = 1e-3
+
+GRIDS = ((1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (4, 1), (1, 4), (2, 4), (8, 1))
+PLANS = ("batch", "domain", "tiles", "model", "mixed")
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network of the matrix: its catalogue name and options, the image's height, a plan of all three uses (or DOMAIN).
+
+    batch, samples, lr: such that one rank's own result does not depend on its rounding by more than the tolerance, and uneven.
+    """
+
+    name: str
+    options: Mapping[str, object]
+    pixels: int
+    mixed: Mapping[str, Parallelism]
+    batch: int = 7
+    samples: int = 19
+    lr: float = 0.02
+
+    def task(self, plan: ParallelPlan | None = None, kernels: KernelSet | None = None, dtype: str = "float64") -> Task:
+        """Five steps; seven samples a step and five in the third leave some of eight ranks without any."""
+        return Task(
+            model=partial(catalogue.build, self.name, {"classes": 5, **self.options}),
+            kernels=kernels or NumpyKernelSet(),
+            optimizer=partial(Sgd, momentum=0.9, weight_decay=1e-3),
+            image_shape=(self.pixels, self.pixels - 1, 3),
+            classes=5,
+            samples=self.samples,
+            batch=self.batch,
+            steps=STEPS,
+            lr=self.lr,
+            dtype=dtype,
+            plan=plan or ParallelPlan(),
+        )
+
+
+_VGG = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
+_RESNET = {"layer2.*": Parallelism.BATCH, "layer3.*": Parallelism.MODEL, "layer4.*": Parallelism.BATCH, "fc": Parallelism.MODEL}
+_NARROW = {"width": 0.125, "synchronised": True}
+
+NETS = {
+    "vgg16": Net("vgg16", {"width": 0.125}, 37, _VGG),
+    "vgg16_bn": Net("vgg16_bn", _NARROW, 64, _VGG | {"features.3*": Parallelism.MODEL}),
+    "resnet18": Net("resnet18", _NARROW, 65, _RESNET),
+    "resnet50": Net("resnet50", _NARROW, 49, _RESNET, batch=13, samples=37, lr=1e-3),
+    "resnet20": Net("resnet20", {"synchronised": True}, 33, {"layer2.*": Parallelism.MODEL, "layer3.*": Parallelism.BATCH}),
+}
+
+
+#: at full width: one step of a few large images; (network, rows, columns, plan)
+FULL = {
+    "resnet50": Net("resnet50", {"synchronised": True, "width": 1.0}, 225, _RESNET, batch=5, samples=5, lr=1e-3),
+    "vgg16": Net("vgg16", {"width": 1.0}, 225, _VGG, batch=3, samples=3),
+}
+FULL_CELLS = (("resnet50", 2, 2, "mixed"), ("vgg16", 2, 1, "mixed"))
+
+
+def plan_of(net: Net, kind: str, rows: int, cols: int) -> ParallelPlan | None:
+    """One of PLANS on a grid; None where the grid has no such plan of its own (without rows all plans are one)."""
+    if rows == 1 and kind != "batch":
+        return None
+    if kind == "mixed":
+        return ParallelPlan(rows, cols, Parallelism.DOMAIN, net.mixed)
+    if kind == "tiles":
+        vertical = 2 if rows % 4 == 0 else 1
+        return ParallelPlan(rows, cols, Parallelism.DOMAIN, tiles=(vertical, rows // vertical))
+    return ParallelPlan(rows, cols, Parallelism(kind))
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Largest relative differences from one rank: losses; over tensors, gradients of step 1, and parameters and statistics."""
+
+    loss: float
+    gradients: float
+    values: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.values)
+
+
+def compare(found: Result, expected: Result) -> Distances:
+    """How far a result is from one rank's."""
+    losses = max(
+        abs(a.loss - b.loss) / abs(b.loss) if a.count == b.count else np.inf
+        for a, b in zip(found.totals, expected.totals, strict=True)
+    )
+    values = max(spread(found.parameters, expected.parameters), spread(found.statistics, expected.statistics))
+    return Distances(losses, spread(found.gradients, expected.gradients), values)
+
+
+def spread(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """The largest of `relative_distances`."""
+    return max(relative_distances(found, expected), default=0.0)
+
+
+def relative_distances(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> list[float]:
+    """Relative L2 distance of each tensor to the expected one, in float64; a bias's to no less than BIAS_SHARE of its weight."""
+    assert found.keys() == expected.keys()
+    norms = {name: float(np.linalg.norm(tensor.astype(np.float64))) for name, tensor in expected.items()}
+    distances = []
+    for name, tensor in expected.items():
+        weight = norms[name.removesuffix("bias") + "weight"] if name.endswith("bias") else 0.0
+        scale = max(norms[name], BIAS_SHARE * weight) or 1.0
+        distances.append(float(np.linalg.norm(found[name].astype(np.float64) - tensor)) / scale)
+    return distances
+
+
+def alone(task: Task) -> Result:
+    """The task on one rank."""
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
+    return train(replace(task, plan=ParallelPlan()), comm, engine, Blocking, keep_gradients=True)
+
+
+@lru_cache(maxsize=2)
+def expected_of(name: str) -> Result:
+    """One rank's result of a network, the last two kept."""
+    return alone(NETS[name].task())
+
+
+def on_ranks(task: Task, comm: Communicator, progress: ProgressEngine) -> Result:
+    """The task on the ranks of `comm`. Collective."""
+    return train(task, comm, progress, Blocking, keep_gradients=True)
+
+
+def on_virtual_ranks(task: Task, *, seed: int | None = None, deadline_seconds: float = 600) -> list[Result]:
+    """The task on virtual ranks: every rank's result."""
+    ranks = task.plan.rows * task.plan.cols
+    return run_virtual(
+        ranks, lambda comm: on_ranks(task, comm, virtual_engine(comm)), seed=seed, deadline_seconds=deadline_seconds
+    )
+
+
+def cell(name: str, plan: ParallelPlan) -> Distances:
+    """One cell of the matrix: the largest distances over all ranks."""
+    return largest(on_virtual_ranks(NETS[name].task(plan)), expected_of(name))
+
+
+def largest(results: Sequence[Result], expected: Result) -> Distances:
+    """Over all ranks."""
+    found = [compare(result, expected) for result in results]
+    return Distances(*(max(getattr(each, field) for each in found) for field in ("loss", "gradients", "values")))
+
+
+def full_cell(name: str, rows: int, cols: int, kind: str) -> Distances:
+    """One step at full width, without momentum, whose state would take memory."""
+    task = replace(FULL[name].task(plan_of(FULL[name], kind, rows, cols)), steps=1, optimizer=partial(Sgd, momentum=0.0))
+    expected = alone(task)
+    return largest(on_virtual_ranks(task, deadline_seconds=7200), expected)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; 1 where a cell is above the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="two networks at full width instead, one step (takes 12 GB)")
+    add_choice(parser)
+    chosen = parser.parse_args(arguments)
+    print(f"{'network':10} {'grid':5} {'plan':7} {'loss':>9} {'gradients':>9} {'values':>9}  seconds", flush=True)
+    worst = []
+    for name, rows, cols, kind in FULL_CELLS if chosen.full else chosen_cells(chosen):
+        start = time.perf_counter()
+        if chosen.full:
+            found = full_cell(name, rows, cols, kind)
+        else:
+            plan = plan_of(NETS[name], kind, rows, cols)
+            assert plan is not None
+            found = cell(name, plan)
+        numbers = f"{found.loss:9.1e} {found.gradients:9.1e} {found.values:9.1e} {time.perf_counter() - start:8.1f}"
+        print(f"{name:10} {rows}x{cols:<3} {kind:7} {numbers}", flush=True)
+        worst.append(found.largest)
+    print(f"{len(worst)} cells, largest relative difference {max(worst):.1e}, tolerance {TOLERANCE:.0e}")
+    return int(not max(worst) <= TOLERANCE)
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Options that choose cells of the matrix; all by default."""
+    parser.add_argument("--nets", nargs="*", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--grids", nargs="*", default=["x".join(map(str, grid)) for grid in GRIDS])
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=PLANS)
+
+
+def chosen_cells(chosen: argparse.Namespace) -> list[tuple[str, int, int, str]]:
+    """(network, rows, columns, plan)."""
+    grids = [tuple(int(part) for part in grid.split("x")) for grid in chosen.grids]
+    return [
+        (name, rows, cols, kind)
+        for name in chosen.nets
+        for rows, cols in grids
+        for kind in chosen.plans
+        if plan_of(NETS[name], kind, rows, cols) is not None
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

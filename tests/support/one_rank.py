@@ -1,0 +1,108 @@
+"""The oracle of whole trainings: one rank, float64, a loop that is short enough to be read.
+
+Nothing of the training step, the grid or the averaging of gradients is used (but `lazy`, which trains something else than all
+others, on one rank). Batch norm takes its statistics over groups of samples, so the oracle is told which samples are one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.sampler import counts, part_of
+from hpctrain.nn.network import Network
+from hpctrain.train.step_reduction import StepTotals
+from tests.support.training import Result, Task, made_up
+
+#: of a step: positions in its batch, in groups that are passed through the network one after the other
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_of(total: int, ranks: int, rows: int, micro_batches: int, *, together: int) -> Groups:
+    """How a step's samples fall into groups with batch statistics of their own.
+
+    Args:
+        total: samples of the step. together: neighbouring ranks whose samples share statistics: 1, `rows`, or all.
+    """
+    places = np.arange(total)
+    own = [part_of(places, position, ranks, rows) for position in range(ranks)]
+    parts = [np.split(mine, np.cumsum(counts(len(mine), micro_batches))[:-1]) for mine in own]
+    found = (
+        tuple(int(place) for part in parts[first : first + together] for place in part[micro])
+        for micro in range(micro_batches)
+        for first in range(0, ranks, together)
+    )
+    return tuple(group for group in found if group)
+
+
+def train_alone(task: Task, groups: Callable[[int], Groups], averager: Callable[..., GradientAverager] = Blocking) -> Result:
+    """The task on one rank, without a grid.
+
+    Args:
+        groups: of a step, from its number of samples. averager: its class.
+    """
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
+    network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
+    (group,) = network.groups.values()
+    updates = averager(group=group, optimizer=task.optimizer(), comm=comm, progress=engine)
+    updates.agree()
+    images, labels, sampler = made_up(task)
+    totals: list[StepTotals] = []
+    for number in range(task.steps):
+        epoch, inside = divmod(number, sampler.steps_per_epoch)
+        ids = sampler.ids(epoch, inside)
+        context = StepContext(training=True, epoch=epoch, step=number, sample_ids=ids, global_count=len(ids))
+        updates.begin_step(task.lr, (len(ids),))
+        updates.before_forward(tuple(group.parameters.values()))
+        step = _Step(network, context)
+        for members in groups(len(ids)):
+            step.add(images, labels, ids[list(members)])
+        group.grad[...] = step.gradient
+        for parameter in reversed(group.parameters.values()):
+            updates.grad_ready(parameter)
+            updates.data_free(parameter)
+        updates.end_backward()
+        network.statistics.blend(step.statistics, len(ids))
+        totals.append(step.totals())
+    updates.drain()
+    running = {name: view.copy() for name, view in network.statistics.views.items()}
+    return Result({name: own.data.copy() for name, own in network.parameters.items()}, running, totals)
+
+
+class _Step:
+    """One step's sums over its groups of samples."""
+
+    def __init__(self, network: Network, context: StepContext) -> None:
+        self._network, self._context = network, context
+        (self._group,) = network.groups.values()
+        self.gradient = np.zeros_like(self._group.grad)
+        self.statistics = np.zeros(network.statistics.size)
+        self._loss, self._top1, self._top5 = 0.0, 0, 0
+
+    def add(self, images: np.ndarray, labels: np.ndarray, ids: np.ndarray) -> None:
+        """Forward and backward of one group."""
+        program = self._network.program(len(ids), training=True)
+        program.x[...] = images[ids]
+        program.forward(replace(self._context, sample_ids=ids))
+        sums = program.loss(labels[ids], self._context.global_count)
+        self.statistics += self._network.statistics.weighted(len(ids), len(ids))
+        program.backward()
+        self.gradient += self._group.grad
+        self._loss, self._top1, self._top5 = self._loss + sums.loss, self._top1 + sums.top1, self._top5 + sums.top5
+
+    def totals(self) -> StepTotals:
+        """The step's sums; nothing of flags."""
+        return StepTotals(self._loss, self._top1, self._top5, self._context.global_count, 0, 0, self.statistics)
+
+
+def one_group(total: int) -> Groups:
+    """All samples together."""
+    return (tuple(range(total)),)

@@ -1,0 +1,120 @@
+"""The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
+
+docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from hpctrain.config.faults import known_paths, section_at, show
+from hpctrain.config.source import KeyPath, dotted
+from hpctrain.experiment.options import FOLLOWING, Choice, choices
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEYS_HEADING = "## Every key\n"
+
+_KINDS = {
+    "models": ("Models", "model", "Options that follow from the data or from other keys where they are left out:"),
+    "optimizers": ("Optimisers", "optimizer", "`optimizer.lr`, the base learning rate, is needed beside these."),
+    "schedules": ("Schedules", "schedule", "`schedule.warmup_epochs`, the epochs of linear warm-up, is a key of every schedule."),
+    "averagers": ("Averagers", "averager", "How they work, and which one to choose: [averaging.md](averaging.md)."),
+    "augmentations": ("Augmentations", "data.augment", "How they are drawn: [data.md](data.md)."),
+}
+
+_HEAD = """# Options
+
+The names that a configuration can choose, and the options of each: keys beside `name` in its section ([config.md](config.md)).
+`hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`) prints the names, `hpctrain config show FILE`
+prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a JSON schema for editors.
+
+This page is written by `make docs`, from the constructors themselves.
+"""
+
+_KEYS_NOTE = """
+"Needed" keys have no default. Further keys of `model`, `optimizer`, `schedule`, `averager` and augmentations are options, which
+[options.md](options.md) lists. This table is written by `make docs`.
+
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    return "\n".join([_HEAD, *(line for kind in _KINDS for line in _section(kind))])
+
+
+def keys_section() -> str:
+    """The last section of docs/config.md, without its heading."""
+    lines = ["| key | default | meaning |", "|---|---|---|", *(_key(path) for path in known_paths() if section_at(path) is None)]
+    return _KEYS_NOTE + "\n".join(lines) + "\n"
+
+
+def _key(path: KeyPath) -> str:
+    section = section_at(path[:-1])
+    assert section is not None
+    field = section.model_fields[str(path[-1])]
+    default = "needed" if field.default is PydanticUndefined else f"`{show(field.default)}`".replace("`()`", "`[]`")
+    return f"| `{dotted(path)}` | {default} | {field.description} |"
+
+
+def _section(kind: str) -> Iterator[str]:
+    title, section, note = _KINDS[kind]
+    yield from (f"## {title}", "", f"Section `{section}`. {note}", "")
+    if kind == "models":
+        yield from ("| option | meaning |", "|---|---|")
+        yield from (f"| `{name}` | {meaning} |" for name, meaning in FOLLOWING.items())
+        yield ""
+    by_family = sorted(choices(kind), key=lambda choice: (choice.family, [*choice.fixed.values()]))
+    for _, members in groupby(by_family, key=lambda choice: choice.family):
+        yield from _family(list(members))
+
+
+def _family(members: list[Choice]) -> Iterator[str]:
+    head, *variants = members
+    yield from (f"### {head.name}", "", head.sentence, "")
+    if variants:
+        settled = ", ".join(f"`{choice.name}` ({_settled(choice.fixed)})" for choice in variants)
+        yield from (f"Names with settled options: {settled}.", "")
+    if not head.options:
+        yield from ("It has no options.", "")
+        return
+    yield from ("| option | type | default | meaning |", "|---|---|---|---|")
+    for option in head.options:
+        default = "needed" if option.needed else f"`{show(option.default)}`"
+        yield f"| `{option.name}` | {_type(option.schema)} | {default} | {option.meaning} |"
+    yield ""
+
+
+def _settled(fixed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{option} {show(value)}" for option, value in fixed.items())
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "prefixItems" in schema:
+        return f"[{', '.join(_type(item) for item in schema['prefixItems'])}]"
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}s"
+    kind = str(schema["type"])
+    return {"boolean": "`true`, `false`", "null": "`null`"}.get(kind, kind)
+
+
+def write(docs: Path = DOCS) -> None:
+    """Write both pages."""
+    (docs / "options.md").write_text(options_page(), encoding="utf-8")
+    config = docs / "config.md"
+    head = config.read_text(encoding="utf-8").split(KEYS_HEADING)[0]
+    config.write_text(head + KEYS_HEADING + keys_section(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,240 @@
+"""Every instant of a step has one place; hidden and exposed are what was measured; who came late is who posted last."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.trace import time_table
+from hpctrain.trace.time_table import Late, Postings, Row, RowNames, TimeTable, latest, merge, tabulate
+from hpctrain.trace.time_table_text import lines
+from hpctrain.trace.tracer import Category, Events, Tracer
+
+MS = 1_000_000
+
+
+class Script:
+    """Records events at given milliseconds."""
+
+    def __init__(self) -> None:
+        self.tracer = Tracer(200)
+
+    def __call__(self, category: Category, name: str, start: float, stop: float, number: int = 0, track: str = "") -> None:
+        self.tracer.add(category, name, round(start * MS), round(stop * MS), track, number)
+
+    def events(self) -> Events:
+        return self.tracer.events()
+
+
+def _step(at: float, script: Script) -> None:
+    """10 ms: loading 1, a forward with a wait of 2 in its hook, an update in that wait, backward, nothing for 0.5."""
+    script(Category.LOADING, "data loading", at, at + 1)
+    script(Category.UPDATE, "conv.weight", at + 2, at + 2.5)  # in the wait
+    script(Category.WAIT, "conv.weight", at + 1.5, at + 3.5, 7, "column")
+    script(Category.AVERAGING, "hooks", at + 1, at + 4)
+    script(Category.FORWARD, "conv", at + 4, at + 6)
+    script(Category.FORWARD, "fc", at + 6, at + 7)
+    script(Category.PARAMETERS, "fc", at + 7, at + 8)
+    script(Category.INPUT, "fc", at + 8, at + 8.5)
+    script(Category.COMMUNICATION, "fc.weight", at + 8, at + 9, 8, "column")  # 8 .. 9, nobody waits
+    script(Category.COMMUNICATION, "conv.weight", at - 1, at + 3.5, 7, "column")  # begun in the step before
+    script(Category.PARAMETERS, "conv", at + 8.5, at + 9.5)
+    script(Category.STEP, "step", at, at + 10)
+
+
+def _table(steps: int = 4) -> TimeTable:
+    script = Script()
+    for number in range(steps):
+        _step(100 + 10 * number, script)
+    end = 100 + 10 * steps
+    script(Category.COMMUNICATION, "conv.weight", end - 1, end + 3.5, 7, "column")  # for a step that is not recorded
+    table = tabulate(script.events())
+    assert table is not None
+    return table
+
+
+def _ms(table: TimeTable) -> dict[str, Row]:
+    return {row.name: row for row in table.rows}
+
+
+def test_compute_exposed_and_left_over_add_up_to_the_step() -> None:
+    table = _table()
+    spent = sum(row.compute_seconds + row.exposed_seconds for row in table.rows) + table.left_over_seconds
+    assert table.step_seconds == pytest.approx(0.010)
+    assert spent == pytest.approx(table.step_seconds)
+    assert table.steps == 3  # the first is not counted
+    assert table.left_over_seconds == pytest.approx(0.0005)
+
+
+def test_each_row_has_what_was_measured() -> None:
+    rows = _ms(_table())
+    conv, fc = rows["conv"], rows["fc"]
+    assert (conv.forward_seconds, conv.parameters_seconds, conv.input_seconds) == pytest.approx((2e-3, 1e-3, 0.0))
+    assert (fc.forward_seconds, fc.parameters_seconds, fc.input_seconds) == pytest.approx((1e-3, 1e-3, 0.5e-3))
+    assert conv.compute_seconds == pytest.approx(3e-3)
+    assert conv.exposed_seconds == pytest.approx(1.5e-3)  # the wait of 2 less the update inside
+    assert conv.communication_seconds == pytest.approx(4.5e-3, rel=1e-6)  # 3.5 in this step and 1 in the one before
+    assert conv.hidden_seconds == pytest.approx(3.0e-3)
+    assert (fc.exposed_seconds, fc.hidden_seconds) == pytest.approx((0.0, 1e-3))
+    assert rows[time_table.UPDATE_ROW].compute_seconds == pytest.approx(0.5e-3)
+    assert rows["hooks"].compute_seconds == pytest.approx(1e-3)
+    assert rows["data loading"].compute_seconds == pytest.approx(1e-3)
+    assert conv.operations == pytest.approx(1.0)
+
+
+def test_communication_that_two_operations_share_counts_once_in_the_total() -> None:
+    script = Script()
+    for at in (0, 10):
+        script(Category.COMMUNICATION, "bucket 1", at + 1, at + 6, 2 * at, "column")
+        script(Category.COMMUNICATION, "bucket 2", at + 4, at + 8, 2 * at + 1, "column")
+        script(Category.WAIT, "bucket 1", at + 5, at + 6, 2 * at, "column")
+        script(Category.STEP, "step", at, at + 10)
+    table = tabulate(script.events())
+    assert table is not None
+    assert table.total.communication_seconds == pytest.approx(7e-3)
+    assert table.total.hidden_seconds == pytest.approx(6e-3)
+    assert table.total.exposed_seconds == pytest.approx(1e-3)
+    rows = _ms(table)
+    assert rows["bucket 2"].hidden_seconds == pytest.approx(3e-3)  # the program waited for the other one
+    assert rows["bucket 2"].exposed_seconds == 0.0
+
+
+def test_what_happens_between_steps_is_not_counted() -> None:
+    script = Script()
+    for at in (0, 100, 200):
+        _step(at, script)
+        script(Category.FORWARD, "conv", at + 20, at + 90)  # an evaluation
+        script(Category.WAIT, "evaluation sums", at + 91, at + 95)
+        script(Category.COMMUNICATION, "fc.bias", at + 15, at + 80, 50 + at, "column")
+    table = tabulate(script.events())
+    assert table is not None
+    assert table.step_seconds == pytest.approx(10e-3)
+    rows = _ms(table)
+    assert rows["conv"].forward_seconds == pytest.approx(2e-3)
+    assert rows["fc"].communication_seconds == pytest.approx(1e-3)
+    assert "evaluation sums" not in rows
+
+
+def test_no_step_no_table() -> None:
+    script = Script()
+    script(Category.FORWARD, "conv", 0, 1)
+    assert tabulate(script.events()) is None
+
+
+def test_one_step_is_better_than_none() -> None:
+    table = _table(1)
+    assert table.steps == 1
+    assert table.step_seconds == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize(
+    ("what", "row"),
+    [
+        ("features.0.weight", "features.0"),
+        ("features.0", "features.0"),
+        ("slice 3 of features.0.weight [0:50000]", "features.0"),
+        ("bucket 2 (features.0.bias, features.0.weight)", "features.0"),
+        ("bucket 3 (features.0.weight, fc.bias)", "bucket 3 (features.0.weight, fc.bias)"),
+        ("all gradients", "all gradients"),
+        ("features.10.weight", "features.10.weight"),
+        ("fc.weight: inputs", "fc"),
+    ],
+)
+def test_the_row_of_an_operation(what: str, row: str) -> None:
+    assert RowNames(["features.0", "fc"]).of(what) == row
+
+
+def _posting(rank: int, starts: dict[int, float], group: int = 0, what: str = "fc.weight") -> Postings:
+    script = Script()
+    for number, start in starts.items():
+        script(Category.COMMUNICATION, what, start, start + 5, number, "column")
+    return Postings(rank, script.events(), {"column": group})
+
+
+WINDOW = (np.array([0]), np.array([1000 * MS]))
+
+
+def test_who_posted_last_was_late() -> None:
+    postings = [
+        _posting(0, {1: 10, 2: 20, 3: 30}),
+        _posting(1, {1: 12, 2: 19, 3: 34}),
+        _posting(2, {1: 11, 2: 21, 3: 31}),
+    ]
+    late = latest(postings, RowNames(["fc"]), WINDOW)
+    assert late.keys() == {"fc"}
+    assert late["fc"].rank == 1
+    assert late["fc"].share == pytest.approx(2 / 3)
+    assert late["fc"].behind_first_seconds == pytest.approx(3e-3)  # by 2 and by 4
+
+
+def test_queues_of_different_groups_are_different_collectives() -> None:
+    postings = [_posting(0, {1: 10}, group=0), _posting(1, {1: 90}, group=1), _posting(2, {1: 13}, group=0)]
+    late = latest(postings, RowNames(["fc"]), WINDOW)
+    assert late["fc"] == Late(2, 1.0, pytest.approx(3e-3))
+
+
+def test_an_operation_of_one_rank_alone_and_one_outside_the_window_say_nothing() -> None:
+    assert latest([_posting(0, {1: 10}), _posting(1, {2: 15})], RowNames([]), WINDOW) == {}
+    assert latest([_posting(0, {1: 2000}), _posting(1, {1: 2015})], RowNames([]), WINDOW) == {}
+
+
+def test_the_mean_over_ranks_keeps_the_sum() -> None:
+    table = _table()
+    script = Script()
+    for at in (0, 20):
+        script(Category.FORWARD, "conv", at, at + 12)
+        script(Category.STEP, "step", at, at + 20)
+    other = tabulate(script.events())
+    assert other is not None
+    merged = merge([table, other], {"conv": Late(1, 0.5, 2e-3)})
+    assert merged.step_seconds == pytest.approx(15e-3)
+    spent = sum(row.compute_seconds + row.exposed_seconds for row in merged.rows) + merged.left_over_seconds
+    assert spent == pytest.approx(merged.step_seconds)
+    assert _ms(merged)["conv"].forward_seconds == pytest.approx(7e-3)
+    assert _ms(merged)["conv"].late == Late(1, 0.5, 2e-3)
+    assert _ms(merged)["fc"].forward_seconds == pytest.approx(0.5e-3)
+
+
+def test_the_text_has_all_columns_and_says_what_is_left_over() -> None:
+    merged = merge([_table(), _table()], {"conv": Late(1, 0.75, 2e-3), "fc": Late(0, 1.0, 1e-6)})
+    said = lines(merged, clock_error_seconds=5e-6, ranks=2)
+    head = next(line for line in said if line.startswith("layer"))
+    assert head.split() == ["layer", "compute", "communication", "hidden", "exposed", "late"]
+    conv = next(line for line in said if line.startswith("conv"))
+    assert conv.split()[1:] == ["3.000", "4.500", "3.000", "1.500", "rank", "1", "by", "2.000", "(75%)"]
+    fc = next(line for line in said if line.startswith("fc"))
+    assert "rank" not in fc  # less than the clocks' error
+    assert any(line.startswith("left over") and "0.500" in line for line in said)
+    total = next(line for line in said if line.startswith("total"))
+    numbers = [float(word) for word in total.split()[1:]]
+    assert numbers[0] + numbers[3] == pytest.approx(10.0)
+    assert "5.0% of it left over" in said[-1]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_on_a_terminal_long_names_fold_and_no_column_is_lost(width: int) -> None:
+    bucket = "reduce-scatter of stage1.conv.weight .. stage2.bn.bias"
+    late = Late(1023, 0.88, 34.692e-3)
+    figures = {"compute_seconds": 1.234567, "communication_seconds": 2.345678, "hidden_seconds": 1.0, "exposed_seconds": 1.345678}
+    rows = (Row("stage1.conv", "layer", compute_seconds=0.002), Row(bucket, "communication", late=late, **figures))
+    table = TimeTable(rows, Row("total", "total", **figures), 0.0, 2.58, 2.58, 5, 70.0)
+    said = lines(table, 0.0, 1024, width)
+    assert max(map(len, said)) <= width
+    begin = next(k for k, line in enumerate(said) if line.startswith("reduce"))
+    numbers = said[begin][said[begin].index("1234.567") :]
+    assert numbers.split() == ["1234.567", "2345.678", "1000.000", "1345.678", "rank", "1023", "by", "34.692", "(88%)"]
+    end = next(k for k, line in enumerate(said) if line.startswith("left over"))
+    name = [said[begin][: said[begin].index("1234.567")], *said[begin + 1 : end]]
+    assert "".join("".join(name).split()) == "".join(bucket.split())
+    assert said[1].split()[-1] == "late"
+
+
+def test_many_rows_become_few_without_losing_time() -> None:
+    rows = tuple(Row(f"layer{k}", "layer", compute_seconds=1e-3 * (k + 1)) for k in range(100))
+    total = Row("total", "total", compute_seconds=sum(row.compute_seconds for row in rows))
+    table = TimeTable(rows, total, 0.0, total.compute_seconds, total.compute_seconds, 2, 100.0)
+    said = lines(table, 0.0, 1)
+    assert len(said) < 50
+    shown = [line.split() for line in said if line.startswith("layer") and line.split()[0] != "layer"]
+    rest = next(line.split() for line in said if "more rows" in line)
+    assert sum(float(line[1]) for line in shown) + float(rest[-1]) == pytest.approx(total.compute_seconds * 1e3)

@@ -1,0 +1,482 @@
+"""The adversary reorders only what MPI may and is replayed by its seed; the clock follows the link model exactly."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+
+LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
+
+# --- Random programs --------------------------------------------------------------------------------------------------------
+
+
+def values(*key: int, size: int) -> np.ndarray:
+    """Normal numbers, whose sum depends on the order of the terms."""
+    return np.random.default_rng(key).standard_normal(size).astype(np.float32)
+
+
+def in_order(parts: list[np.ndarray]) -> np.ndarray:
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+Started = tuple[Handle, np.ndarray, np.ndarray]  # handle, what is received, what it must be
+
+
+def start_collective(comm: ThreadCommunicator, members: list[int], step: int, kind: int) -> Started:
+    """Post operation `step` among world ranks `members`; its serial definition beside it."""
+    me, size = comm.rank, comm.size
+    counts = [int(c) for c in np.random.default_rng(step).integers(0, 4, size)]
+    begin = sum(counts[:me])
+    mine = slice(begin, begin + counts[me])
+    whole = [values(step, rank, size=sum(counts)) for rank in members]
+    if kind == 0:
+        buffer = whole[me].copy()
+        return comm.iallreduce(buffer), buffer, in_order(whole)
+    if kind == 1:
+        recv = np.zeros(counts[me], np.float32)
+        return comm.ireduce_scatter(whole[me].copy(), recv, counts), recv, in_order(whole)[mine]
+    if kind == 2:
+        recv = np.zeros(sum(counts), np.float32)
+        recv[mine] = values(step, members[me], size=counts[me])
+        return (
+            comm.iallgather(None, recv, counts),
+            recv,
+            np.concatenate([values(step, rank, size=count) for rank, count in zip(members, counts, strict=True)]),
+        )
+    if kind == 3:
+        recv = np.zeros(size * counts[me], np.float32)
+        expected = [part[mine] for part in whole]
+        return comm.ialltoall(whole[me].copy(), recv, counts, [counts[me]] * size), recv, np.concatenate(expected)
+    root = step % size
+    buffer = whole[me].copy()
+    return comm.ibroadcast(buffer, root), buffer, whole[root]
+
+
+def start_messages(comm: ThreadCommunicator, step: int) -> list[Started]:
+    """Everyone to the rank `hop` further, twice with the same tag."""
+    hop = step % comm.size
+    to, source = (comm.rank + hop) % comm.size, (comm.rank - hop) % comm.size
+    received = np.zeros((2, 5), np.float32)
+    sent = [values(step, comm.rank, number, size=5) for number in range(2)]
+    started = [(comm.isend(sent[number], to, step % 3), sent[number], sent[number].copy()) for number in range(2)]
+    for number in range(2):
+        handle = comm.irecv(received[number], source, step % 3)
+        started.append((handle, received[number], values(step, source, number, size=5)))
+    return started
+
+
+def random_program(seed: int) -> Callable[[ThreadCommunicator], str]:
+    """The same operations on every rank; each completes them in its own order, some only at the end."""
+
+    def program(comm: ThreadCommunicator) -> str:
+        world = list(range(comm.size))
+        odd = comm.split(comm.rank % 2, comm.rank, "odd")
+        assert odd is not None
+        same_parity = world[comm.rank % 2 :: 2]
+        shared, own = random.Random(seed), random.Random(seed * 1000 + comm.rank)
+        open_operations: list[Started] = []
+        order = []
+        for step in range(12):
+            kind = shared.randrange(7)
+            if kind == 5:
+                open_operations += start_messages(comm, step)
+            elif kind == 6:
+                wait(comm.ibarrier())
+            elif shared.random() < 0.5:
+                open_operations.append(start_collective(comm, world, step, kind))
+            else:
+                open_operations.append(start_collective(odd, same_parity, step, kind))
+            for started in [one for one in open_operations if own.random() < 0.3 and one[0].test()]:
+                np.testing.assert_array_equal(started[1], started[2])
+                open_operations = [one for one in open_operations if one is not started]
+                order.append(step)
+        own.shuffle(open_operations)
+        for handle, received, expected in open_operations:
+            wait(handle)
+            np.testing.assert_array_equal(received, expected)
+        return str(order)
+
+    return program
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_random_programs_of_200_seeds_give_the_serial_results(block: int) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        run_virtual((2, 3, 5, 7)[seed % 4], random_program(seed), seed=seed)
+
+
+def test_random_programs_on_a_modelled_link_give_the_serial_results() -> None:
+    for seed in range(20):
+        run_virtual((2, 3, 5, 7)[seed % 4], random_program(seed), seed=seed, link=LINK, stragglers={1: 3.0})
+
+
+# --- The adversary ----------------------------------------------------------------------------------------------------------
+
+
+def interleaving(seed: int | None) -> list[tuple[int, int]]:
+    """Which rank went on when, in a program that posts, tests and waits."""
+    log: list[tuple[int, int]] = []
+
+    def program(comm: ThreadCommunicator) -> None:
+        handles = []
+        for step in range(5):
+            handles.append(comm.iallreduce(np.ones(3)))
+            log.append((comm.rank, step))
+            handles[step // 2].test()
+        wait(*reversed(handles))
+        log.append((comm.rank, -1))
+
+    run_virtual(4, program, seed=seed)
+    return log
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    seeds = [None, *range(12)]
+    runs = [interleaving(seed) for seed in seeds]
+    assert runs == [interleaving(seed) for seed in seeds]
+    assert len({tuple(run) for run in runs}) > 6
+
+
+def completion_order(seed: int) -> tuple[int, ...]:
+    def program(comm: ThreadCommunicator) -> tuple[int, ...]:
+        handles = {step: comm.iallreduce(np.ones(1)) for step in range(4)}
+        order: list[int] = []
+        while len(order) < 4:
+            order += [step for step, handle in handles.items() if step not in order and handle.test()]
+        return tuple(order)
+
+    return run_virtual(2, program, seed=seed)[0]
+
+
+def test_operations_complete_in_any_order() -> None:
+    assert len({completion_order(seed) for seed in range(60)}) > 6
+
+
+def test_a_broadcasts_root_may_or_may_not_wait_for_the_others() -> None:
+    def program(comm: ThreadCommunicator) -> int:
+        if comm.rank == 0:
+            wait(comm.ibroadcast(np.ones(2), 0))
+            posted.append(0)
+            return posted.index(0)
+        posted.append(1)
+        wait(comm.ibroadcast(np.zeros(2), 0))
+        return -1
+
+    outcomes = set()
+    for seed in range(40):
+        posted: list[int] = []
+        outcomes.add(run_virtual(2, program, seed=seed)[0])
+    assert outcomes == {0, 1}
+
+
+def rounds_until_complete(seed: int) -> int:
+    """How many messages two ranks can exchange one by one before an operation of two others completes."""
+    rounds = 0
+
+    def program(comm: ThreadCommunicator) -> int:
+        nonlocal rounds
+        pair = comm.split(comm.rank // 2, comm.rank, "pair")
+        assert pair is not None
+        if comm.rank < 2:
+            wait(pair.ibarrier())
+            return rounds
+        for _ in range(50):
+            wait(pair.isend(np.ones(1), 1, 0) if pair.rank == 0 else pair.irecv(np.zeros(1), 0, 0))
+            rounds += pair.rank
+        return 0
+
+    return run_virtual(4, program, seed=seed)[0]
+
+
+def test_some_operations_complete_when_nothing_else_is_left() -> None:
+    waits = [rounds_until_complete(seed) for seed in range(40)]
+    assert min(waits) <= 1
+    assert sum(rounds == 50 for rounds in waits) >= 3
+
+
+def reuse_of_a_sent_buffer(comm: ThreadCommunicator) -> bool:
+    send, recv = np.full(4, 1.0), np.zeros(2)
+    handle = comm.ireduce_scatter(send, recv, [2, 2])
+    send[:] = 5.0
+    wait(handle)
+    return bool((recv == 2.0).all())
+
+
+def late_contribution(comm: ThreadCommunicator) -> bool:
+    buffer = np.zeros(4)
+    handle = comm.iallreduce(buffer)
+    buffer[:] = 1.0
+    wait(handle)
+    return bool((buffer == 2.0).all())
+
+
+def early_look(comm: ThreadCommunicator) -> bool:
+    recv = np.full(2, 7.0)
+    recv[comm.rank] = 1.0
+    handle = comm.iallgather(None, recv, [1, 1])
+    seen = recv.copy()  # hopes for the old value, or the new one
+    wait(handle)
+    return bool(np.isin(seen, (7.0, 1.0)).all())
+
+
+def early_look_at_a_sum(comm: ThreadCommunicator) -> bool:
+    buffer = np.ones(2)
+    handle = comm.iallreduce(buffer)
+    seen = buffer.copy()
+    wait(handle)
+    return bool(np.isin(seen, (1.0, 2.0)).all())
+
+
+def scratch_in_a_receive_buffer(comm: ThreadCommunicator) -> bool:
+    recv = np.zeros(2)
+    handle = comm.iallgather(np.array([1.0]), recv, [1, 1])
+    other = comm.ibarrier()
+    other.test()
+    recv[:] = 3.0
+    wait(handle, other)
+    return bool((recv == 1.0).all())
+
+
+def receive_buffer_of_a_message(comm: ThreadCommunicator) -> bool:
+    recv = np.full(2, 7, np.int32)
+    receive, send = comm.irecv(recv, 1 - comm.rank, 0), comm.isend(np.full(2, 1, np.int32), 1 - comm.rank, 0)
+    seen = recv.copy()
+    wait(send, receive)
+    return bool(np.isin(seen, (7, 1)).all())
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        reuse_of_a_sent_buffer,
+        late_contribution,
+        early_look,
+        early_look_at_a_sum,
+        scratch_in_a_receive_buffer,
+        receive_buffer_of_a_message,
+    ],
+)
+def test_touching_a_buffer_in_flight_is_found_by_most_seeds_for_it(mistake: Callable[[ThreadCommunicator], bool]) -> None:
+    wrong = sum(not all(run_virtual(2, mistake, seed=seed)) for seed in range(40))
+    assert wrong >= 8
+
+
+def test_sent_buffers_may_be_read_in_flight() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        gathered, part, mine, received = np.zeros(6), np.full(2, 3.0), np.zeros(2), np.zeros(2)
+        whole = np.full(6, 4.0)
+        handles = [comm.iallgather(part, gathered, [2] * 3), comm.ireduce_scatter(whole, mine, [2] * 3)]
+        handles += [comm.isend(part, (comm.rank + 1) % 3, 0), comm.irecv(received, (comm.rank - 1) % 3, 0)]
+        for handle in handles:
+            while not handle.test():
+                assert (part == 3.0).all()
+                assert (whole == 4.0).all()
+
+    for seed in range(40):
+        run_virtual(3, program, seed=seed)
+
+
+# --- With the progress engine -------------------------------------------------------------------------------------------------
+
+
+def one_step(
+    world: Communicator, engine: ProgressEngine, row: Communicator, column: Communicator, window: int | None, step: int
+) -> None:
+    """Reduce-scatter of each layer on the column, the allgather after it, and the row's sum waited for in between."""
+    rows, columns = engine.queue(row), engine.queue(column, window)
+    buffers = [np.arange(6.0) + world.rank + layer + step for layer in range(3)]
+    mine = [np.zeros(2) for _ in range(3)]
+    tickets: list[Ticket] = []
+    for layer in range(3):
+        activations = np.array([1.0 + world.rank])
+        scatter = partial(column.ireduce_scatter, buffers[layer], mine[layer], [2, 2, 2])
+        gather = partial(column.iallgather, mine[layer], buffers[layer], [2, 2, 2])
+        tickets.append(columns.post(gather, f"{layer}", after=[columns.post(scatter, f"{layer}")]))
+        engine.wait(rows.post(partial(row.iallreduce, activations), "activations"))
+        assert activations[0] == 2 * (world.rank // 2 * 2) + 3
+    for layer, ticket in reversed(list(enumerate(tickets))):
+        engine.wait(ticket)
+        expected = 3 * (np.arange(6.0) + layer + step) + sum(range(world.rank % 2, 6, 2))
+        np.testing.assert_array_equal(buffers[layer], expected)
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_the_progress_engine_drives_rows_and_columns(window: int | None) -> None:
+    """A 3 x 2 grid; each column's allgather comes after its reduce-scatter; rows wait in between."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        engine = virtual_engine(comm)
+        row, column = comm.split(comm.rank // 2, comm.rank, "row"), comm.split(comm.rank % 2, comm.rank, "column")
+        assert row is not None
+        assert column is not None
+        for step in range(2):
+            one_step(comm, engine, row, column, window, step)
+        engine.drain()
+
+    for seed in (None, *range(25)):
+        run_virtual(6, program, seed=seed)
+    run_virtual(6, program, link=LINK)
+
+
+# --- The modelled link --------------------------------------------------------------------------------------------------------
+
+RANKS = (1, 2, 3, 5, 7, 8)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_operation_takes_its_modelled_time(ranks: int) -> None:
+    n = 840  # a multiple of every P here, so that parts are even
+
+    def program(comm: ThreadCommunicator) -> list[float]:
+        whole, part, parts = np.zeros(n), np.zeros(n // ranks), [n // ranks] * ranks
+        posts: list[Callable[[], Handle]] = [
+            lambda: comm.iallreduce(whole),
+            lambda: comm.ireduce_scatter(whole, part, parts),
+            lambda: comm.iallgather(part, whole, parts),
+            lambda: comm.ialltoall(whole, np.zeros(n), parts, parts),
+            lambda: comm.ibroadcast(whole, ranks - 1),
+            lambda: comm.ibarrier(),
+        ]
+        times = []
+        for post in posts:
+            begin = comm.now()
+            wait(post())
+            times.append(comm.now() - begin)
+        return times
+
+    n_bytes, p = 8 * n, ranks
+    reduce_scatter = (p - 1) * LINK.alpha_seconds + (p - 1) / p * n_bytes * LINK.beta_seconds_per_byte
+    rounds = int(np.ceil(np.log2(p)))
+    tree = rounds * (LINK.alpha_seconds + n_bytes * LINK.beta_seconds_per_byte)
+    expected = [2 * reduce_scatter, reduce_scatter, reduce_scatter, reduce_scatter, tree, rounds * LINK.alpha_seconds]
+    for times in run_virtual(ranks, program, link=LINK):
+        np.testing.assert_allclose(times, expected, rtol=1e-9, atol=1e-15)
+
+
+def test_compute_hides_what_is_posted_before_it() -> None:
+    """max(compute, wire), and the engine's waiting is the exposed rest."""
+    wire = LINK.allreduce_seconds(8000, 3)
+
+    def program(comm: ThreadCommunicator, compute_seconds: float) -> tuple[float, float]:
+        engine = virtual_engine(comm)
+        ticket = engine.queue(comm).post(lambda: comm.iallreduce(np.zeros(1000)), "w")
+        comm.compute(compute_seconds)
+        engine.wait(ticket)
+        return comm.now(), engine.waited_seconds
+
+    for compute in (0.0, 0.4 * wire, 3.0 * wire):
+        for end, waited in run_virtual(3, lambda comm, s=compute: program(comm, s), link=LINK):
+            assert end == pytest.approx(max(compute, wire))
+            assert waited == pytest.approx(max(0.0, wire - compute))
+
+
+def test_a_link_serves_one_transfer_after_the_other() -> None:
+    one = LINK.allreduce_seconds(8000, 2)
+
+    def program(comm: ThreadCommunicator) -> list[float]:
+        handles = [comm.iallreduce(np.zeros(1000)) for _ in range(4)]
+        ends = []
+        for handle in handles:
+            wait(handle)
+            ends.append(comm.now())
+        return ends
+
+    for ends in run_virtual(2, program, link=LINK):
+        np.testing.assert_allclose(ends, [one, 2 * one, 3 * one, 4 * one])
+
+
+def test_a_transfer_starts_when_the_last_rank_posts() -> None:
+    def program(comm: ThreadCommunicator) -> float:
+        comm.compute(0.1 * comm.rank)
+        wait(comm.iallreduce(np.zeros(1000)))
+        return comm.now()
+
+    expected = 0.4 + LINK.allreduce_seconds(8000, 5)
+    np.testing.assert_allclose(run_virtual(5, program, link=LINK), [expected] * 5)
+
+
+def test_links_of_other_ranks_are_free_and_messages_are_full_duplex() -> None:
+    """Everyone to the right: all at once. All to rank 0, or from it: one after the other."""
+    one = LINK.point_to_point_seconds(8000)
+
+    def ring(comm: ThreadCommunicator) -> float:
+        wait(comm.isend(np.zeros(1000), (comm.rank + 1) % 5, 0), comm.irecv(np.zeros(1000), (comm.rank - 1) % 5, 0))
+        return comm.now()
+
+    def to_one(comm: ThreadCommunicator) -> float:
+        if comm.rank:
+            wait(comm.isend(np.zeros(1000), 0, 0))
+        else:
+            wait(*[comm.irecv(np.zeros(1000), source, 0) for source in range(1, 5)])
+        return comm.now()
+
+    def from_one(comm: ThreadCommunicator) -> float:
+        if comm.rank:
+            wait(comm.irecv(np.zeros(1000), 0, 0))
+        else:
+            wait(*[comm.isend(np.zeros(1000), dest, 0) for dest in range(1, 5)])
+        return comm.now()
+
+    np.testing.assert_allclose(run_virtual(5, ring, link=LINK), [one] * 5)
+    for program in (to_one, from_one):
+        np.testing.assert_allclose(sorted(run_virtual(5, program, link=LINK)), [one, 2 * one, 3 * one, 4 * one, 4 * one])
+
+
+def test_a_link_serves_in_the_order_of_virtual_time() -> None:
+    """The later a rank's number, the earlier its message: rank 4 at half a message's time, rank 1 at two."""
+    one = LINK.point_to_point_seconds(8000)
+
+    def program(comm: ThreadCommunicator) -> float:
+        if comm.rank:
+            comm.compute(0.5 * one * (5 - comm.rank))
+            wait(comm.isend(np.zeros(1000), 0, 0))
+        else:
+            wait(*[comm.irecv(np.zeros(1000), source, 0) for source in range(1, 5)])
+        return comm.now()
+
+    np.testing.assert_allclose(run_virtual(5, program, link=LINK), one * np.array([4.5, 4.5, 3.5, 2.5, 1.5]))
+
+
+def test_a_straggler_slows_the_operations_that_it_takes_part_in() -> None:
+    def program(comm: ThreadCommunicator) -> float:
+        part = comm.split(comm.rank // 2, comm.rank, "pair")
+        assert part is not None
+        wait(part.iallreduce(np.zeros(1000)))
+        return comm.now()
+
+    one = LINK.allreduce_seconds(8000, 2)
+    np.testing.assert_allclose(run_virtual(4, program, link=LINK, stragglers={3: 2.5}), [one, one, 2.5 * one, 2.5 * one])
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_modelled_time_does_not_depend_on_when_buffers_are_touched(seed: int | None) -> None:
+    def program(comm: ThreadCommunicator) -> float:
+        handles: list[Handle] = []
+        for layer in range(6):
+            comm.compute(1e-5 * (1 + (comm.rank * layer) % 3))
+            handles.append(comm.iallreduce(np.zeros(100 * (layer + 1))))
+            handles[layer // 2].test()
+        wait(*handles)
+        return comm.now()
+
+    assert run_virtual(7, program, link=LINK, seed=seed) == run_virtual(7, program, link=LINK)
+
+
+def test_without_a_link_time_stands_still_but_for_compute() -> None:
+    def program(comm: ThreadCommunicator) -> float:
+        comm.compute(2.0 * comm.rank)
+        wait(comm.iallreduce(np.zeros(10)))
+        return comm.now()
+
+    assert run_virtual(3, program, seed=4) == [0.0, 2.0, 4.0]
