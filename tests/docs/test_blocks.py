@@ -190,7 +190,7 @@ class Kind:
 KINDS = (
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(r"hpctrain ", takes),
-    Kind(r"python -m hpctrain\.\S+", is_module, "takes minutes, or is run by a test of its own"),
+    Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),

@@ -34,7 +34,7 @@ def test_every_entry_is_what_the_formulas_give(name: str) -> None:
     graph = example.graph(1)
     nodes = {node.name: node for node in graph.nodes}
     moving = 0
-    for entry in example.describe().entries:
+    for entry in example.report_plan().entries:
         found = (list(entry.traffic.forward[:rows]), list(entry.traffic.backward[:rows]))
         if isinstance(entry, LayerReport):
             node = nodes[entry.name]
@@ -124,7 +124,7 @@ def test_halos_of_random_windows_are_what_the_formula_gives() -> None:
         layer = MaxPool(kernel, stride, padding, ceil) if ceil else Conv2d(2, 3, kernel, stride, padding)
         model = Sequential({"first": Conv2d(2, 2, 1), "second": layer})
         example = Example("random", model, image, ParallelPlan(ranks, 1, Parallelism.DOMAIN), batch)
-        graph, description = example.graph(1), example.describe()
+        graph, description = example.graph(1), example.report_plan()
         second = next(layer for layer in description.layers if layer.name == "second")
         moves = [second, *(move for move in description.redistributions if move.name == "second.halo")]
         expected = halo(graph.nodes[1], image, second, batch, ranks)
@@ -139,7 +139,7 @@ def test_halos_of_random_windows_are_what_the_formula_gives() -> None:
 def test_batch_statistics_are_counted_by_their_formula() -> None:
     example: Example = EXAMPLES["ResNet-50"]
     graph = example.graph(1)
-    found = {layer.name: layer.traffic for layer in example.describe().layers}
+    found = {layer.name: layer.traffic for layer in example.report_plan().layers}
     norms = [node for node in graph.nodes if node.statistics]
     assert len(norms) == 53
     for node in norms:

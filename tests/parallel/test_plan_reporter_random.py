@@ -151,7 +151,7 @@ def test_the_bytes_of_a_plan_are_those_of_a_step(rows: int, cols: int, counting:
         for position, counters in enumerate(run_virtual(rows * cols, step)):
             where = f"network {seed}, position {position}, {task.plan}, batch {task.batch}"
             for direction in ("forward", "backward"):
-                moved = counters[f"row {direction}", "ialltoall"].exchanged_bytes
+                moved = counters[f"split {direction}", "ialltoall"].exchanged_bytes
                 merged = sum(counters[f"{group} {direction}", "iallgather"].exchanged_bytes for group in STATISTICS)
                 words = (
                     (traffic.forward, traffic.statistics_forward)

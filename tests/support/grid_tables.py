@@ -85,7 +85,7 @@ def examples() -> tuple[Example, ...]:
 
 def table(example: Example) -> Iterator[str]:
     """Lines of Markdown: what moves anything, in words by the ranks of the first column; batch statistics in one line."""
-    found, rows = example.describe(), example.plan.rows
+    found, rows = example.report_plan(), example.plan.rows
     yield "| before, or in | what | halo rows | words forward | words backward |"
     yield "|---|---|---|---|---|"
     for entry in found.entries:
