@@ -37,5 +37,7 @@ SHAPES = {
     "vgg16": Shape("vgg", 16, 0.375, 1000, 64, 32),
     "vgg16-full": Shape("vgg", 16, 1.0, 1000, 64, 32),
     "resnet18": Shape("resnet", 18, 1.0, 1000, 64, 24),
+    "resnet34": Shape("resnet", 34, 1.0, 1000, 48, 16),
     "resnet50": Shape("resnet", 50, 1.0, 1000, 64, 16),
+    "vgg13": Shape("vgg", 13, 0.375, 1000, 48, 16),
 }
