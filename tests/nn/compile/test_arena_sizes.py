@@ -1,0 +1,66 @@
+"""The memory of the four benchmark networks, in bytes of [training, evaluation]: golden numbers, which may fall but not rise.
+
+A change that needs less memory writes its numbers here. A change that needs more must save more than that elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.kernels.onednn.library import processor_flags
+from tests.support.arena_sizes import arena_sizes, arena_sizes_with
+
+NUMPY = {
+    "resnet50": [692647936, 57802752],
+    "vgg16": [269494272, 107467776],
+    "resnet20": [102641152, 17229568],
+    "small": [10177024, 5341184],
+}
+# oneDNN's kernels ask for scratch of their own and choose layouts by the instruction set, so the library is held to one of two.
+ONEDNN = {
+    "AVX2": {
+        "resnet50": [682326528, 57868288],
+        "vgg16": [317310976, 102907904],
+        "resnet20": [113611904, 12592128],
+        "small": [4139904, 2007040],
+    },
+    "AVX512_CORE": {
+        "resnet50": [682331392, 57868288],
+        "vgg16": [317315840, 102907904],
+        "resnet20": [113616768, 12592128],
+        "small": [4301952, 2007040],
+    },
+}
+_PROCESSOR_FLAG = {"AVX2": "avx2", "AVX512_CORE": "avx512bw"}
+
+
+def _assert_not_above(measured: Mapping[str, list[int]], golden: Mapping[str, list[int]]) -> None:
+    assert measured.keys() == golden.keys()
+    risen = {
+        name: f"{now:,} bytes, at most {allowed:,} are allowed"
+        for name, sizes in golden.items()
+        for now, allowed in zip(measured[name], sizes, strict=True)
+        if now > allowed
+    }
+    assert not risen
+
+
+def test_numpy_needs_no_more_memory_than_before() -> None:
+    _assert_not_above(arena_sizes("numpy"), NUMPY)
+
+
+@pytest.mark.parametrize("instruction_set", ONEDNN)
+def test_onednn_needs_no_more_memory_than_before(instruction_set: str) -> None:
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    if _PROCESSOR_FLAG[instruction_set] not in processor_flags():
+        pytest.skip(f"The processor lacks {instruction_set}.")
+    _assert_not_above(arena_sizes_with(instruction_set), ONEDNN[instruction_set])
+
+
+def test_a_byte_more_is_seen() -> None:
+    with pytest.raises(AssertionError, match=r"at most 10 are allowed"):
+        _assert_not_above({"net": [11, 5]}, {"net": [10, 5]})

@@ -1,0 +1,43 @@
+"""Arena bytes of the networks that benchmarks time, planned without memory: `python -m tests.support.arena_sizes onednn`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from benchmarks.engine import NETS
+from hpctrain.backend.backend import make_backend
+from hpctrain.backend.kernels.graph import GraphBuilder
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.bench.engine_step import workload
+from hpctrain.models import catalogue
+from hpctrain.nn.arena import arrange
+from hpctrain.nn.plan import plan
+
+
+def arena_sizes(backend: str) -> dict[str, list[int]]:
+    """network -> bytes of [training, evaluation]."""
+    kernels = make_backend(backend).kernels
+    sizes = {}
+    for name, net in NETS.items():
+        task = workload(net.model, net.batch, net.pixels)
+        builder = GraphBuilder(TensorSpec((task.batch, task.pixels, task.pixels, task.channels), "float32"))
+        graph = builder.build(catalogue.build(task.model, task.options).lower(builder, 0, ""))
+        sizes[name] = [arrange(plan(graph, kernels, training=training)).total_bytes for training in (True, False)]
+    return sizes
+
+
+def arena_sizes_with(instruction_set: str) -> Mapping[str, list[int]]:
+    """The same of the oneDNN set, in a process whose library takes at most these instructions, on one thread."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instruction_set, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.arena_sizes", "onednn"]
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    sizes: Mapping[str, list[int]] = json.loads(ended.stdout)
+    return sizes
+
+
+if __name__ == "__main__":
+    print(json.dumps(arena_sizes(sys.argv[1])))
