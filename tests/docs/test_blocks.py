@@ -1,4 +1,6 @@
-"""Every fenced block of README.md and docs/ is run, or checked as far as possible without minutes, a network or a cluster.
+"""Every fenced block of the pages is run, or checked as far as possible without minutes, a network or a cluster.
+
+Pages are README.md, CONTRIBUTING.md, docs/ and jobs/README.md. What is said in passing (commands, links, files) must exist.
 
 How a new block is classified: its language says what is done with it.
 
@@ -46,9 +48,11 @@ from hpctrain.optim.sgd import Sgd
 from tests.support.jobs import Outcome
 
 ROOT = Path(__file__).parents[2]
-FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
 PAGES = [str(path.relative_to(ROOT)) for path in FILES]
 LANGUAGES = ("bash", "console", "yaml", "python", "text")
+#: files and folders that a page tells its reader to make, or that a run makes
+_INVENTED = frozenset({"hpctrain/models/plain.py", "runs/"})
 CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with it (its first lines tell how)"
 
 #: (page, words in a ```text block) -> why nothing can be checked
@@ -194,7 +198,7 @@ KINDS = (
     Kind(r"python -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
-    Kind(r"python -m benchmarks\.", is_module, "takes minutes"),
+    Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip install ", installs, "needs a network"),
     Kind(r"(sbatch|scancel) ", names_files, "needs Slurm"),
@@ -393,3 +397,23 @@ def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+_FILES = [
+    str(path.relative_to(ROOT))
+    for top in ("hpctrain", "tests", "benchmarks", "configs", "jobs")
+    for path in (ROOT / top).rglob("*.*")
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    """`comm/grid.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        known = name in _INVENTED or any(f"/{path}".endswith(f"/{name}") for path in _FILES)
+        assert known, f"{page} names {name}, which is no file of the repository"
+    for name in re.findall(r"`(\w[\w/]*/)`", text):
+        assert (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name in _INVENTED, (
+            f"{page} names the folder {name}"
+        )
