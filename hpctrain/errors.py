@@ -13,6 +13,17 @@ class ConfigError(HpctrainError):
     """A configuration that cannot be used: unknown key, wrong type, value outside its range."""
 
 
+class OptionError(ConfigError):
+    """An option that is unknown, missing, reserved, of the wrong type or outside its range.
+
+    `option` is its name; empty where the error was raised on another rank.
+    """
+
+    def __init__(self, sentence: str, option: str = "") -> None:
+        super().__init__(sentence)
+        self.option = option
+
+
 class DataError(HpctrainError):
     """A data file that is missing, truncated, or does not hold what the configuration says."""
 

@@ -1,7 +1,8 @@
 """From a name in the configuration to an object: a new strategy, optimiser or model is one new file, and no list is edited.
 
-The name is a module's name inside a package ("sgd" is `hpctrain.optim.sgd`), the options are keywords of what that module
-defines.
+The name is a module's name inside a package ("sgd" is `hpctrain.optim.sgd`). The options are the fields of the frozen dataclass
+`Options` of the class that the module defines, where its constructor takes `options`, else the keywords of that constructor or
+of the function `build`. An `Options` refuses values that its types allow with an `OptionError` in its `__post_init__`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,10 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, OptionError
 from hpctrain.rules import joined, rule
 
 T = TypeVar("T")
-
-
-class OptionError(ConfigError):
-    """An option that is unknown, missing, reserved or of the wrong type; `option` is its name."""
-
-    def __init__(self, sentence: str, option: str) -> None:
-        super().__init__(sentence)
-        self.option = option
 
 
 class Registry(Generic[T]):
@@ -72,10 +65,10 @@ class Registry(Generic[T]):
         return entry
 
     def check(self, name: str, options: Mapping[str, Any], reserved: Collection[str] = ()) -> None:
-        """Check options without making anything; `reserved` keywords are given by the program and are no options.
+        """Check options without making the object; `reserved` keywords are given by the program and are no options.
 
         Raises:
-            ConfigError: no such name; OptionError: an option that is unknown, missing, reserved or of the wrong type.
+            ConfigError: no such name; OptionError: as `check_options`.
         """
         self._keywords(name, options, reserved)
 
@@ -102,15 +95,34 @@ class Registry(Generic[T]):
 def check_options(
     entry: Callable[..., Any], what: str, options: Mapping[str, Any], reserved: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The options as keywords of `entry`, each converted to its annotated type (1 for a float becomes 1.0).
+    """The keywords of `entry` that give it these options, each converted to its annotated type (1 for a float becomes 1.0).
+
+    They are the options themselves, or, where `entry` has `Options`, the one keyword `options`.
 
     Args:
         entry: a class or a function. what: its name in messages, such as 'optimiser "sgd"'.
         reserved: keywords that the program gives itself.
 
     Raises:
-        OptionError: an option that is unknown, missing, reserved or of the wrong type.
+        OptionError: an option that is unknown, missing, reserved or of the wrong type, or that `Options` refuses.
     """
+    taker = options_of(entry)
+    if taker is entry:
+        return _converted_options(entry, what, options, reserved)
+    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(taker))
+    return {"options": taker(**_converted_options(taker, what, options, {*given, *reserved}))}
+
+
+def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable whose keywords are the options: the dataclass `entry.Options`, or `entry` itself where it takes none."""
+    options: Callable[..., Any] | None = getattr(entry, "Options", None)
+    return entry if options is None or "options" not in parameters_of(entry) else options
+
+
+def _converted_options(
+    entry: Callable[..., Any], what: str, options: Mapping[str, Any], reserved: Collection[str]
+) -> dict[str, Any]:
+    """The options as keywords of `entry`, by its signature."""
     parameters = parameters_of(entry)
     known = tuple(key for key in parameters if key not in reserved)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())

@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import Literal
@@ -10,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, OptionError
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.lars import Lars
 from hpctrain.optim.sgd import Sgd
-from hpctrain.registry import OptionError, Registry, check_options
+from hpctrain.registry import Registry, check_options, options_of
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
 
@@ -57,6 +58,32 @@ def sample(
     fraction: Fraction = Fraction(1),
 ) -> None:
     """A callable with one parameter of each kind."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Options of `Box`.
+
+    Args:
+        width: Width in metres, above 0.
+        label: Text on it.
+    """
+
+    width: float
+    label: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.width <= 0:
+            raise OptionError(f"width {self.width} must be above 0; a usual value is 1.", "width")
+
+
+class Box:
+    """An object whose options are a frozen dataclass."""
+
+    Options = _Size
+
+    def __init__(self, place: str, *, options: _Size, nodes: int = 1) -> None:
+        self.place, self.options, self.nodes = place, options, nodes
 
 
 @pytest.fixture
@@ -223,6 +250,39 @@ def test_values_of_another_type_are_refused(key, value):
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_pass_unchanged_to_the_last_bit(value):
     assert check_options(sample, "sample", {"count": 1, "rate": value})["rate"].hex() == value.hex()
+
+
+def test_a_dataclass_of_options_is_made_from_them():
+    assert options_of(Box) is _Size
+    keywords = check_options(Box, "box", {"width": 2})
+    assert keywords == {"options": _Size(2.0)}
+    assert Box("here", **keywords).options.width == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "sentence"),
+    [
+        ({}, "width", 'Box needs the option "width"'),
+        ({"width": "wide"}, "width", "must be a number"),
+        ({"width": -1}, "width", "width -1.0 must be above 0"),
+        ({"width": 1, "with": 1}, "with", 'has no option "with"; the nearest is "width"'),
+        ({"width": 1, "place": "x"}, "place", "set by the program"),
+        ({"width": 1, "nodes": 2}, "nodes", "set by the program"),
+        ({"width": 1, "options": {}}, "options", 'has no option "options"'),
+    ],
+)
+def test_a_dataclass_of_options_is_checked_as_keywords_are(options, option, sentence):
+    with pytest.raises(OptionError, match=sentence) as caught:
+        check_options(Box, "box", options, reserved=["place"])
+    assert caught.value.option == option
+
+
+def test_keywords_are_the_options_where_the_constructor_takes_no_dataclass():
+    class Plain(Box):
+        def __init__(self, place: str, *, depth: int = 1) -> None: ...
+
+    assert options_of(Plain) is Plain
+    assert check_options(Plain, "plain box", {"depth": 3}, reserved=["place"]) == {"depth": 3}
 
 
 def test_a_callable_that_takes_anything_gets_anything():

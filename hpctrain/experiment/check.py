@@ -15,7 +15,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.data import augment
-from hpctrain.errors import ConfigError, HpctrainError
+from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import averager as averagers
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
@@ -25,7 +25,7 @@ from hpctrain.optim import schedules
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.registry import OptionError, Registry, check_options
+from hpctrain.registry import Registry, check_options
 
 OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
 

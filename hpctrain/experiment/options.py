@@ -1,7 +1,7 @@
 """Every name that a configuration can choose, with its options: types, defaults and meanings, read from what is constructed.
 
-The constructors' signatures and the "Args" of their docstrings are the one source of what `config show` fills in, of the JSON
-schema, of `hpctrain list` and of docs/options.md.
+Frozen dataclasses `Options` or constructors' signatures, with the "Args" of their docstrings, are the one source of what
+`config show` fills in, of the JSON schema, of `hpctrain list` and of docs/options.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.experiment import averager as averagers
 from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.models import catalogue
 from hpctrain.optim import schedules
-from hpctrain.registry import parameters_of
+from hpctrain.registry import options_of, parameters_of
 
 #: keywords of averagers and schedules that the program gives itself
 _RESERVED = {
@@ -155,9 +155,10 @@ def _spoken(value: object) -> str:
 
 
 def _options(entry: Callable[..., Any], left_out: Collection[str]) -> tuple[Option, ...]:
-    meanings = _meanings(entry)
+    taker = options_of(entry)
+    meanings = _meanings(taker)
     return tuple(
-        _option(parameter, meanings.get(name, "")) for name, parameter in parameters_of(entry).items() if name not in left_out
+        _option(parameter, meanings.get(name, "")) for name, parameter in parameters_of(taker).items() if name not in left_out
     )
 
 

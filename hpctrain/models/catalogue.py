@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import hpctrain.models
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, OptionError
 from hpctrain.nn.layer import Layer
-from hpctrain.registry import OptionError, check_options
+from hpctrain.registry import check_options
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import CommunicationTimeoutError, DataError, ShapeError
+from hpctrain.errors import CommunicationTimeoutError, DataError, HpctrainError, ShapeError
 
 
 class Scripted(SingleCommunicator):
@@ -43,6 +43,16 @@ def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, me
             raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
         assert type(caught.value) is kind
         assert str(caught.value) == message
+
+
+def _kinds(kind: type[Exception]) -> list[type[Exception]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
+
+
+@pytest.mark.parametrize("kind", _kinds(HpctrainError))
+def test_every_kind_of_error_is_made_from_its_sentence_alone(kind: type[Exception]) -> None:
+    """Other ranks raise it from that."""
+    assert str(kind("a sentence")) == "a sentence"
 
 
 def test_without_errors_everyone_has_its_result() -> None:
