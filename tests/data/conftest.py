@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
+from tests.support.write_fixtures import write_data_version_1
 
 
 @pytest.fixture
@@ -28,20 +28,12 @@ def make_file(tmp_path):
 
 @pytest.fixture
 def as_version_1():
-    """as_version_1(path): another file with the contents as version 1 had them: HDF5's oldest format, texts of any length."""
+    """as_version_1(path): another file with the contents as version 1 had them."""
 
     def write(path):
         contents = ImageFile.open(path)
         path = path.with_name("version 1.h5")
-        with h5py.File(path, "w", libver="earliest", alignment_threshold=4096, alignment_interval=4096) as file:
-            file.create_dataset("images", contents.images.shape, np.uint8)[...] = contents.images
-            file["images"].attrs["sha256"] = contents.manifest["images"]
-            for name in ("labels", "mean", "std"):
-                file.create_dataset(name, data=getattr(contents, name)).attrs["sha256"] = contents.manifest[name]
-            names = file.create_dataset("class_names", data=contents.class_names, dtype=h5py.string_dtype())
-            names.attrs["sha256"] = contents.manifest["class_names"]
-            file.attrs["format"] = data_format.FORMAT
-            file.attrs["version"] = 1
+        write_data_version_1(contents, path)
         return path
 
     return write

@@ -1,0 +1,184 @@
+"""Write tests/fixtures: small runs and data files of one version, which later versions must read and continue with the same bits.
+
+    PYTHONPATH=<checkout of the version> <its Python> tests/support/write_fixtures.py tests/fixtures
+
+Each run trains a few steps (`<case>/run`) and, in a copy, some further ones (`<case>/end.h5`, the checkpoint after them). All of
+it is in float64 on the NumPy kernels; `arithmetic.txt` tells whether another machine computes the same bits. The script needs
+nothing else of these tests, so that it runs with any version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile
+
+SAMPLES, SHAPE, CLASSES = 29, (6, 5, 1), ("a", "b", "c")
+STEPS = 3  # of the end, whatever its case's own number
+
+CONFIG = """
+name: fixture
+seed: 7
+dtype: float64
+backend: numpy
+threads: 1
+progress: test
+model: {name: small, channels: [3], hidden: 4, grid: 2, dropout: 0.2}
+data:
+  train: train.h5
+  augment: [{name: flip}, {name: pad_crop, padding: 1}]
+batch: 7
+epochs: 4
+loss: {label_smoothing: 0.1}
+checkpoint: {keep: 1}
+deadline_seconds: 60
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its ranks, its steps before the checkpoint, and what it adds to CONFIG."""
+
+    ranks: int
+    steps: int
+    options: str
+
+
+CASES = {
+    "blocking": Case(
+        1,
+        3,
+        """
+averager: blocking
+optimizer: {name: sgd, lr: 0.05, weight_decay: 1.0e-3}
+schedule: {name: constant, warmup_epochs: 0.5}
+""",
+    ),
+    "sharded": Case(
+        2,
+        7,  # its operations are ordered by measured times then
+        """
+averager: {name: sharded, bucket_bytes: 256}
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}
+schedule: {name: cosine, warmup_epochs: 0.5}
+""",
+    ),
+    "priority": Case(
+        2,
+        3,
+        """
+averager: {name: priority, slice_parameters: 24, fc_exchange: always}
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9, nesterov: true}
+schedule: {name: polynomial, power: 2}
+""",
+    ),
+    "lazy": Case(
+        2,
+        5,
+        """
+averager: {name: lazy, layers: 2, check_every: 1, max_interval: 3, bucket_bytes: 256}
+optimizer: {name: sgd, lr: 0.001, momentum: 0.9}
+schedule: {name: step, milestones_epochs: [1], gamma: 0.5}
+""",
+    ),
+    "lars": Case(
+        2,
+        3,
+        """
+averager: {name: sharded, bucket_bytes: 256}
+optimizer: {name: lars, lr: 0.1, momentum: 0.9, trust_coefficient: 0.01, weight_decay: 1.0e-3, clip_norm: 0.5}
+schedule: {name: cosine}
+grid: {rows: 2}
+plan: {default: batch, "classifier.*": model}
+batch_norm: {statistics: synchronised}
+""",
+    ),
+    "domain": Case(
+        2,
+        3,
+        """
+averager: {name: bucketed, bucket_bytes: 256}
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9}
+schedule: {name: constant}
+grid: {rows: 2}
+plan: {default: batch, "stage*": domain}
+""",
+    ),
+}
+
+
+def arithmetic() -> str:
+    """SHA-256 of products, exponentials and square roots in float64: machines with the same one compute the same bits."""
+    random = np.random.default_rng(11)
+    state = hashlib.sha256()
+    for rows, depth, columns in ((7, 9, 3), (210, 9, 3), (7, 12, 4), (4, 7, 12), (12, 7, 4), (7, 4, 3)):
+        left, right = random.standard_normal((rows, depth)), random.standard_normal((depth, columns))
+        for array in (left @ right, np.exp(left), np.log(np.abs(left)), np.sqrt(np.abs(right)), left.sum(0), np.vdot(left, left)):
+            state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()
+
+
+def write_data_version_1(contents: ImageFile, path: Path) -> None:
+    """Another file with the contents as version 1 had them: HDF5's oldest format, texts of any length."""
+    with h5py.File(path, "w", libver="earliest", alignment_threshold=4096, alignment_interval=4096) as file:
+        file.create_dataset("images", contents.images.shape, np.uint8)[...] = contents.images
+        file["images"].attrs["sha256"] = contents.manifest["images"]
+        for name in ("labels", "mean", "std"):
+            file.create_dataset(name, data=getattr(contents, name)).attrs["sha256"] = contents.manifest[name]
+        names = file.create_dataset("class_names", data=contents.class_names, dtype=h5py.string_dtype())
+        names.attrs["sha256"] = contents.manifest["class_names"]
+        file.attrs["format"] = data_format.FORMAT
+        file.attrs["version"] = 1
+
+
+def _write_data(folder: Path) -> None:
+    random = np.random.default_rng(3)
+    images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
+    labels = random.integers(0, len(CLASSES), SAMPLES)
+    path = folder / "train.h5"
+    data_format.write(path, SAMPLES, SHAPE, list(CLASSES), [(images, labels)])
+    write_data_version_1(ImageFile.open(path), folder / "train-version-1.h5")
+
+
+def _train(folder: Path, case: Case, steps: int, *more: str) -> None:
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ranks = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(case.ranks)]
+    train = ["-m", "mpi4py", "-m", "hpctrain", "train", "fixture.yaml", "--steps", str(steps), *more]
+    subprocess.run([*ranks, sys.executable, *train], cwd=folder, env=os.environ | threads, check=True, timeout=120)
+
+
+def _write_case(target: Path, data: Path, case: Case) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(data, folder)
+        (folder / "fixture.yaml").write_text(CONFIG + case.options)
+        _train(folder, case, case.steps)
+        (run,) = (folder / "runs").iterdir()
+        shutil.copytree(run, target / "run")
+        _train(folder, case, STEPS, "--resume", str(run))
+        (end,) = (run / "checkpoints").iterdir()
+        shutil.copy(end, target / "end.h5")
+
+
+def main(target: Path) -> None:
+    """Write everything into `target`, in which none of the cases lies yet."""
+    target.mkdir(parents=True, exist_ok=True)
+    _write_data(target)
+    for name, case in CASES.items():
+        _write_case(target / name, target / "train.h5", case)
+    (target / "arithmetic.txt").write_text(arithmetic() + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
