@@ -33,9 +33,10 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
-import hpctrain.models
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.backend.kernels import specs
+from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
@@ -45,19 +46,19 @@ from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.sgd import Sgd
+from tests.support import how_tos
 from tests.support.jobs import Outcome
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
 PAGES = [str(path.relative_to(ROOT)) for path in FILES]
 LANGUAGES = ("bash", "console", "yaml", "python", "text")
-#: files and folders that a page tells its reader to make, or that a run makes
-_INVENTED = frozenset({"hpctrain/models/plain.py", "runs/"})
 CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with it (its first lines tell how)"
 
 #: (page, words in a ```text block) -> why nothing can be checked
 TEXTS = {
     ("README.md", "cli            train  eval"): "a picture of the packages",
+    (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
 }
 
@@ -286,11 +287,10 @@ def test_commands_run(
 
 
 @pytest.fixture
-def page_models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def page_models(tmp_path: Path) -> Iterator[None]:
     """The model that the page shows how to add is in the catalogue."""
-    models = [block.text for block in blocks("docs/how-to-add-a-model.md", "python") if "def build(" in block.text]
-    (tmp_path / "plain.py").write_text(models[0])
-    monkeypatch.setattr(hpctrain.models, "__path__", [*hpctrain.models.__path__, str(tmp_path)])
+    with how_tos.followed(how_tos.MODEL, tmp_path):
+        yield
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"))
@@ -330,18 +330,25 @@ def _alone() -> dict[str, Any]:
 
 
 #: page -> what its programs take for granted
-GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"docs/communication.md": _alone, "docs/averaging.md": _alone}
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/communication.md": _alone,
+    "docs/averaging.md": _alone,
+    how_tos.OPERATOR: lambda: dict(vars(specs)),
+    how_tos.CONVERTER: lambda: dict(vars(data_commands)),
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-@pytest.mark.usefixtures("page_models")
-def test_programs_run(page: str) -> None:
-    names: dict[str, Any] = {"__name__": "documentation", **GIVEN.get(page, dict)()}
-    for block in blocks(page, "python"):
-        try:
-            exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec", dont_inherit=True), names)
-        except NameError as error:
-            raise AssertionError(f"{block}: {error}; {CLASSIFY}") from error
+def test_programs_run(page: str, tmp_path: Path) -> None:
+    names: dict[str, Any] = {**GIVEN.get(page, dict)(), "__name__": "documentation"}
+    with how_tos.followed(page, tmp_path):
+        for block in blocks(page, "python"):
+            whole_file = block.text.startswith('"""')
+            program = compile("\n" * block.line + block.text, str(ROOT / page), "exec", dont_inherit=True)
+            try:
+                exec(program, {"__name__": "documentation"} if whole_file else names)
+            except NameError as error:
+                raise AssertionError(f"{block}: {error}; {CLASSIFY}") from error
 
 
 # -- what is said in passing -------------------------------------------------------------------------------------------------
@@ -411,9 +418,8 @@ def test_named_files_exist(page: str) -> None:
     """`comm/grid.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.py)`", text):
-        known = name in _INVENTED or any(f"/{path}".endswith(f"/{name}") for path in _FILES)
+        known = name in how_tos.files(page) or any(f"/{path}".endswith(f"/{name}") for path in _FILES)
         assert known, f"{page} names {name}, which is no file of the repository"
     for name in re.findall(r"`(\w[\w/]*/)`", text):
-        assert (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name in _INVENTED, (
-            f"{page} names the folder {name}"
-        )
+        there = (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name == "runs/"  # which a run makes
+        assert there, f"{page} names the folder {name}"

@@ -1,25 +1,66 @@
-"""What the how-tos show how to add is found where they say. (That their code runs is seen in test_blocks.py.)"""
+"""What the how-tos show how to add is found where they say. (That the rest of their code runs is seen in test_blocks.py.)"""
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
-import hpctrain.models
+from hpctrain.backend.kernels import specs
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.cli.main import cli
+from hpctrain.data.format import ImageFile
 from hpctrain.models import catalogue
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def blocks(name: str) -> list[str]:
-    found = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
-    assert found
-    return found
+from hpctrain.parallel import sharding_rules
+from tests.support import how_tos
 
 
-def test_adding_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = blocks("how-to-add-a-model.md")[0]
-    (tmp_path / "plain.py").write_text(model)
-    monkeypatch.setattr(hpctrain.models, "__path__", [*hpctrain.models.__path__, str(tmp_path)])
+@pytest.fixture
+def followed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    with how_tos.followed(request.param, tmp_path):
+        yield
+
+
+@pytest.mark.parametrize("followed", [how_tos.MODEL], indirect=True)
+@pytest.mark.usefixtures("followed")
+def test_adding_a_model() -> None:
     assert {"plain", "plain_deep"} <= set(catalogue.names())
     assert catalogue.options("plain_deep")["channels"] == [32, 64, 128, 256]
+
+
+def test_what_was_added_is_gone_afterwards(tmp_path: Path) -> None:
+    before = set(catalogue.names())
+    with how_tos.followed(how_tos.MODEL, tmp_path):
+        assert set(catalogue.names()) == before | {"plain", "plain_deep"}
+    assert set(catalogue.names()) == before
+
+
+@pytest.mark.parametrize("followed", [how_tos.OPERATOR], indirect=True)
+@pytest.mark.usefixtures("followed")
+def test_adding_a_kernel_operator() -> None:
+    spec = specs.LeakyReluSpec(0.25)  # type: ignore[attr-defined]
+    assert type(NumpyKernelSet().make(spec, (TensorSpec((2, 3)),), training=True)).__name__ == "LeakyRelu"
+    assert isinstance(sharding_rules._ANY_CHANNELS, tuple), "the page names it"
+
+
+@pytest.mark.parametrize("followed", [how_tos.CONVERTER], indirect=True)
+@pytest.mark.usefixtures("followed")
+def test_adding_a_converter(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((3, 4, 5), np.uint8))
+    np.save(tmp_path / "labels.npy", np.array([0, 2, 1]))
+    names = [str(tmp_path / name) for name in ("images.npy", "labels.npy", "out.h5")]
+    command = ["data", "convert", "npy", *names]
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    assert ImageFile.open(tmp_path / "out.h5").shape == (4, 5, 1)
+    again = CliRunner().invoke(cli, command)
+    assert again.exit_code == 2
+    assert "out.h5 exists already" in again.output
+    for content, reason in ((b"", "no .npy file"), (b"\x93NUMPY\x01\x00", "no .npy file")):
+        (tmp_path / "images.npy").write_bytes(content)
+        refused = CliRunner().invoke(cli, [*command, "--overwrite"])
+        assert (refused.exit_code, reason in refused.output) == (2, True), refused.output
+    np.save(tmp_path / "images.npy", np.zeros((4, 4, 5), np.uint8))
+    refused = CliRunner().invoke(cli, [*command, "--overwrite"])
+    assert "needs integers of shape (4,)" in refused.output.replace("\n", " ")
