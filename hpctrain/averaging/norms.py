@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from hpctrain.averaging.local_event import LocalEvent
-from hpctrain.averaging.slices import even
+from hpctrain.boxes import even_interval
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import PostingQueue, ProgressEngine, Ticket
 from hpctrain.nn.parameter import FlatGroup
@@ -141,6 +141,5 @@ def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequen
     norms.squares[...] = 0.0
     for name in names:
         segment = group.segment(name)
-        sizes = even(segment.size, comm.size)
-        begin = segment.start + sum(sizes[: comm.rank])
-        norms.add_partial(group, [segment.part(begin, begin + sizes[comm.rank])])
+        begin, end = even_interval(segment.size, comm.size, comm.rank)
+        norms.add_partial(group, [segment.part(segment.start + begin, segment.start + end)])

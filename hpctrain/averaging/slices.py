@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from hpctrain.boxes import even, even_interval, even_intervals
 from hpctrain.nn.parameter import FlatGroup, Segment
 
 #: of a linear layer's weight in a slice, on each rank: a product of fewer rows is slow
@@ -47,14 +48,8 @@ class Slice:
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
         """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
-        share, more = divmod(self.units, ranks)
-        begin, end = (self.start + self.unit * (each * share + min(each, more)) for each in (rank, rank + 1))
-        return begin, end
-
-
-def even(size: int, parts: int) -> tuple[int, ...]:
-    """`size` in `parts` parts that differ by at most 1, the larger ones first."""
-    return tuple(size // parts + (part < size % parts) for part in range(parts))
+        begin, end = even_interval(self.units, ranks, rank)
+        return self.start + self.unit * begin, self.start + self.unit * end
 
 
 def per_parameter(group: FlatGroup) -> tuple[Slice, ...]:
@@ -91,10 +86,8 @@ def cut(group: FlatGroup, slices: Sequence[Slice], most: int) -> tuple[Slice, ..
         if each.factors or each.size <= most:
             pieces.append(each)
             continue
-        begin = each.start
-        for size in even(each.size, -(-each.size // most)):
-            pieces.append(_piece(group, each, begin, begin + size))
-            begin += size
+        for begin, end in even_intervals(each.size, -(-each.size // most)):
+            pieces.append(_piece(group, each, each.start + begin, each.start + end))
     return tuple(pieces)
 
 

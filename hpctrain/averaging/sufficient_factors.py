@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain.averaging.slices import Slice, even
+from hpctrain.averaging.slices import Slice
+from hpctrain.boxes import even
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.nn.parameter import FlatGroup, Parameter
 

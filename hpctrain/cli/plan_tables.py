@@ -12,10 +12,10 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
+from hpctrain.boxes import Box, Interval
 from hpctrain.comm.link import LinkModel
 from hpctrain.experiment.dry_run import GroupSchedule, Task, averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
-from hpctrain.parallel.boxes import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hpctrain.data.region import Interval, Region, clip, hull, inside, is_empty, moved, whole
+from hpctrain.boxes import Box, Interval, clip, hull, moved, relative, size_of, whole
 from hpctrain.errors import ConfigError, ShapeError
 
 _RESIZE_TRIES = 10
@@ -48,7 +48,7 @@ class Augmentation(ABC):
         """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
 
     @abstractmethod
-    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         """What of an image of `size` (H, W) is needed for a region of its result.
 
         Args:
@@ -57,7 +57,7 @@ class Augmentation(ABC):
 
     @abstractmethod
     def apply_region(
-        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
 
@@ -92,16 +92,16 @@ class PadCrop(Augmentation):
             columns, to_columns = _overlap(dx, width)
             target[to_rows, to_columns] = image[rows, columns]
 
-    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         if u is not None:
-            return clip(moved(region, *self._shift(u)), *size)
+            return clip(moved(region, self._shift(u)), size)
         (top, bottom), (left, right) = region
-        return clip(((top - self.padding, bottom + self.padding), (left - self.padding, right + self.padding)), *size)
+        return clip(((top - self.padding, bottom + self.padding), (left - self.padding, right + self.padding)), size)
 
     def apply_region(
-        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        out[inside(source, moved(region, *self._shift(u)))] = part
+        out[relative(source, moved(region, self._shift(u)))] = part
 
     def _shift(self, u: np.ndarray) -> tuple[int, int]:
         dy, dx = ((u * (2 * self.padding + 1)).astype(np.int64) - self.padding).tolist()
@@ -145,21 +145,21 @@ class RandomResizedCrop(Augmentation):
         for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
             target[...] = _resized(image[top : top + height, left : left + width], self.size, self.size)
 
-    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         if u is None:
-            return whole(*size)
-        if is_empty(region):
+            return whole(size)
+        if not size_of(region):
             return region
         top, left, height, width = self._box(size, u)
         rows, columns = _filtered(region[0], height, self.size), _filtered(region[1], width, self.size)
-        return moved((rows, columns), top, left)
+        return moved((rows, columns), (top, left))
 
     def apply_region(
-        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         """The two passes of `_resized`, each over its whole length for the same weights; zeros where they do not reach."""
         top, left, height, width = self._box(size, u)
-        rows, columns = inside(source, ((top, 0), (left, 0)))
+        rows, columns = relative(source, ((top, 0), (left, 0)))
         (above, below), across = region[0], slice(*region[1])
         wide = np.zeros((part.shape[0], width, part.shape[2]), np.uint8)
         wide[:, columns] = part
@@ -218,11 +218,11 @@ class CenterCrop(Augmentation):
         top, left = (images.shape[1] - self.size) // 2, (images.shape[2] - self.size) // 2
         out[...] = images[:, top : top + self.size, left : left + self.size]
 
-    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
-        return moved(region, (size[0] - self.size) // 2, (size[1] - self.size) // 2)
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        return moved(region, ((size[0] - self.size) // 2, (size[1] - self.size) // 2))
 
     def apply_region(
-        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         out[...] = part
 
@@ -248,15 +248,15 @@ class Flip(Augmentation):
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
             target[...] = image[:, ::-1] if flipped else image
 
-    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Region) -> Region:
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         rows, (left, right) = region
         flipped = rows, (size[1] - right, size[1] - left)
         if u is None:
-            return hull([region, flipped])
+            return hull([region, flipped]) or region
         return flipped if u[0] < self.probability else region
 
     def apply_region(
-        self, part: np.ndarray, source: Region, size: tuple[int, int], u: np.ndarray, region: Region, out: np.ndarray
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         out[...] = part[:, ::-1] if u[0] < self.probability else part
 

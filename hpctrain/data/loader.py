@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
+from hpctrain.boxes import Box, clip, hull, relative, shape_of, size_of, whole
 from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.region import Box, Region, clip, hull, inside, is_empty, shape_of, whole
 from hpctrain.data.sampler import Sampler, counts, part_of
 
 #: what each rank of a column reads of the column's images (N, H, W, C), for the samples of each
@@ -55,13 +55,12 @@ class Batch:
     share: Share
 
 
-def cut(images: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+def cut(images: np.ndarray, box: Box) -> np.ndarray:
     """The elements of a box of images (N, H, W, C); zeros where it reaches beyond them. A copy."""
     out = np.zeros([stop - start for start, stop in box], images.dtype)
-    inside = [(max(start, 0), min(stop, size)) for (start, stop), size in zip(box, images.shape, strict=True)]
-    if all(start < stop for start, stop in inside):
-        there = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inside, box, strict=True))
-        out[there] = images[tuple(slice(start, stop) for start, stop in inside)]
+    inside = clip(box, images.shape)
+    if size_of(inside):
+        out[relative(inside, box)] = images[tuple(slice(start, stop) for start, stop in inside)]
     return out
 
 
@@ -116,7 +115,7 @@ class Loader:
         self._boxes = boxes
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images = file.images
-        self._cached: Region = whole(*file.shape[:2])
+        self._cached = whole(file.shape[:2])
         self._cache = self._to_read = cache
         self._cache_limit_bytes = cache_limit_bytes
         self._ring: list[_Slot] = []
@@ -159,7 +158,7 @@ class Loader:
         boxes = self._box_of.values()
         samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
         self._raw = np.empty((samples, *self.file.shape), np.uint8)
-        size = max(int(np.prod(_shape(box))) for box in boxes)
+        size = max(map(size_of, boxes))
         self._ring = [
             _Slot(np.empty(size, self._pipeline.dtype), np.empty(self.max_count, np.int64)) for _ in range(self._prefetch + 1)
         ]
@@ -178,10 +177,10 @@ class Loader:
         if self._boxes is not None:
             return self._boxes(share.counts)[share.row]
         start = sum(share.counts[: share.row])
-        return (start, start + share.counts[share.row]), *((0, size) for size in self.image_shape)
+        return (start, start + share.counts[share.row]), *whole(self.image_shape)
 
     def _is_whole(self, box: Box) -> bool:
-        return box[1:] == tuple((0, size) for size in self.image_shape)
+        return box[1:] == whole(self.image_shape)
 
     def _make(self, slot: _Slot, epoch: int, step: int, begin: int) -> Batch:
         if self._to_read:
@@ -196,7 +195,7 @@ class Loader:
         # "clip" because "raise" makes NumPy gather into a copy first; the sampler's ids are in range.
         np.take(self.file.labels, own, out=slot.y[: len(own)], mode="clip")
         box = self._box_of[share.counts]
-        x = slot.x[: int(np.prod(_shape(box)))].reshape(_shape(box))
+        x = slot.x[: size_of(box)].reshape(shape_of(box))
         ids = column[slice(*box[0])]
         if self._is_whole(box):
             raw = np.take(self._images, ids, axis=0, out=self._raw[: len(ids)], mode="clip")
@@ -210,12 +209,12 @@ class Loader:
         """What `box` holds of images, in x; zeros where it reaches beyond them."""
         height, width, channels = self.image_shape
         wanted = (box[1], box[2])
-        found = clip(wanted, height, width)
+        found = clip(wanted, (height, width))
         if found != wanted:
             x[...] = 0
-        if is_empty(found):
+        if not size_of(found):
             return
-        rows, columns = inside(found, wanted)
+        rows, columns = relative(found, wanted)
         if box[3] == (0, channels):
             self._pipeline.part(self._read, self.file.shape, ids, epoch, found, x[:, rows, columns])
             return
@@ -223,27 +222,24 @@ class Loader:
         self._pipeline.part(self._read, self.file.shape, ids, epoch, found, every)
         x[:, rows, columns] = every[..., slice(*box[3])]
 
-    def _read(self, sample: int, region: Region) -> np.ndarray:
-        part: np.ndarray = self._images[(sample, *inside(region, self._cached))]
+    def _read(self, sample: int, region: Box) -> np.ndarray:
+        rows, columns = relative(region, self._cached)
+        part: np.ndarray = self._images[sample, rows, columns]
         return part
 
     def _fill_cache(self) -> None:
         """Read what this part may need of any batch known so far, once."""
         self._to_read = False
-        height, width, _ = self.image_shape
         source = partial(self._pipeline.source, self.file.shape)
-        region = hull([source(clip((box[1], box[2]), height, width)) for box in self._box_of.values() if np.prod(_shape(box))])
+        boxes = (box for box in self._box_of.values() if size_of(box))
+        region = hull(source(clip(box[1:3], self.image_shape[:2])) for box in boxes) or ((0, 0), (0, 0))
         if any(map(self._is_whole, self._box_of.values())):
-            region = whole(*self.file.shape[:2])
-        size_bytes = len(self.file) * int(np.prod(shape_of(region))) * self.file.shape[2]
-        self._images, self._cached = self.file.images, whole(*self.file.shape[:2])
+            region = whole(self.file.shape[:2])
+        size_bytes = len(self.file) * size_of(region) * self.file.shape[2]
+        self._images, self._cached = self.file.images, whole(self.file.shape[:2])
         if size_bytes <= self._cache_limit_bytes:
             images: np.ndarray = self.file.images[(slice(None), *(slice(*interval) for interval in region))]
             self._images, self._cached = np.array(images), region
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(max(0, stop - start) for start, stop in box)
 
 
 class _Failure:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend import counter_random
+from hpctrain.boxes import Box, shape_of, size_of
 from hpctrain.data.augment import check
-from hpctrain.data.region import Region, is_empty, shape_of
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ShapeError
 
-Read = Callable[[int, Region], np.ndarray]
+Read = Callable[[int, Box], np.ndarray]
 
 
 class Pipeline:
@@ -61,14 +61,14 @@ class Pipeline:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
 
-    def source(self, shape: tuple[int, int, int], region: Region) -> Region:
+    def source(self, shape: tuple[int, int, int], region: Box) -> Box:
         """What of images of `shape` (H, W, C) a region of their results may need, whatever is drawn."""
         for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
             region = augmentation.source(size, None, region)
         return region
 
     def part(
-        self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Region, out: np.ndarray
+        self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Box, out: np.ndarray
     ) -> np.ndarray:
         """A region of what a call makes of images of `shape` (H, W, C), into `out` (N, h, w, C); reads what it needs of each.
 
@@ -78,13 +78,13 @@ class Pipeline:
         sizes = self._sizes(shape)
         draws = [self._draws(position, sample_ids, epoch) for position in range(len(self.augmentations))]
 
-        def made(count: int, number: int, wanted: Region) -> np.ndarray:
+        def made(count: int, number: int, wanted: Box) -> np.ndarray:
             """A region of one image after `count` augmentations."""
             if count == 0:
                 return read(int(sample_ids[number]), wanted)
             augmentation, size, u = self.augmentations[count - 1], sizes[count - 1], draws[count - 1][number]
             result = np.zeros((*shape_of(wanted), shape[2]), np.uint8)
-            if not is_empty(wanted):
+            if size_of(wanted):
                 source = augmentation.source(size, u, wanted)
                 augmentation.apply_region(made(count - 1, number, source), source, size, u, wanted, result)
             return result
@@ -124,7 +124,7 @@ class Pipeline:
         np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
         return out
 
-    def _buffer(self, position: int, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    def _buffer(self, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         buffer = self._scratch.get(position)
         if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
             buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.backend import counter_random
+from hpctrain.boxes import even
 from hpctrain.errors import ConfigError, DataError
 
 
@@ -16,8 +17,7 @@ def counts(samples: int, parts: int, rows: int = 1) -> tuple[int, ...]:
     """
     if rows > 1:
         return tuple(count for share in counts(samples, parts // rows) for count in counts(share, rows))
-    share, rest = divmod(samples, parts)
-    return tuple(share + (part < rest) for part in range(parts))
+    return even(samples, parts)
 
 
 def part_of(ids: NDArray[np.int64], part: int, parts: int, rows: int = 1) -> NDArray[np.int64]:

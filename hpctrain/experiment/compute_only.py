@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.boxes import even, even_interval
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import in_levels, levels
@@ -73,11 +74,11 @@ def _exchange(
     progress.wait_handle(every.ibarrier(), "start of an exchange")
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for comm, buffer in buffers:
-        counts = [len(part) for part in np.array_split(buffer, comm.size)]
-        start = sum(counts[: comm.rank])
-        own = np.zeros(counts[comm.rank], buffer.dtype)
+        counts = even(len(buffer), comm.size)
+        start, stop = even_interval(len(buffer), comm.size, comm.rank)
+        own = np.zeros(stop - start, buffer.dtype)
         progress.wait_handle(comm.ireduce_scatter(buffer, own, counts), "reduce-scatter alone")
-        buffer[start : start + len(own)] = own
+        buffer[start:stop] = own
         progress.wait_handle(comm.iallgather(None, buffer, counts), "allgather alone")
     return time.perf_counter() - begin, time.process_time() - cpu_begin
 

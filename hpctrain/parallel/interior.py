@@ -14,9 +14,9 @@ import numpy as np
 
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec, Window
+from hpctrain.boxes import Interval, replace_dim
 from hpctrain.errors import ShapeError
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import Interval, replace_dim
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.receptive_field import local_window, window_receptive_field
 from hpctrain.parallel.sharding_rules import OperatorSharding

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.backend.kernels.specs import Pair, Shape
-from hpctrain.parallel.boxes import Box, Interval, balanced, consecutive, replace_dim, whole
+from hpctrain.boxes import Box, Interval, consecutive, even_intervals, replace_dim, whole
 
 
 class LayoutKind(StrEnum):
@@ -58,7 +58,7 @@ def tiles(shape: Shape, tiles: Pair) -> Layout:
 
     How an extent is cut follows from it alone, so tensors of one height always agree.
     """
-    vertical, horizontal = balanced(shape[1], tiles[0]), balanced(shape[2], tiles[1])
+    vertical, horizontal = even_intervals(shape[1], tiles[0]), even_intervals(shape[2], tiles[1])
     boxes = (
         replace_dim(replace_dim(whole(shape), 1, vertical[rank // tiles[1]]), 2, horizontal[rank % tiles[1]])
         for rank in range(tiles[0] * tiles[1])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
+from hpctrain.boxes import Box, shape_of
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import Box, shape_of
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, Whole, split_interior
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan

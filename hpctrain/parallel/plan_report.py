@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import add
 
 from hpctrain.backend.kernels.specs import Shape
-from hpctrain.parallel.boxes import Box
+from hpctrain.boxes import Box
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 

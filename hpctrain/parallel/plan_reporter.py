@@ -9,11 +9,11 @@ from dataclasses import replace
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import BatchNormSpec, Shape
+from hpctrain.boxes import Interval, intersect, shape_of, size_of, whole
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.arena import arrange
 from hpctrain.nn.plan import plan as plan_memory
-from hpctrain.parallel.boxes import Interval, intersect, shape_of, size_of, whole
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.specs import LinearSpec
+from hpctrain.boxes import Box
 from hpctrain.nn.distribution import Shard
-from hpctrain.parallel.boxes import Box
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph

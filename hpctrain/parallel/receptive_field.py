@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.backend.kernels.specs import Pair, Window
-from hpctrain.parallel.boxes import Interval
+from hpctrain.boxes import Interval
 
 
 @dataclass(frozen=True)

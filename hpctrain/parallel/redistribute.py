@@ -13,8 +13,8 @@ import numpy as np
 
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.specs import Shape, TensorSpec
+from hpctrain.boxes import shape_of
 from hpctrain.comm.progress import Ticket
-from hpctrain.parallel.boxes import shape_of
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.parallel.transfer import TransferRunner, transfer

@@ -26,8 +26,8 @@ from hpctrain.backend.kernels.specs import (
     Spec,
     Window,
 )
+from hpctrain.boxes import Interval, even_intervals, replace_dim, shape_of, whole
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import Interval, balanced, replace_dim, shape_of, whole
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.parallel.receptive_field import ReceptiveField, local_window, window_receptive_field
@@ -97,7 +97,7 @@ def _batch(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitCo
 def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitContext) -> OperatorSharding | None:
     (first, *_) = inputs
     if isinstance(spec, LinearSpec):
-        parts = balanced(spec.features_out, setting.ranks)
+        parts = even_intervals(spec.features_out, setting.ranks)
         specs: Any = tuple(replace(spec, features_out=stop - start) for start, stop in parts)
         reads = layout.everything(first.shape, setting.ranks)
         return OperatorSharding((reads,), layout.channels(output, parts), specs, parts)
@@ -112,11 +112,11 @@ def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitCo
 def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, setting: SplitContext) -> OperatorSharding:
     """Output channels over the ranks; with groups, whole groups with the input channels that they read."""
     if spec.groups == 1:
-        parts = balanced(spec.channels_out, setting.ranks)
+        parts = even_intervals(spec.channels_out, setting.ranks)
         specs = tuple(replace(spec, channels_out=stop - start) for start, stop in parts)
         return OperatorSharding((layout.everything(x.shape, setting.ranks),), layout.channels(output, parts), specs, parts)
     inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
-    groups = balanced(spec.groups, setting.ranks)
+    groups = even_intervals(spec.groups, setting.ranks)
     reads = layout.channels(x.shape, [(start * inside, stop * inside) for start, stop in groups])
     parts = tuple((start * outside, stop * outside) for start, stop in groups)
     specs = tuple(
@@ -130,7 +130,9 @@ def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: S
     """Keeps the channels where its first input has them."""
     (first, *_) = inputs
     parts = (
-        tuple(box[-1] for box in first.boxes) if first.kind is LayoutKind.CHANNELS else balanced(first.shape[-1], setting.ranks)
+        tuple(box[-1] for box in first.boxes)
+        if first.kind is LayoutKind.CHANNELS
+        else even_intervals(first.shape[-1], setting.ranks)
     )
     reads = tuple(layout.channels(each.shape, parts) for each in inputs)
     specs: Any = (spec,) * setting.ranks

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.boxes import intersect, relative, shape_of, size_of
 from hpctrain.comm.progress import Ticket
-from hpctrain.parallel.boxes import intersect, relative, shape_of, size_of
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.split_group import SplitGroup
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import Array, StepContext
+from hpctrain.boxes import even
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.hooks import StepHooks
@@ -91,7 +92,7 @@ class Part:
 
 def parts_of(share: Share, micro_batches: int) -> Iterator[Part]:
     """A rank's share of a step in micro-batches; every rank of the column makes the same ones."""
-    sizes = [_sizes(count, micro_batches) for count in share.counts]
+    sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
     offsets = [sum(share.counts[:row]) for row in range(len(share.counts))]
     for number in range(micro_batches):
@@ -103,11 +104,6 @@ def parts_of(share: Share, micro_batches: int) -> Iterator[Part]:
         own = starts[share.row]
         yield Part(counts, column, slice(own, own + counts[share.row]))
         starts = [start + n for start, n in zip(starts, counts, strict=True)]
-
-
-def _sizes(count: int, parts: int) -> list[int]:
-    small, longer = divmod(count, parts)
-    return [small + (part < longer) for part in range(parts)]
 
 
 class TrainingStep:

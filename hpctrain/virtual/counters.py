@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.boxes import even_interval
 from hpctrain.comm.base import Array, Communicator, Handle
 
 
@@ -147,7 +148,8 @@ class CountingCommunicator:
 
     def _even_share(self, elements: int) -> int:
         """This rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""
-        return elements // self.size + (self.rank < elements % self.size)
+        start, stop = even_interval(elements, self.size, self.rank)
+        return stop - start
 
     def _count(self, operation: str, counts: Sequence[int], itemsize: int) -> None:
         """Parts of `counts` elements, of which this rank keeps its own."""

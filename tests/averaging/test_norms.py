@@ -15,13 +15,13 @@ import pytest
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.slices import even
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.boxes import even
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine

@@ -16,7 +16,8 @@ from hpctrain.averaging.planning import (
     reductions_first,
     slice_bytes,
 )
-from hpctrain.averaging.slices import Slice, even
+from hpctrain.averaging.slices import Slice
+from hpctrain.boxes import even
 from hpctrain.comm.link import LinkModel
 
 LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)

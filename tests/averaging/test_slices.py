@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.slices import Slice, cut, even, fused, layer_slices, per_parameter, with_factors
+from hpctrain.averaging.slices import Slice, cut, fused, layer_slices, per_parameter, with_factors
+from hpctrain.boxes import even
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -26,15 +27,6 @@ def _check_cover(group: FlatGroup, slices: tuple[Slice, ...]) -> None:
         inside = group.covering(each.start, each.stop)
         assert each.parameters == tuple(segment.parameter for segment in inside)
         assert each.order == inside[0].order
-
-
-@given(st.integers(0, 1000), st.integers(1, 40))
-def test_even_parts_differ_by_one_at_most(size: int, parts: int) -> None:
-    found = even(size, parts)
-    assert sum(found) == size
-    assert len(found) == parts
-    assert list(found) == sorted(found, reverse=True)
-    assert found[0] - found[-1] <= 1
 
 
 @given(sizes)

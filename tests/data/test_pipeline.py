@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.boxes import clip, hull, relative, shape_of, size_of
 from hpctrain.data.augment import check
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.region import clip, hull, inside, is_empty, moved, shape_of
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
 COUNT = 4
@@ -51,18 +51,18 @@ def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, see
     expected = np.empty((COUNT, *pipeline.output_shape(*shape)), np.float32)
     pipeline(images, np.arange(COUNT), epoch, expected)
     region = data.draw(intervals(expected.shape[1])), data.draw(intervals(expected.shape[2]))
-    if is_empty(region):
+    if not size_of(region):
         return
     most = pipeline.source(shape, region)
-    assert clip(most, height, width) == most
+    assert clip(most, (height, width)) == most
 
     def read(sample, wanted):
-        assert is_empty(wanted) or hull([wanted, most]) == most, "more than it says that it may need"
-        return images[(sample, *inside(wanted, ((0, 0), (0, 0))))]
+        assert not size_of(wanted) or hull([wanted, most]) == most, "more than it says that it may need"
+        return images[(sample, *relative(wanted, ((0, 0), (0, 0))))]
 
     out = np.full((COUNT, *shape_of(region), channels), np.nan, np.float32)
     pipeline.part(read, shape, np.arange(COUNT), epoch, region, out)
-    assert np.array_equal(out, expected[(slice(None), *inside(region, ((0, 0), (0, 0))))])
+    assert np.array_equal(out, expected[(slice(None), *relative(region, ((0, 0), (0, 0))))])
 
 
 def tiles(size):
@@ -96,13 +96,13 @@ def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, rat
     expected = np.empty((count, size, size, channels), np.uint8)
     crop.apply(images, draws, expected)
     for number, region in zip(range(count), itertools.cycle(dict.fromkeys(tiles(size))), strict=False):
-        if is_empty(region):
+        if not size_of(region):
             continue
         source = crop.source(shape, draws[number], region)
         result = np.zeros((*shape_of(region), channels), np.uint8)
-        stored = images[(number, *inside(source, ORIGIN))]
+        stored = images[(number, *relative(source, ORIGIN))]
         crop.apply_region(stored, source, shape, draws[number], region, result)
-        assert np.array_equal(result, expected[(number, *inside(region, ORIGIN))]), f"sample {number}, region {region}"
+        assert np.array_equal(result, expected[(number, *relative(region, ORIGIN))]), f"sample {number}, region {region}"
 
 
 def test_what_augmentations_reach_beyond_a_region():
@@ -128,7 +128,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 
     def reader(sample, wanted):
         read.append(wanted)
-        return images[(sample, *inside(wanted, ((0, 0), (0, 0))))]
+        return images[(sample, *relative(wanted, ((0, 0), (0, 0))))]
 
     out = np.empty((COUNT, 10, 40, 3), np.float32)
     pipeline.part(reader, (200, 200, 3), np.arange(COUNT), 0, ((20, 30), (0, 40)), out)
@@ -136,15 +136,3 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
         assert 88 <= top <= 98
         assert 152 <= bottom <= 162
         assert columns == (0, 200)
-
-
-@given(st.tuples(intervals(9), intervals(9)), st.integers(-12, 12), st.integers(-12, 12))
-def test_moved_and_clipped_regions(region, down, right):
-    there = moved(region, down, right)
-    assert shape_of(there) == shape_of(region)
-    assert moved(there, -down, -right) == region
-    marks = np.zeros((9, 9), bool)
-    marks[inside(clip(there, 9, 9), ((0, 0), (0, 0)))] = True
-    rows, columns = np.indices((9, 9))
-    (top, bottom), (left, end) = there
-    assert np.array_equal(marks, (rows >= top) & (rows < bottom) & (columns >= left) & (columns < end))

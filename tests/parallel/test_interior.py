@@ -6,8 +6,8 @@ import pytest
 
 from hpctrain.backend.kernels.graph import Node
 from hpctrain.backend.kernels.specs import Conv2dSpec, PoolSpec, TensorSpec, Window
+from hpctrain.boxes import shape_of
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import shape_of
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, Whole, split_interior
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism

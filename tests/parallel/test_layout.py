@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.boxes import even_intervals, relative, whole
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import balanced, relative, whole
 from hpctrain.parallel.layout import Layout, LayoutKind
 
 
@@ -23,7 +23,7 @@ def test_every_element_has_one_owner(counts: list[int], height: int, width: int,
     shape, ranks = (sum(counts), height, width, channels), len(counts)
     made = [
         layout.samples(shape, counts),
-        layout.channels(shape, balanced(channels, ranks)),
+        layout.channels(shape, even_intervals(channels, ranks)),
         layout.tiles(shape, (ranks, 1)),
         layout.tiles(shape, (1, ranks)),
     ]

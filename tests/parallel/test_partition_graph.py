@@ -4,6 +4,7 @@ import pytest
 
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.boxes import shape_of
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import ConfigError
@@ -15,7 +16,6 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.parallel.boxes import shape_of
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph

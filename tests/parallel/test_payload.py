@@ -10,6 +10,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.boxes import even_intervals
 from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
@@ -21,7 +22,6 @@ from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.optim.sgd import Sgd
-from hpctrain.parallel.boxes import balanced
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.transfer import moved, moved_back
@@ -79,10 +79,10 @@ def _halo(size: int, window: tuple[int, int, int], ranks: int) -> tuple[Words, W
     """Rows that each rank sends forward, and backward, for (kernel, stride, padding): row by row."""
     kernel, stride, padding = window
     outputs = (size + 2 * padding - kernel) // stride + 1
-    owned = [set(range(*part)) for part in balanced(size, ranks)]
+    owned = [set(range(*part)) for part in even_intervals(size, ranks)]
     read = [
         {row for row in range(a * stride - padding, (b - 1) * stride - padding + kernel) if 0 <= row < size and a < b}
-        for a, b in balanced(outputs, ranks)
+        for a, b in even_intervals(outputs, ranks)
     ]
     sent = tuple(sum(len(owned[r] & read[q]) for q in range(ranks) if q != r) for r in range(ranks))
     got = tuple(len(read[r] - owned[r]) for r in range(ranks))
@@ -126,7 +126,7 @@ def test_alexnet_by_domain_and_model(counts: Words) -> None:
     _expect_halos(found, layers, samples, ranks)
     # The images are read with the halo of the first layer, so nothing travels for 11x11/4.
     assert "features.0.halo" not in forward
-    rows = [stop - start for start, stop in balanced(6, ranks)]
+    rows = [stop - start for start, stop in even_intervals(6, ranks)]
     to_samples = tuple(6 * 256 * own * (samples - count) for own, count in zip(rows, counts, strict=True))
     assert forward["avgpool.move"] == to_samples
     assert backward["avgpool.move"] == tuple(6 * 256 * (6 - own) * count for own, count in zip(rows, counts, strict=True))
@@ -134,11 +134,11 @@ def test_alexnet_by_domain_and_model(counts: Words) -> None:
     assert forward["classifier.0.move"] == tuple((ranks - 1) * 9216 * count for count in counts)
     assert backward["classifier.0.move"] == tuple(9216 * (samples - count) for count in counts)
     for name in ("classifier.2.move", "classifier.4.move"):
-        own_features = [stop - start for start, stop in balanced(4096, ranks)]
+        own_features = [stop - start for start, stop in even_intervals(4096, ranks)]
         assert forward[name] == tuple((ranks - 1) * samples * own for own in own_features)
         assert backward[name] == tuple(samples * (4096 - own) for own in own_features)
         assert sum(backward[name]) == (ranks - 1) * samples * 4096
-    own_classes = [stop - start for start, stop in balanced(1000, ranks)]
+    own_classes = [stop - start for start, stop in even_intervals(1000, ranks)]
     logits = tuple(own * (samples - count) for own, count in zip(own_classes, counts, strict=True))
     assert forward["output.move"] == logits
 
@@ -173,7 +173,7 @@ def test_vgg16_by_model(counts: Words) -> None:
                     (19, 28, 512), (21, 28, 512), (24, 14, 512), (26, 14, 512), (28, 14, 512)]  # fmt: skip
     for number, size, channels in convolutions:
         name, image = f"features.{number}.move", size * size * samples
-        own = [stop - start for start, stop in balanced(channels, ranks)]
+        own = [stop - start for start, stop in even_intervals(channels, ranks)]
         assert forward.pop(name) == tuple((ranks - 1) * image * part for part in own)
         back = backward.pop(name)
         assert back == tuple(image * (channels - part) for part in own)

@@ -5,11 +5,11 @@ import pytest
 
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.boxes import consecutive, even_intervals
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.data.loader import cut
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
-from hpctrain.parallel.boxes import balanced, consecutive
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
@@ -99,7 +99,7 @@ def test_evaluation_equals_one_rank(net: str, use: Parallelism, rows: int) -> No
     """With running statistics, after which training goes on in the same memory."""
     make = nets.plain if net == "plain" else nets.residual
     images = np.random.default_rng(0).standard_normal((5, *SHAPE))
-    counts = tuple(stop - start for start, stop in balanced(5, rows))
+    counts = tuple(stop - start for start, stop in even_intervals(5, rows))
 
     def fill(network: Network) -> None:
         for name, view in network.statistics.views.items():

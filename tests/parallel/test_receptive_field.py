@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend.kernels.specs import Window
-from hpctrain.parallel.boxes import balanced
+from hpctrain.boxes import even_intervals
 from hpctrain.parallel.receptive_field import local_window, receptive_field, window_receptive_field
 
 
@@ -27,7 +27,7 @@ def test_what_is_read_is_what_the_taps_touch(
     window = Window((kernel, 1), (stride, 1), (*padding, 0, 0), (dilation, 1))
     ceil_mode = ceil_mode and 2 * max(padding) <= kernel and dilation == 1  # pools only
     outputs = window.output_size((size, 1), ceil_mode=ceil_mode)[0]
-    for begin, end in balanced(outputs, ranks):
+    for begin, end in even_intervals(outputs, ranks):
         part = receptive_field(size, (begin, end), extent=window.extent[0], stride=stride, padding=padding)
         taps = [o * stride - padding[0] + k * dilation for o in range(begin, end) for k in range(kernel)]
         inside = [tap for tap in taps if 0 <= tap < size]
@@ -59,7 +59,8 @@ def test_halo_rows_of_an_inner_boundary() -> None:
     for kernel, stride, padding, size in ((11, 4, 2, 224), (7, 2, 3, 224), (3, 2, 1, 112), (3, 1, 1, 56), (1, 1, 0, 14)):
         outputs = (size + 2 * padding - kernel) // stride + 1
         upper, lower = (
-            receptive_field(size, part, extent=kernel, stride=stride, padding=(padding, padding)) for part in balanced(outputs, 2)
+            receptive_field(size, part, extent=kernel, stride=stride, padding=(padding, padding))
+            for part in even_intervals(outputs, 2)
         )
         assert upper.stop - lower.start == kernel - stride
 

@@ -10,9 +10,9 @@ import pytest
 
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.specs import ReluSpec, TensorSpec
+from hpctrain.boxes import relative, shape_of, whole
 from hpctrain.data.loader import cut
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import relative, shape_of, whole
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec
 from hpctrain.parallel.split_group import SplitGroup

@@ -19,8 +19,8 @@ from hpctrain.backend.kernels.specs import (
     TensorSpec,
     Window,
 )
+from hpctrain.boxes import shape_of
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import shape_of
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from hpctrain.boxes import even_intervals, relative, whole
 from hpctrain.data.loader import cut
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import balanced, relative, whole
 from hpctrain.parallel.transfer import moved, moved_back, transfer
 from tests.support.layouts import random_moves
 
@@ -50,7 +50,7 @@ def test_pieces_lie_behind_each_other_and_add_up(ranks: int) -> None:
 
 def test_gathers_and_halos_in_closed_form() -> None:
     shape, ranks = (6, 10, 7, 5), 3
-    parts = balanced(5, ranks)
+    parts = even_intervals(5, ranks)
     for own, words in zip(parts, moved(layout.channels(shape, parts), layout.everything(shape, ranks)), strict=True):
         assert words == (ranks - 1) * 6 * 10 * 7 * (own[1] - own[0])
     tiles = layout.tiles(shape, (ranks, 1))  # rows 0-4, 4-7, 7-10

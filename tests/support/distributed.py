@@ -11,6 +11,7 @@ from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, Sta
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
+from hpctrain.boxes import Box, consecutive, intersect, relative, whole
 from hpctrain.data.loader import cut
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.layer import Layer
@@ -20,7 +21,6 @@ from hpctrain.nn.plan import plan as make_plan
 from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
 from hpctrain.parallel.batch_norm import RankStatistics
-from hpctrain.parallel.boxes import Box, consecutive, intersect, relative, whole
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.parallel.split_group import SplitGroup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from hpctrain.boxes import even_intervals
 from hpctrain.parallel import layout
-from hpctrain.parallel.boxes import balanced
 from hpctrain.parallel.layout import Layout
 
 
@@ -16,7 +16,7 @@ def _partition(chance: random.Random, shape: tuple[int, ...], ranks: int) -> Lay
         owners = [chance.randrange(ranks) for _ in range(shape[0])]
         return layout.samples(shape, [owners.count(rank) for rank in range(ranks)])
     if kind == "channels":
-        return layout.channels(shape, balanced(shape[-1], ranks))
+        return layout.channels(shape, even_intervals(shape[-1], ranks))
     vertical = chance.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
     return layout.tiles(shape, (vertical, ranks // vertical))
 

@@ -12,6 +12,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.boxes import Box
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -20,7 +21,6 @@ from hpctrain.data.sampler import Sampler, counts, part_of
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.parallel.boxes import Box
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
