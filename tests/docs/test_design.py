@@ -1,0 +1,67 @@
+"""docs/design.md: the files and names that it sends its reader to are there; README.md: its picture has every package."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its head."""
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    table = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in cells] for cells in table[2:]]
+
+
+FILES = [cells[0].strip("`") for cells in rows("Eight files to read first")]
+QUESTIONS = rows("Where is it?")
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines at its top, and the methods of its classes as Class.method."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_eight_files_exist_and_are_short() -> None:
+    assert len(FILES) == 8
+    for name in FILES:
+        assert len((ROOT / "hpctrain" / name).read_text(encoding="utf-8").splitlines()) <= 350, name
+
+
+def test_every_question_has_an_answer_and_a_place() -> None:
+    assert len(QUESTIONS) >= 10
+    for question, answer, where in QUESTIONS:
+        assert question.endswith("?")
+        assert answer.endswith(".")
+        assert "`" in where, question
+
+
+@pytest.mark.parametrize("cells", QUESTIONS, ids=lambda cells: cells[0])
+def test_places_exist(cells: list[str]) -> None:
+    where = cells[2]
+    places = re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", where)
+    assert places, where
+    for file, listed in places:
+        path = ROOT / "hpctrain" / file
+        assert path.is_file(), f"{file} is no module"
+        for name in re.findall(r"`([\w.]+)`", listed):
+            assert name in names_in(path), f"{file} has no {name}"
+
+
+def test_the_picture_has_every_package() -> None:
+    picture = (ROOT / "README.md").read_text(encoding="utf-8").split("## Structure")[1].split("```")[1]
+    packages = {path.parent.name for path in ROOT.glob("hpctrain/*/__init__.py")}
+    assert packages <= set(re.findall(r"\w+", picture)), packages - set(re.findall(r"\w+", picture))
