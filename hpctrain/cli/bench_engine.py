@@ -11,7 +11,9 @@ import click
 
 
 @click.command()
-@click.option("--model", default="resnet50", show_default=True, help="Model of the catalogue (see `hpctrain list models`).")
+@click.option(
+    "--model", default="resnet50", show_default=True, help="Name of the model in the catalogue (see `hpctrain list models`)."
+)
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Number of images per step.")
 @click.option(
     "--px", "pixels", type=click.IntRange(min=1), help="Side of the square images, in pixels; by default the model's own."

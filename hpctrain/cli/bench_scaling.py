@@ -24,7 +24,9 @@ class RankCounts(click.ParamType):
 
 @click.command()
 @click.argument("overrides", nargs=-1)
-@click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Configuration to train.")
+@click.option(
+    "--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Configuration file to train."
+)
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
     "--mode",

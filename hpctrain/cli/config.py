@@ -27,8 +27,8 @@ def config() -> None:
 def show(file: Path, overrides: tuple[str, ...]) -> None:
     """Print a configuration with all defaults filled in.
 
-    FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: what is printed is a
-    configuration that starts the same run. Options of the model that follow from the data, such as its classes, are left out.
+    Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
+    starts the same run. Options of the model that follow from the data, such as its classes, are left out.
     """
     from hpctrain.config.dump import dump
     from hpctrain.experiment.check import check_names

@@ -115,7 +115,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @convert.command("cifar")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Which images to convert.")
+@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split whose images are converted.")
 @click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
 @_overwrite_option
 def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool) -> None:

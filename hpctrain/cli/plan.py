@@ -82,7 +82,7 @@ def plan() -> None:
 
     Shows what a configuration means on a grid of ranks, before it runs.
 
-    `plan --schedule FILE` is short for `plan schedule FILE`.
+    The command `plan --schedule FILE` is short for `plan schedule FILE`.
     """
 
 

@@ -102,7 +102,7 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
 @click.option(
     "--resume",
     metavar="auto|PATH",
-    help="Go on from a run directory or checkpoint file; auto: from the newest valid checkpoint of the newest run of this name.",
+    help="Go on from this run directory or checkpoint file; auto takes the newest valid one of the newest run of this name.",
 )
 @click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps; 0 trains all epochs.")
 @click.option(
@@ -114,7 +114,7 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
-    help="How to show where training is: a bar, a line at every interval, or neither (default: a bar on a terminal, else lines).",
+    help="Show where training is by a bar, a line at every interval, or not at all; by default a bar on a terminal, else lines.",
 )
 @click.option(
     "--schedule-from",
@@ -164,7 +164,7 @@ def train(
     "--checkpoint",
     default="auto",
     metavar="auto|PATH",
-    help="Checkpoint file or run directory to evaluate; auto: the newest run of this name.",
+    help="Checkpoint file or run directory to evaluate; auto takes the newest run of this name.",
 )
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""

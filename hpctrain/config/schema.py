@@ -130,7 +130,7 @@ class ScheduleConfig(Named):
     warmup_epochs: Number = Field(
         default=0.0,
         ge=0,
-        description="Number of epochs in which the learning rate rises in a line to its base; fractions are allowed.",
+        description="Number of epochs in which the learning rate rises linearly to its base; fractions are allowed.",
     )
 
 
@@ -161,7 +161,7 @@ class DataConfig(Section):
         default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."
     )
     prefetch: Integer = Field(
-        default=2, ge=0, description="Number of batches that a thread makes ready ahead of the step; 0 works without a thread."
+        default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
     )
     cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
 
@@ -188,10 +188,12 @@ class GridConfig(Section):
     )
     tiles: tuple[Part, Part] | None = Field(
         default=None,
-        description="Parts [vertical, horizontal] of an image under domain, as many as rows in all; null takes [rows, 1].",
+        description="Numbers of parts [vertical, horizontal] of an image under domain; their product is rows; null takes "
+        "[rows, 1].",
     )
     overlap: tuple[Text, ...] = Field(
-        default=(), description="Patterns of convolutions under domain whose interior is computed while their halos travel."
+        default=(),
+        description="Patterns of the names of convolutions under domain whose interior is computed while their halos travel.",
     )
 
 
@@ -203,8 +205,8 @@ class PlanConfig(BaseModel):
 
     default: Use = Field(
         default="batch",
-        description="Use of layers that no pattern matches: batch, model (output channels split) or domain (images split); "
-        'further keys are patterns, such as "features.*": domain.',
+        description="Parallelism of layers that no pattern matches: batch, model (output channels split) or domain (images "
+        'split); further keys are patterns, such as "features.*": domain.',
     )
 
     @property
@@ -218,9 +220,12 @@ class BatchNormConfig(Section):
 
     statistics: Literal["local", "synchronised"] = Field(
         default="local",
-        description="Samples of batch statistics: those of the ranks that share samples (local), or of all ranks (synchronised).",
+        description="Samples that batch statistics are taken over: those of the ranks that share samples (local), or of all "
+        "ranks (synchronised).",
     )
-    momentum: Number = Field(default=0.1, gt=0, le=1, description="Weight of a new batch in the running statistics, in (0, 1].")
+    momentum: Number = Field(
+        default=0.1, gt=0, le=1, description="Weight of a new batch's statistics in the running ones, in (0, 1]."
+    )
     epsilon: Number = Field(default=1e-5, gt=0, description="Number added to the variance before its square root is taken.")
 
 
@@ -233,7 +238,9 @@ class CheckpointConfig(Section):
     every_steps: Integer = Field(
         default=0, ge=0, description="Number of steps from one checkpoint to the next inside an epoch; 0 switches them off."
     )
-    keep: Integer = Field(default=2, ge=1, description="Number of newest checkpoints that are kept; older ones are deleted.")
+    keep: Integer = Field(
+        default=2, ge=1, description="Number of checkpoints that are kept, the newest ones; older ones are deleted."
+    )
 
 
 class EvaluateConfig(Section):
@@ -250,7 +257,7 @@ class EvaluateConfig(Section):
 class MetricsConfig(Section):
     """What is reported."""
 
-    tensorboard: bool = Field(default=False, description="Write TensorBoard event files too, which needs the extra `export`.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files, too, which needs the extra `export`.")
     interval_seconds: Number = Field(
         default=10.0, gt=0, description="Time between records of progress, and between lines where there is no bar, in seconds."
     )
@@ -260,12 +267,12 @@ class Config(Section):
     """One run."""
 
     name: Annotated[Text, BeforeValidator(_one_component)] = Field(
-        default="run", description="Name of the run, from which its directory is named."
+        default="run", description="Name of the run, after which its directory is named."
     )
     seed: Integer = Field(default=0, ge=0, lt=2**63, description="Seed of weights, sample order, augmentation and dropout.")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters and gradients.")
     backend: Literal["auto", "numpy", "onednn"] = Field(
-        default="auto", description="Kernel set; auto takes the fastest that is here and computes this dtype."
+        default="auto", description="Kernel set that computes; auto takes the fastest one on this machine that knows the dtype."
     )
     threads: Threads = Field(
         default="auto",
@@ -286,14 +293,16 @@ class Config(Section):
         description="The averaging of gradients over ranks: a name, or a mapping of name and options.",
     )
     grid: GridConfig = Field(default_factory=GridConfig, description="The process grid, rows x columns of ranks.")
-    plan: PlanConfig = Field(default_factory=PlanConfig, description="The use of the grid's rows, layer by layer.")
+    plan: PlanConfig = Field(
+        default_factory=PlanConfig, description="The parallelism of each layer: what the ranks that share samples split."
+    )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread"] = Field(
         default="auto",
-        description="Who moves messages while kernels run: nobody, a test after each operator, or a thread as well; auto takes "
-        "test unless a measurement at the start leaves no doubt that another one is faster.",
+        description="Way in which messages move while kernels run: not at all (none), by a test after each operator (test), or "
+        "by a thread as well (thread); auto takes test unless a measurement at the start leaves no doubt that another is faster.",
     )
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")

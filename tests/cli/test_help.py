@@ -1,5 +1,6 @@
 """Help texts: every option is described in a sentence, and every command in one that fits its line of the list."""
 
+import inspect
 from collections.abc import Iterator
 
 import click
@@ -10,7 +11,7 @@ from hpctrain.config.faults import known_paths, section_at
 from hpctrain.config.source import KeyPath, dotted
 
 #: words that make a text a piece of a sentence
-_PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Also ")
+_PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Also ", "Who ", "What ", "Which ", "How ")
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -35,7 +36,8 @@ def test_every_option_has_a_sentence(command: click.Command) -> None:
 @pytest.mark.parametrize("command", ALL)
 def test_every_command_has_a_sentence_that_its_list_does_not_cut(command: click.Command) -> None:
     assert not command.get_short_help_str(limit=60).endswith("..."), command.help
-    _check(str(command.help).split("\n\n")[0].replace("\n", " "), str(command.name))
+    for paragraph in inspect.cleandoc(str(command.help)).split("\n\n"):
+        _check(paragraph.replace("\n", " "), str(command.name))
 
 
 @pytest.mark.parametrize("path", list(known_paths()), ids=dotted)
