@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import hpctrain
 from hpctrain.errors import ConfigError
+from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
 _ROOT = Path(hpctrain.__file__).parent / "examples"
@@ -29,13 +29,12 @@ def path_of(name: str) -> Path:
         name: as `names` gives it, or its last part with or without the ending.
 
     Raises:
-        ConfigError: there is no such example; the message names the most similar one.
+        ConfigError: there is no such example; the message names the nearest one.
     """
     by_name = {key: full for full in names() for key in (full, Path(full).name, Path(full).stem)}
     if name in by_name:
         return _ROOT / by_name[name]
-    similar = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)
-    raise ConfigError(f"There is no example {name!r}; the most similar one is {by_name[similar[0]]!r}.")
+    raise ConfigError(f"There is no example {name!r}; {choices(name, (Path(full).stem for full in names()))}.")
 
 
 def purpose(name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, dotted
+from hpctrain.nearest import nearest
 from hpctrain.rules import rule
 
 _SHOWN_CHARACTERS = 60
@@ -129,7 +129,7 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
         return f"{message}; the nearest legal value is {show(bound)}"
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
-        near = _nearest(str(item["input"]), [value for value in legal if _digits(value) == _digits(str(item["input"]))])
+        near = nearest(str(item["input"]), [value for value in legal if _digits(value) == _digits(str(item["input"]))])
         return f"{message}; the nearest is '{near}'" if near else message
     return message
 
@@ -143,7 +143,7 @@ def _meaning(path: KeyPath) -> str:
 def _meant(path: KeyPath) -> KeyPath | None:
     """The key of the same mapping that an unknown one is nearest to."""
     section = section_at(path[:-1])
-    near = _nearest(str(path[-1]), section.model_fields if section is not None else ())
+    near = nearest(str(path[-1]), section.model_fields if section is not None else ())
     return None if near is None else (*path[:-1], near)
 
 
@@ -164,7 +164,3 @@ def _nearest_key(path: KeyPath) -> str:
 def _digits(text: str) -> list[str]:
     # float16 is no misspelt float64: other digits mean another thing. float46 is one.
     return sorted(character for character in text if character.isdigit())
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from enum import StrEnum
 
 from hpctrain.backend.kernels.specs import Pair
 from hpctrain.errors import ConfigError
+from hpctrain.nearest import choices
 
 
 class Parallelism(StrEnum):
@@ -29,8 +29,7 @@ def _use(name: str) -> Parallelism:
     try:
         return Parallelism(name)
     except ValueError:
-        nearest = difflib.get_close_matches(str(name), list(Parallelism), n=1, cutoff=0.0)[0]
-        raise ConfigError(f"A layer's use is {name!r}, but must be batch, model or domain; the nearest is {nearest}.") from None
+        raise ConfigError(f"A layer's use cannot be {name!r}; {choices(str(name), Parallelism)}.") from None
 
 
 def _names(layers: Iterable[str]) -> frozenset[str]:
@@ -95,5 +94,4 @@ class ParallelPlan:
         """
         for pattern in self.use:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                nearest = difflib.get_close_matches(pattern.rstrip("*."), names, n=1, cutoff=0.0)
-                raise ConfigError(f"No layer matches the plan's pattern {pattern!r}; the nearest layer is {nearest[0]!r}.")
+                raise ConfigError(f"No layer matches the plan's pattern {pattern!r}; {choices(pattern.rstrip('*.'), names)}.")

@@ -8,7 +8,6 @@ caller's. There is no random state to keep: every draw is a function of seed, ep
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
+from hpctrain.nearest import choices
 from hpctrain.storage.hdf5_store import read_store, write_store
 
 _log = get_logger(__name__)
@@ -177,9 +177,10 @@ def restore(content: CheckpointContent, key: str, shape: tuple[int, ...], dtype:
         CheckpointError: it is not there, or is another.
     """
     if key not in content.tensors:
-        close = difflib.get_close_matches(key, list(content.tensors), n=1)
-        hint = f"the nearest there is {close[0]}; " if close else ""
-        raise CheckpointError(f"The checkpoint has no tensor {key}; {hint}it probably belongs to another model or optimizer.")
+        raise CheckpointError(
+            f"The checkpoint has no tensor {key}; {choices(key, content.tensors)}. "
+            f"It probably belongs to another model or optimizer."
+        )
     tensor = content.tensors[key]
     if tensor.shape != tuple(shape):
         raise CheckpointError(

@@ -204,7 +204,7 @@ def test_compute_only_on_a_grid(job: Job, folder: Path) -> None:
     [
         (("grid.rows=3",), ["A grid of 3 x 1 has 3 places", "nearest legal grid is"]),
         (("grid={rows: 4, tiles: [3, 1]}",), ["tiles 3 x 1 make 3 parts", "4 x 1"]),
-        (("grid.rows=2", "plan.stages1.*=domain"), ["'stages1.*'", "nearest layer is 'stage1."]),
+        (("grid.rows=2", "plan.stages1.*=domain"), ["'stages1.*'", 'nearest is "stage1.']),
         (("batch=3",), ["batch is 3", "4 columns", "smallest batch is 4"]),
         (("grid.rows=2", *MIXED, "averager=lazy"), ["averager lazy", "sharded"]),
     ],

@@ -27,7 +27,7 @@ def test_an_example_is_known_by_its_path_its_name_and_its_stem(name: str) -> Non
 
 
 def test_the_most_similar_example_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no example 'quikstart'; the most similar one is 'configs/quickstart.yaml'"):
+    with pytest.raises(ConfigError, match=r"no example 'quikstart'; the nearest is .quickstart."):
         examples.path_of("quikstart")
 
 

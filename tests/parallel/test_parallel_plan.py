@@ -18,7 +18,7 @@ def test_the_last_matching_pattern_decides() -> None:
 
 def test_a_pattern_without_a_layer_is_refused_with_the_nearest() -> None:
     plan = ParallelPlan(2, 1, use={"feature.*": Parallelism.DOMAIN})
-    with pytest.raises(ConfigError, match=r"'feature\.\*'; the nearest layer is 'features\.0'"):
+    with pytest.raises(ConfigError, match=r"'feature\.\*'; the nearest is .features\.0."):
         plan.check(["classifier", "features.0"])
     ParallelPlan(2, 1, use={"features.?": Parallelism.DOMAIN}).check(["classifier", "features.0"])
 
@@ -40,8 +40,8 @@ def test_uses_may_be_given_as_plain_strings() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"use": {"c": "domian"}}, r"'domian', but must be batch, model or domain; the nearest is domain\."),
-        ({"default": None}, "must be batch, model or domain"),
+        ({"use": {"c": "domian"}}, r"'domian'; the nearest is .domain. \(of .batch., .model., .domain.\)\."),
+        ({"default": None}, "cannot be None; there are .batch., .model., .domain."),
         ({"rows": 0}, r"A grid of 0 rows is not possible; the smallest has 1 row\."),
         ({"cols": -1}, "A grid of -1 columns"),
         ({"rows": True}, "A grid of True rows"),

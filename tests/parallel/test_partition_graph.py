@@ -131,5 +131,5 @@ def test_a_mixed_plan_moves_at_each_change_of_use_only() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     comm = SingleCommunicator()
     axis = SplitGroup(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
-    with pytest.raises(ConfigError, match=r"'layer9\.\*'; the nearest layer is 'layer"):
+    with pytest.raises(ConfigError, match=r"'layer9\.\*'; the nearest is .layer"):
         GridDistribution(ParallelPlan(1, 1, use={"layer9.*": _D}), axis).prepare(_graph(nets.residual(), (1, 9, 7, 3)))

@@ -211,5 +211,5 @@ def test_more_ranks_than_rows_and_columns_without_samples_are_described() -> Non
 
 
 def test_a_pattern_that_no_layer_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"nothing.*nearest layer"):
+    with pytest.raises(ConfigError, match=r"'nothing.*'; there are"):
         description_of(task_of("vgg", ParallelPlan(2, 1, B, {"nothing.*": D})))

@@ -351,7 +351,7 @@ def test_restore_gives_the_tensor_or_one_sentence():
         restore(saved, "parameters/fc.weight", (9, 7), "float32")
     with pytest.raises(CheckpointError, match="float32 in the checkpoint and float64 here"):
         restore(saved, "parameters/fc.weight", (9, 25), np.dtype("float64"))
-    with pytest.raises(CheckpointError, match=r"no tensor parameters/fc.weigth; the nearest there is parameters/fc.weight"):
+    with pytest.raises(CheckpointError, match=r"no tensor parameters/fc.weigth; the nearest is .parameters/fc.weight."):
         restore(saved, "parameters/fc.weigth", (9, 25), "float32")
     with pytest.raises(CheckpointError, match="another model"):
         restore(CheckpointContent({}, {}), "parameters/fc.weight", (9, 25), "float32")
