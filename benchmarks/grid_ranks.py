@@ -126,14 +126,14 @@ class Rank:
         size, side = self.world.size, self._shape.pixels
         total = self._shape.batch * size
         every = shares(total, size)
-        share = Share(groups.split_counts(every), groups.row)
-        first = sum(every[: groups.position - groups.row])
+        share = Share(groups.split_counts(every), groups.split_rank)
+        first = sum(every[: groups.position - groups.split_rank])
         random = np.random.default_rng(first)
         images = random.standard_normal((sum(share.counts), side, side, 3)).astype(np.float32)
-        box = ((sum(share.counts[: groups.row]), sum(share.counts[: groups.row + 1])), (0, side), (0, side), (0, 3))
+        box = ((sum(share.counts[: groups.split_rank]), sum(share.counts[: groups.split_rank + 1])), (0, side), (0, side), (0, 3))
         if distribution is not None:
-            box = distribution.tiles_by_counts(network.graph)(share.counts)[groups.row]
-        labels = random.integers(0, self._shape.classes, share.counts[groups.row])
+            box = distribution.tiles_by_counts(network.graph)(share.counts)[groups.split_rank]
+        labels = random.integers(0, self._shape.classes, share.counts[groups.split_rank])
         ids = np.arange(first, first + sum(share.counts))
         return Batch(cut(images, box), labels, ids, every, total, 0, 0, share)
 

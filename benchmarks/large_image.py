@@ -108,11 +108,11 @@ def data_bytes() -> int:
 def made_up(groups: GridGroups, network: Network, distribution: GridDistribution | None, pixels: int) -> Batch:
     """One image, of which this rank has its part; the label belongs to the first rank."""
     image = np.random.default_rng(0).standard_normal((1, pixels, pixels, 3)).astype(np.float32)
-    counts = (1, *(0,) * (groups.rows - 1))
-    share = Share(counts, groups.row)
+    counts = (1, *(0,) * (groups.split_size - 1))
+    share = Share(counts, groups.split_rank)
     if distribution is not None:
-        image = cut(image, distribution.tiles_by_counts(network.graph)(counts)[groups.row])
-    return Batch(image, np.zeros(counts[groups.row], np.int64), np.zeros(1, np.int64), counts, 1, 0, 0, share)
+        image = cut(image, distribution.tiles_by_counts(network.graph)(counts)[groups.split_rank])
+    return Batch(image, np.zeros(counts[groups.split_rank], np.int64), np.zeros(1, np.int64), counts, 1, 0, 0, share)
 
 
 def child(chosen: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Batches of one part of the ranks: gathered, augmented and normalised ahead of time in one thread.
+"""Batches of one rank: gathered, augmented and normalised ahead of time in one thread.
 
 A thread, not a process: a fork after MPI has started is not allowed, and the work (copies, Pillow, NumPy on large arrays)
 releases the interpreter's lock. Batches live in a ring of buffers that is made once.
@@ -17,9 +17,9 @@ import numpy as np
 from hpctrain.boxes import Box, clip, hull, relative, shape_of, size_of, whole
 from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Sampler, counts, part_of
+from hpctrain.data.sampler import Sampler, counts, share_of
 
-#: what each rank of a column reads of the column's images (N, H, W, C), for the samples of each
+#: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank.
 TileOfRank = Callable[[tuple[int, ...]], Sequence[Box]]
 
 CACHE_LIMIT_BYTES = 1 << 30
@@ -27,22 +27,22 @@ CACHE_LIMIT_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Share:
-    """Samples of the parts that exchange activations (a column of the process grid), and which of them this part is."""
+    """The samples of a split group, whose ranks exchange activations: how many each rank has, and which rank this one is."""
 
     counts: tuple[int, ...]
-    row: int = 0
+    split_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One part's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
+    """One rank's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
 
     Attributes:
-        x: (N, H, W, C) normalised images: of its own samples, or what it reads of all of its column's.
-        y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the column, in order.
-        counts: samples of every part, this one's included. global_count: their sum, what the loss divides by.
+        x: (N, H, W, C) normalised images: of the rank's own samples, or the tile that it reads of all images of its split group.
+        y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the split group, in order.
+        counts: samples of every rank, this one's included. global_count: their sum, by which the loss is divided.
         epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
-        share: the column's samples; this part's alone where there is one row.
+        share: the split group's samples; this rank's alone where the group is this rank.
     """
 
     x: np.ndarray
@@ -73,17 +73,17 @@ class _Slot:
 
 
 class Loader:
-    """Batches of part `part` of `parts`: its own samples, or what it reads of those of its column.
+    """Batches of rank `rank` of `ranks`: its own samples, or the tile that it reads of its split group's.
 
     A sampler without shuffling and a pipeline without augmentations make it an evaluation loader: every sample once, in order.
-    Where a part reads regions of images, no other pixels are read from the file than these may be made of.
+    Where a rank reads tiles of images, only those pixels are read from the file that the tiles may be made of.
 
     Args:
         file: the images; the loader keeps a reference to its map.
-        rows: so many neighbouring parts, a column, exchange activations. boxes: what each of them reads of the column's images,
-            as they come out of the pipeline; zeros beyond them. None: each its own samples.
+        split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
+            they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
-        cache: keep the uint8 images, or the regions of them that this part may need, in memory, where they fit into
+        cache: keep the uint8 images, or the regions of them that this rank may need, in memory, where they fit into
             `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
     """
 
@@ -93,26 +93,26 @@ class Loader:
         sampler: Sampler,
         pipeline: Pipeline,
         *,
-        part: int = 0,
-        parts: int = 1,
-        rows: int = 1,
-        boxes: TileOfRank | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        split_size: int = 1,
+        tiles: TileOfRank | None = None,
         prefetch: int = 2,
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,
     ) -> None:
-        assert 0 <= part < parts, f"part {part} of {parts}"
-        assert parts % rows == 0, f"{parts} parts in columns of {rows}"
+        assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
+        assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
         assert sampler.samples <= len(file), f"{sampler.samples} samples of {len(file)}"
         self.file = file
         self.sampler = sampler
-        self.part = part
-        self.parts = parts
-        self.rows = rows
+        self.rank = rank
+        self.ranks = ranks
+        self.split_size = split_size
         self.image_shape = pipeline.output_shape(*file.shape)
         self._pipeline = pipeline
         self._prefetch = prefetch
-        self._boxes = boxes
+        self._tiles = tiles
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images = file.images
         self._cached = whole(file.shape[:2])
@@ -124,14 +124,14 @@ class Loader:
 
     @property
     def max_count(self) -> int:
-        """Own samples of the largest batch of this part."""
-        return counts(min(self.sampler.batch, self.sampler.samples), self.parts, self.rows)[self.part]
+        """This rank's own samples of the largest batch."""
+        return counts(min(self.sampler.batch, self.sampler.samples), self.ranks, self.split_size)[self.rank]
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch from its sample `first` on; every part yields the same number of them.
+        """The batches of one epoch from its sample `first` on; every rank yields the same number of them.
 
         An error in the thread is raised here. Closing the generator early ends the thread. One epoch at a time.
         """
@@ -169,15 +169,15 @@ class Loader:
         return [self._share(self.sampler.global_count(step, first)) for step in {0, steps - 1} if 0 <= step < steps]
 
     def _share(self, global_count: int) -> Share:
-        first = self.part - self.part % self.rows
-        every = counts(global_count, self.parts, self.rows)
-        return Share(every[first : first + self.rows], self.part - first)
+        first = self.rank - self.rank % self.split_size
+        of_all_ranks = counts(global_count, self.ranks, self.split_size)
+        return Share(of_all_ranks[first : first + self.split_size], self.rank - first)
 
     def _box(self, share: Share) -> Box:
-        if self._boxes is not None:
-            return self._boxes(share.counts)[share.row]
-        start = sum(share.counts[: share.row])
-        return (start, start + share.counts[share.row]), *whole(self.image_shape)
+        if self._tiles is not None:
+            return self._tiles(share.counts)[share.split_rank]
+        start = sum(share.counts[: share.split_rank])
+        return (start, start + share.counts[share.split_rank]), *whole(self.image_shape)
 
     def _is_whole(self, box: Box) -> bool:
         return box[1:] == whole(self.image_shape)
@@ -187,48 +187,48 @@ class Loader:
             self._fill_cache()
         total = self.sampler.global_count(step, begin)
         share = self._share(total)
-        every = self.sampler.ids(epoch, step, begin)
-        own = part_of(every, self.part, self.parts, self.rows)
-        all_counts = counts(total, self.parts, self.rows)
-        first = sum(all_counts[: self.part - share.row])
-        column = every[first : first + sum(share.counts)]
+        batch_ids = self.sampler.ids(epoch, step, begin)
+        own_ids = share_of(batch_ids, self.rank, self.ranks, self.split_size)
+        all_counts = counts(total, self.ranks, self.split_size)
+        first = sum(all_counts[: self.rank - share.split_rank])
+        group_ids = batch_ids[first : first + sum(share.counts)]
         # "clip" because "raise" makes NumPy gather into a copy first; the sampler's ids are in range.
-        np.take(self.file.labels, own, out=slot.y[: len(own)], mode="clip")
+        np.take(self.file.labels, own_ids, out=slot.y[: len(own_ids)], mode="clip")
         box = self._box_of[share.counts]
         x = slot.x[: size_of(box)].reshape(shape_of(box))
-        ids = column[slice(*box[0])]
+        ids = group_ids[slice(*box[0])]
         if self._is_whole(box):
             raw = np.take(self._images, ids, axis=0, out=self._raw[: len(ids)], mode="clip")
             self._pipeline(raw, ids, epoch, x)
         else:
             self._make_region(ids, epoch, box, x)
         number = -(-begin // self.sampler.batch) + step
-        return Batch(x, slot.y[: len(own)], column, all_counts, total, epoch, number, share)
+        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share)
 
     def _make_region(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
-        """What `box` holds of images, in x; zeros where it reaches beyond them."""
+        """Fill x with the elements of `box` of the images; zeros where it reaches beyond them."""
         height, width, channels = self.image_shape
         wanted = (box[1], box[2])
-        found = clip(wanted, (height, width))
-        if found != wanted:
+        existing = clip(wanted, (height, width))
+        if existing != wanted:
             x[...] = 0
-        if not size_of(found):
+        if not size_of(existing):
             return
-        rows, columns = relative(found, wanted)
+        rows, columns = relative(existing, wanted)
         if box[3] == (0, channels):
-            self._pipeline.part(self._read, self.file.shape, ids, epoch, found, x[:, rows, columns])
+            self._pipeline.part(self._read, self.file.shape, ids, epoch, existing, x[:, rows, columns])
             return
-        every = np.empty((len(ids), *shape_of(found), channels), x.dtype)
-        self._pipeline.part(self._read, self.file.shape, ids, epoch, found, every)
-        x[:, rows, columns] = every[..., slice(*box[3])]
+        all_channels = np.empty((len(ids), *shape_of(existing), channels), x.dtype)
+        self._pipeline.part(self._read, self.file.shape, ids, epoch, existing, all_channels)
+        x[:, rows, columns] = all_channels[..., slice(*box[3])]
 
     def _read(self, sample: int, region: Box) -> np.ndarray:
         rows, columns = relative(region, self._cached)
-        part: np.ndarray = self._images[sample, rows, columns]
-        return part
+        pixels: np.ndarray = self._images[sample, rows, columns]
+        return pixels
 
     def _fill_cache(self) -> None:
-        """Read what this part may need of any batch known so far, once."""
+        """Read all that this rank may need of any batch known so far, once."""
         self._to_read = False
         source = partial(self._pipeline.source, self.file.shape)
         boxes = (box for box in self._box_of.values() if size_of(box))
@@ -250,7 +250,7 @@ class _Failure:
 
 
 def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch]) -> Iterator[Batch]:
-    """Batches of `steps`, made in a thread into the slots of `ring`; a slot is made anew once its batch was consumed."""
+    """Batches of `steps`, made in a thread into the slots of `ring`; a slot is filled again once its batch was consumed."""
     free: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
     ready: queue.SimpleQueue[Batch | _Failure] = queue.SimpleQueue()
     for slot in ring:
@@ -263,7 +263,7 @@ def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch])
                 if slot is None:
                     return
                 ready.put(make(slot, step))
-        except BaseException as error:  # whatever it is, the consumer must not wait for ever
+        except BaseException as error:  # whatever it is, the consumer must not wait forever
             ready.put(_Failure(error))
 
     thread = threading.Thread(target=work, name="hpctrain-loader", daemon=True)

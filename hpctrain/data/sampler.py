@@ -10,27 +10,29 @@ from hpctrain.boxes import even
 from hpctrain.errors import ConfigError, DataError
 
 
-def counts(samples: int, parts: int, rows: int = 1) -> tuple[int, ...]:
-    """`samples` over `parts` as evenly as possible, larger parts first; zeros where there are fewer samples than parts.
+def counts(samples: int, ranks: int, split_size: int = 1) -> tuple[int, ...]:
+    """`samples` over `ranks` as evenly as possible, larger shares first; zeros where there are fewer samples than ranks.
 
-    rows: so many neighbouring parts work on each other's samples: these groups get even shares, and then each part of a group.
+    split_size: neighbouring ranks that form a split group and work on each other's samples: the groups get even shares first,
+        then the ranks of each group.
     """
-    if rows > 1:
-        return tuple(count for share in counts(samples, parts // rows) for count in counts(share, rows))
-    return even(samples, parts)
+    if split_size > 1:
+        groups = counts(samples, ranks // split_size)
+        return tuple(count for of_group in groups for count in even(of_group, split_size))
+    return even(samples, ranks)
 
 
-def part_of(ids: NDArray[np.int64], part: int, parts: int, rows: int = 1) -> NDArray[np.int64]:
-    """The contiguous share of one part, as long as `counts` says; a view."""
-    every = counts(len(ids), parts, rows)
-    start = sum(every[:part])
-    return ids[start : start + every[part]]
+def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1) -> NDArray[np.int64]:
+    """The contiguous share of one rank, as long as `counts` says; a view."""
+    of_all_ranks = counts(len(ids), ranks, split_size)
+    start = sum(of_all_ranks[:rank])
+    return ids[start : start + of_all_ranks[rank]]
 
 
 class Sampler:
     """Global batches of an epoch: every sample exactly once, the last batch short where `batch` does not divide.
 
-    The order of an epoch does not depend on the batch. So whoever has seen its first samples can take the rest in batches of
+    The order of an epoch does not depend on the batch. So a run that has seen its first samples can take the rest in batches of
     any size: steps are counted from the sample `first`.
 
     Args:

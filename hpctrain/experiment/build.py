@@ -85,7 +85,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         len(loader),
         config.schedule.warmup_epochs,
     )
-    shards = Shards(network, session.groups.parts, session.progress)
+    shards = Shards(network, session.groups.shard_holders, session.progress)
     averagers = build_averagers(session, network)
     notes = (*train.notes, *(test.notes if test is not None else ()))
     return Parts(backend, network, shards, averagers, loader, test_loader, schedule, data, notes)
@@ -180,4 +180,4 @@ def build_evaluator(session: Session, parts: Parts) -> Evaluator | None:
     """The evaluation of the test set; None where none is configured."""
     if parts.test_loader is None:
         return None
-    return Evaluator(parts.network, parts.test_loader, session.groups.samples, session.progress)
+    return Evaluator(parts.network, parts.test_loader, session.groups.all_ranks, session.progress)

@@ -63,8 +63,8 @@ def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Netw
         (in_levels(groups.gradients[name], levels(groups.nodes[name]), "exchange alone"), np.zeros(group.size, group.dtype))
         for name, group in network.groups.items()
     ]
-    found = np.array([_exchange(groups.samples, progress, buffers) for _ in range(_REPEATS + 1)][1:])
-    slowest = np.max(groups.samples.allgather_object(np.median(found, axis=0)), axis=0)
+    found = np.array([_exchange(groups.all_ranks, progress, buffers) for _ in range(_REPEATS + 1)][1:])
+    slowest = np.max(groups.all_ranks.allgather_object(np.median(found, axis=0)), axis=0)
     return GradientExchange(sum(buffer.nbytes for _, buffer in buffers), float(slowest[0]), float(slowest[1]))
 
 
@@ -116,7 +116,7 @@ def report(
         f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
         f"(fastest {min(per_rank) * 1e3:.3f} ms)"
     ]
-    if session.groups.samples.size > 1:
+    if session.groups.all_ranks.size > 1:
         said.append(
             f"gradients alone, reduce-scatter and allgather of {exchange.payload_bytes / 1e6:.1f} MB: "
             f"{exchange.seconds * 1e3:.3f} ms, {exchange.cpu_seconds * 1e3:.3f} ms of them CPU time; "

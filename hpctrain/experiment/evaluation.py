@@ -66,6 +66,6 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     check_shapes(training_shape(stored_config(content) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype)
     network, boxes = build_network(session, backend, len(data.class_names), images.shape)
-    snapshot.put_weights(content, network, Shards(network, session.groups.parts, session.progress))
+    snapshot.put_weights(content, network, Shards(network, session.groups.shard_holders, session.progress))
     loader = make_loader(session, images, boxes, batch=config.evaluate.batch or config.batch, shuffle=False)
-    return images, Evaluator(network, loader, session.groups.samples, session.progress)
+    return images, Evaluator(network, loader, session.groups.all_ranks, session.progress)

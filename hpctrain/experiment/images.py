@@ -98,17 +98,17 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def make_loader(session: Session, images: Images, boxes: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
+def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
     """This rank's share of a data file."""
     config, groups = session.config, session.groups
     return Loader(
         images.file,
         Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),
         images.pipeline,
-        part=groups.position,
-        parts=groups.samples.size,
-        rows=groups.rows,
-        boxes=boxes,
+        rank=groups.position,
+        ranks=groups.all_ranks.size,
+        split_size=groups.split_size,
+        tiles=tiles,
         prefetch=config.data.prefetch,
         cache=config.data.cache,
     )

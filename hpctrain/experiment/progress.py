@@ -126,7 +126,7 @@ def _allowed(session: Session) -> Sequence[ProgressMode]:
 
 def _operator_seconds(session: Session, network: Network) -> float:
     """About how long an operator runs in which most of the time is spent, on the nominal batch."""
-    share = -(-session.config.batch // session.groups.samples.size // session.config.micro_batches)
+    share = -(-session.config.batch // session.groups.all_ranks.size // session.config.micro_batches)
     graph = network.graph(max(1, share))
     specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)

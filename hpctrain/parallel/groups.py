@@ -18,78 +18,79 @@ from hpctrain.parallel.split_group import SplitGroup
 class GridGroups:
     """This rank's groups on a grid. Making it is collective over the grid's world.
 
-    Ranks are counted by position, c * Pr + r: the ranks of a column, who share samples, are neighbours.
+    Ranks are counted by position, c * Pr + r: the ranks of a split group, which share samples, are neighbours.
 
     Attributes:
-        samples: all ranks, by position. messages: the same, for the small message. rows, row: Pr and r. position: this rank's.
-        gradients: the ranks that average a parameter group ("all", and "model" where there are rows), by the group's name.
+        all_ranks: all of them, by position. messages: the same, for the step's small message.
+        split_size, split_rank: Pr and r: the size of this rank's split group and its rank in it. position: this rank's.
+        gradients: the ranks that average a parameter group ("all", and "model" where layers are split), by the group's name.
         nodes: by a parameter group's name, the node of each rank that averages it.
-        norms: all ranks, for norms over several groups. parts: the ROW axis for putting split parameters together; None where
-            nothing can be split.
+        norms: all ranks, for norms over several parameter groups.
+        shard_holders: the split group, for putting split parameters together; None where nothing can be split.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
-        self.rows, self.row = grid.rows, grid.row
+        self.split_size, self.split_rank = grid.rows, grid.row
         self.position = grid.col * grid.rows + grid.row
-        self.samples = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.DATA.value)
-        self.messages = _copy(self.samples, self.position, "messages")
-        self.gradients: dict[str, Communicator] = {ALL: self.samples}
-        self._statistics: dict[str, Communicator] = {"all": _copy(self.samples, self.position, "statistics")}
-        self._row: Communicator | None = None
-        self.norms: Communicator = self.samples
-        self.parts: Communicator | None = None
+        self.all_ranks = _copy(grid.world, self.position, "samples" if grid.rows > 1 else GridAxis.DATA.value)
+        self.messages = _copy(self.all_ranks, self.position, "messages")
+        self.gradients: dict[str, Communicator] = {ALL: self.all_ranks}
+        self._statistics: dict[str, Communicator] = {"all": _copy(self.all_ranks, self.position, "statistics")}
+        self._split: Communicator | None = None
+        self.norms: Communicator = self.all_ranks
+        self.shard_holders: Communicator | None = None
         if grid.rows > 1:
-            row, column = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
-            self.gradients[MODEL] = column
-            self._statistics["split"] = _copy(row, row.rank, "split statistics")
-            self._statistics["data"] = _copy(column, column.rank, "data statistics")
-            self.parts = _copy(row, row.rank, "parts of parameters")
-            self._row = row
+            split, data = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
+            self.gradients[MODEL] = data
+            self._statistics["split"] = _copy(split, split.rank, "split statistics")
+            self._statistics["data"] = _copy(data, data.rank, "data statistics")
+            self.shard_holders = _copy(split, split.rank, "parts of parameters")
+            self._split = split
         here = grid.node_of[grid.world.rank]
         self.nodes: dict[str, tuple[int, ...]] = {
             name: tuple(comm.allgather_object(here)) for name, comm in self.gradients.items()
         }
 
     def alone(self) -> GridGroups:
-        """The same place of a rank whose gradients, statistics and messages stay in its column, whose ranks cannot compute alone.
+        """The groups of a rank whose gradients, statistics and messages stay in its split group, which cannot compute apart.
 
-        Collective over the column.
+        Collective over the split group.
         """
-        found = copy.copy(self)
-        found.gradients = {group: SingleCommunicator(f"gradients of {group} alone") for group in self.gradients}
-        found.nodes = dict.fromkeys(self.gradients, (0,))
-        found.norms = SingleCommunicator("norms alone")
-        row = self._row
-        if row is None:
-            found.messages = SingleCommunicator("messages alone")
-            found._statistics = {"all": SingleCommunicator("statistics alone")}
+        groups = copy.copy(self)
+        groups.gradients = {name: SingleCommunicator(f"gradients of {name} alone") for name in self.gradients}
+        groups.nodes = dict.fromkeys(self.gradients, (0,))
+        groups.norms = SingleCommunicator("norms alone")
+        split = self._split
+        if split is None:
+            groups.messages = SingleCommunicator("messages alone")
+            groups._statistics = {"all": SingleCommunicator("statistics alone")}
         else:
-            found.messages = _copy(row, row.rank, "messages of the split group")
-            world = _copy(row, row.rank, "statistics of the split group")
-            found._statistics = {**self._statistics, "all": world, "data": SingleCommunicator("data statistics alone")}
-        return found
+            groups.messages = _copy(split, split.rank, "messages of the split group")
+            statistics = _copy(split, split.rank, "statistics of the split group")
+            groups._statistics = {**self._statistics, "all": statistics, "data": SingleCommunicator("data statistics alone")}
+        return groups
 
     def split_group(self, progress: ProgressEngine) -> SplitGroup | None:
         """The group that exchanges activations; None where every rank has samples of its own."""
-        return None if self._row is None else SplitGroup(self._row, progress)
+        return None if self._split is None else SplitGroup(self._split, progress)
 
     def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
-        """Of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
+        """The mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
     def split_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Samples of the ranks of this rank's column, from those of all positions."""
-        first = self.position - self.row
-        return tuple(counts[first : first + self.rows])
+        """Samples of the ranks of this rank's split group, from those of all positions."""
+        first = self.position - self.split_rank
+        return tuple(counts[first : first + self.split_size])
 
     def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
-        """Samples that each rank of a group's communicator computes on: its column's where layers are split."""
-        if group == ALL or self.rows == 1:
+        """Samples that each rank of a parameter group's communicator computes on: its split group's where layers are split."""
+        if group == ALL or self.split_size == 1:
             return counts
-        return tuple(sum(counts[first : first + self.rows]) for first in range(0, len(counts), self.rows))
+        return tuple(sum(counts[first : first + self.split_size]) for first in range(0, len(counts), self.split_size))
 
 
 def _copy(comm: Communicator, key: int, name: str) -> Communicator:
-    made = comm.split(0, key, name)
-    assert made is not None
-    return made
+    copied = comm.split(0, key, name)
+    assert copied is not None
+    return copied

@@ -82,27 +82,30 @@ class AveragingHooks(StepHooks):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A micro-batch: samples of each rank of the column, where they are among the column's, and this rank's among its own."""
+class MicroBatch:
+    """One of a step's passes: the samples of each rank of the split group.
+
+    shared: where they lie among the split group's samples. own: where this rank's lie among its own.
+    """
 
     counts: tuple[int, ...]
-    column: slice | np.ndarray
+    shared: slice | np.ndarray
     own: slice
 
 
-def parts_of(share: Share, micro_batches: int) -> Iterator[Part]:
-    """A rank's share of a step in micro-batches; every rank of the column makes the same ones."""
+def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
+    """A rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
     sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
-    offsets = [sum(share.counts[:row]) for row in range(len(share.counts))]
+    offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
     for number in range(micro_batches):
         counts = tuple(size[number] for size in sizes)
         runs = [range(offset + start, offset + start + n) for offset, start, n in zip(offsets, starts, counts, strict=True)]
-        column: slice | np.ndarray = slice(runs[0].start, runs[-1].stop)
+        shared: slice | np.ndarray = slice(runs[0].start, runs[-1].stop)
         if micro_batches > 1 and len(runs) > 1:
-            column = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        own = starts[share.row]
-        yield Part(counts, column, slice(own, own + counts[share.row]))
+            shared = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        own = starts[share.split_rank]
+        yield MicroBatch(counts, shared, slice(own, own + counts[share.split_rank]))
         starts = [start + n for start, n in zip(starts, counts, strict=True)]
 
 
@@ -151,33 +154,33 @@ class TrainingStep:
         for group, averager in self._averagers.items():
             averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()
-        for number, part in enumerate(parts_of(batch.share, self._micro_batches)):
+        for number, micro_batch in enumerate(micro_batches_of(batch.share, self._micro_batches)):
             self._hooks.start(number, self._micro_batches)
-            self._pass(batch, part, global_step, first=number == 0)
+            self._pass(batch, micro_batch, global_step, first=number == 0)
             self._hooks.finish()
         for averager in self._averagers.values():
             averager.end_backward()
         self._lap(Category.AVERAGING, HOOKS)
 
-    def _pass(self, batch: Batch, part: Part, global_step: int, *, first: bool) -> None:
+    def _pass(self, batch: Batch, micro_batch: MicroBatch, global_step: int, *, first: bool) -> None:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
-        program = self._network.program(part.counts, training=True)
-        # Whoever reads parts of images has those of the whole column.
-        program.x[...] = batch.x[part.own if len(batch.x) == len(batch.y) else part.column]
+        program = self._network.program(micro_batch.counts, training=True)
+        # A rank that reads tiles of images has those of all samples of its split group.
+        program.x[...] = batch.x[micro_batch.own if len(batch.x) == len(batch.y) else micro_batch.shared]
         self._lap(Category.WORK, "input copy")
         context = StepContext(
             training=True,
             epoch=batch.epoch,
             step=global_step,
-            sample_ids=batch.sample_ids[part.column],
+            sample_ids=batch.sample_ids[micro_batch.shared],
             global_count=batch.global_count,
         )
         with self._progress.computing():
             program.forward(context, hooks)
             self._lap(Category.AVERAGING, HOOKS)
-            sums = program.loss(batch.y[part.own], batch.global_count)
-            statistics = self._network.statistics.weighted(sums.count, sum(part.counts))
+            sums = program.loss(batch.y[micro_batch.own], batch.global_count)
+            statistics = self._network.statistics.weighted(sums.count, sum(micro_batch.counts))
             self._lap(Category.WORK, "loss")
             finite = self.finiteness.look(
                 global_step, loss=sums.loss, statistics=self._network.statistics.not_finite(statistics), parameters=first

@@ -1,4 +1,4 @@
-"""The loader: any number of parts sees one stream, in a thread that never leaks and never hides an error."""
+"""The loader: any number of ranks sees one stream, in a thread that never leaks and never hides an error."""
 
 import gc
 import threading
@@ -40,19 +40,21 @@ def _no_thread_is_left():
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 3), st.booleans())
-def test_parts_together_are_the_one_part_stream(make_file, batch, parts, prefetch, cache):
+def test_ranks_together_read_the_stream_of_one_rank(make_file, batch, ranks, prefetch, cache):
     file, _, _ = make_file()
     whole = read(make_loader(file, batch, prefetch=0), epoch=2)
-    shares = [read(make_loader(file, batch, part=p, parts=parts, prefetch=prefetch, cache=cache), epoch=2) for p in range(parts)]
-    assert [len(share) for share in shares] == [len(whole)] * parts
+    shares = [
+        read(make_loader(file, batch, rank=rank, ranks=ranks, prefetch=prefetch, cache=cache), epoch=2) for rank in range(ranks)
+    ]
+    assert [len(share) for share in shares] == [len(whole)] * ranks
     for step, (number, x, y, ids, _, total) in enumerate(whole):
         for place, expected in ((1, x), (2, y), (3, ids)):
             assert np.array_equal(np.concatenate([share[step][place] for share in shares]), expected)
-        for part, share in enumerate(shares):
+        for rank, share in enumerate(shares):
             assert share[step][0] == number == step
-            assert share[step][4] == counts(total, parts)
+            assert share[step][4] == counts(total, ranks)
             assert share[step][5] == total == len(y)
-            assert len(share[step][2]) == share[step][4][part]
+            assert len(share[step][2]) == share[step][4][rank]
 
 
 @pytest.mark.parametrize("batch", [1, 4, 13, 100])
@@ -67,7 +69,7 @@ def test_evaluation_has_every_sample_once_in_order(make_file, batch):
 
 def test_a_part_without_samples_gets_empty_arrays_of_the_right_shape(make_file):
     file, _, _ = make_file()
-    (batch,) = list(make_loader(file, 13, samples=2, part=4, parts=5).epoch(0))
+    (batch,) = list(make_loader(file, 13, samples=2, rank=4, ranks=5).epoch(0))
     assert (batch.x.shape, batch.y.shape, batch.sample_ids.shape) == ((0, 7, 9, 3), (0,), (0,))
     assert (batch.counts, batch.global_count) == ((1, 1, 0, 0, 0), 2)
 
@@ -85,14 +87,14 @@ def test_resuming_within_an_epoch_continues_the_stream(make_file):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_other_batches_and_parts_go_on_with_the_next_sample(make_file, batch, other, steps, parts, others, data):
+def test_other_batches_and_ranks_go_on_with_the_next_sample(make_file, batch, other, steps, ranks, others, data):
     """Whoever took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
     file, _, labels = make_file()
     order = Sampler(13, 1, 5).order(3)
-    seen = [read(make_loader(file, batch, part=part, parts=parts), epoch=3)[:steps] for part in range(parts)]
+    seen = [read(make_loader(file, batch, rank=rank, ranks=ranks), epoch=3)[:steps] for rank in range(ranks)]
     first = sum(step[5] for step in seen[0])
     options = {"cache": data.draw(st.booleans()), "prefetch": data.draw(st.integers(0, 2))}
-    rest = [read(make_loader(file, other, part=part, parts=others, **options), 3, first) for part in range(others)]
+    rest = [read(make_loader(file, other, rank=rank, ranks=others, **options), 3, first) for rank in range(others)]
     ids = [share[step][3] for shares in (seen, rest) for step in range(len(shares[0])) for share in shares]
     assert np.array_equal(np.concatenate([np.empty(0, np.int64), *ids]), order)
     for share in (*seen, *rest):
@@ -101,13 +103,13 @@ def test_other_batches_and_parts_go_on_with_the_next_sample(make_file, batch, ot
 
 
 def test_a_region_is_read_for_batches_of_every_size(make_file):
-    """What a part reads may depend on the batch's size: the last one of an epoch that began elsewhere is another."""
+    """The tile of a rank may depend on the batch's size: the last one of an epoch that began elsewhere is another."""
     file, _, _ = make_file()
 
-    def boxes(column):
-        return [((0, sum(column)), (0, 1 + sum(column)), (0, 9), (0, 3))]
+    def tiles_by_counts(counts):
+        return [((0, sum(counts)), (0, 1 + sum(counts)), (0, 9), (0, 3))]
 
-    loader = make_loader(file, 4, cache=True, boxes=boxes)
+    loader = make_loader(file, 4, cache=True, tiles=tiles_by_counts)
     whole = read(make_loader(file, 4, prefetch=0), epoch=1)
     for first, number in ((0, 4), (11, 1)):
         batches = read(loader, 1, first)
@@ -243,19 +245,26 @@ class Recorder:
 
 
 def tiles(image_shape, vertical, horizontal, reach):
-    """TileOfRank of a column whose ranks hold tiles of all its samples, and `reach` pixels around them, even beyond the image."""
+    """Tiles of a split group's images by the samples of its ranks, with `reach` pixels around each, even beyond the image."""
     height, width, channels = image_shape
 
-    def boxes(column):
-        n = sum(column)
-        cut = [[size * part // parts for part in range(parts + 1)] for size, parts in ((height, vertical), (width, horizontal))]
+    def tiles_by_counts(counts):
+        n = sum(counts)
+        bounds = [
+            [size * cut // pieces for cut in range(pieces + 1)] for size, pieces in ((height, vertical), (width, horizontal))
+        ]
         return [
-            ((0, n), (cut[0][i] - reach, cut[0][i + 1] + reach), (cut[1][j] - reach, cut[1][j + 1] + reach), (0, channels))
+            (
+                (0, n),
+                (bounds[0][i] - reach, bounds[0][i + 1] + reach),
+                (bounds[1][j] - reach, bounds[1][j + 1] + reach),
+                (0, channels),
+            )
             for i in range(vertical)
             for j in range(horizontal)
         ]
 
-    return boxes
+    return tiles_by_counts
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -268,40 +277,40 @@ def tiles(image_shape, vertical, horizontal, reach):
     st.booleans(),
     st.integers(0, 2),
 )
-def test_regions_are_cut_from_the_column_s_images(make_file, batch, columns, split, reach, specs, cache, prefetch):
+def test_tiles_are_cut_from_the_images_of_the_split_group(make_file, batch, groups, split, reach, specs, cache, prefetch):
     file, _, _ = make_file()
-    rows, parts = split[0] * split[1], split[0] * split[1] * columns
+    size, ranks = split[0] * split[1], split[0] * split[1] * groups
     whole = read(make_loader(file, batch, specs=specs, prefetch=0), epoch=1)
-    for part in range(parts):
-        boxes = tiles(make_loader(file, batch, specs=specs).image_shape, *split, reach)
-        options = {"part": part, "parts": parts, "rows": rows, "boxes": boxes, "cache": cache, "prefetch": prefetch}
+    for rank in range(ranks):
+        by_counts = tiles(make_loader(file, batch, specs=specs).image_shape, *split, reach)
+        options = {"rank": rank, "ranks": ranks, "split_size": size, "tiles": by_counts, "cache": cache, "prefetch": prefetch}
         loader = make_loader(file, batch, specs=specs, **options)
         for (_, x, y, ids, _, total), mine in zip(whole, loader.epoch(1), strict=True):
-            every = counts(total, parts, rows)
-            first = part - part % rows
-            start, stop = sum(every[:first]), sum(every[: first + rows])
-            assert mine.share == Share(every[first : first + rows], part % rows)
+            every = counts(total, ranks, size)
+            first = rank - rank % size
+            start, stop = sum(every[:first]), sum(every[: first + size])
+            assert mine.share == Share(every[first : first + size], rank % size)
             assert np.array_equal(mine.sample_ids, ids[start:stop])
-            own = slice(sum(every[:part]), sum(every[: part + 1]))
+            own = slice(sum(every[:rank]), sum(every[: rank + 1]))
             assert np.array_equal(mine.y, y[own])
             assert mine.counts == every
-            assert np.array_equal(mine.x, cut(x[start:stop], boxes(every[first : first + rows])[part % rows]))
+            assert np.array_equal(mine.x, cut(x[start:stop], by_counts(every[first : first + size])[rank % size]))
 
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(("specs", "shift"), [([], 0), (SPECS, 2), ([("flip", {})], 0)])
 def test_only_the_rows_of_its_region_are_read(make_file, specs, shift, cache):
     file, _, _ = make_file(count=40, shape=(24, 10, 3))
-    for row in range(3):
+    for rank in range(3):
         file.images, kept = Recorder(file.images), file.images
-        boxes = tiles((24, 10, 3), 3, 1, 1)
-        loader = make_loader(file, 7, specs=specs, part=row, parts=3, rows=3, boxes=boxes, cache=cache)
+        by_counts = tiles((24, 10, 3), 3, 1, 1)
+        loader = make_loader(file, 7, specs=specs, rank=rank, ranks=3, split_size=3, tiles=by_counts, cache=cache)
         for epoch in range(8):
             read(loader, epoch)
         seen = file.images.read
         file.images = kept
         rows = np.flatnonzero(seen.any(axis=(0, 2)))
-        first, last = max(0, 8 * row - 1 - shift), min(24, 8 * row + 9 + shift)
+        first, last = max(0, 8 * rank - 1 - shift), min(24, 8 * rank + 9 + shift)
         assert (rows[0], rows[-1] + 1) == (first, last)
         assert seen[:, first:last].mean() == 1.0 if cache else seen[:, first:last].mean() > 0.9
 
@@ -313,10 +322,10 @@ def test_a_region_is_cached_where_the_whole_file_would_not_fit(make_file):
         file,
         20,
         specs=[],
-        part=1,
-        parts=3,
-        rows=3,
-        boxes=tiles((24, 10, 3), 3, 1, 0),
+        rank=1,
+        ranks=3,
+        split_size=3,
+        tiles=tiles((24, 10, 3), 3, 1, 0),
         cache=True,
         cache_limit_bytes=images.nbytes // 3,
     )
@@ -331,12 +340,12 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
     file, _, _ = make_file()
     whole = read(make_loader(file, 5, prefetch=0))
 
-    def boxes(column):
-        n = sum(column)
+    def tiles_by_counts(counts):
+        n = sum(counts)
         return [((0, n), (0, 7), (0, 9), (1, 3)), ((0, n), (0, 0), (0, 9), (0, 3)), ((0, n), (9, 10), (0, 9), (0, 3))]
 
-    for row in range(3):
-        loader = make_loader(file, 5, part=row, parts=3, rows=3, boxes=boxes)
+    for rank in range(3):
+        loader = make_loader(file, 5, rank=rank, ranks=3, split_size=3, tiles=tiles_by_counts)
         for step, mine in zip(whole, loader.epoch(0), strict=True):
-            expected = [step[1][..., 1:3], step[1][:, :0], np.zeros_like(step[1][:, :1])][row]
+            expected = [step[1][..., 1:3], step[1][:, :0], np.zeros_like(step[1][:, :1])][rank]
             assert np.array_equal(mine.x, expected)

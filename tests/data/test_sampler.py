@@ -8,35 +8,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.sampler import Sampler, counts, part_of
+from hpctrain.data.sampler import Sampler, counts, share_of
 from hpctrain.errors import ConfigError, DataError
 
 sizes = st.integers(1, 200)
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
-def test_counts_are_even_and_larger_first(samples, parts):
-    shares = counts(samples, parts)
-    assert len(shares) == parts
+def test_counts_are_even_and_larger_first(samples, ranks):
+    shares = counts(samples, ranks)
+    assert len(shares) == ranks
     assert sum(shares) == samples
     assert max(shares) - min(shares) <= 1
     assert sorted(shares, reverse=True) == list(shares)
 
 
 @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
-def test_parts_make_up_the_whole_in_order(samples, columns, rows):
+def test_shares_make_up_the_whole_in_order(samples, groups, size):
     ids = np.arange(samples) * 3
-    shares = [part_of(ids, part, columns * rows, rows) for part in range(columns * rows)]
+    shares = [share_of(ids, rank, groups * size, size) for rank in range(groups * size)]
     assert np.array_equal(np.concatenate(shares), ids)
-    assert tuple(len(share) for share in shares) == counts(samples, columns * rows, rows)
+    assert tuple(len(share) for share in shares) == counts(samples, groups * size, size)
 
 
 @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
-def test_parts_that_share_work_are_even_and_so_are_their_groups(samples, columns, rows):
-    shares = counts(samples, columns * rows, rows)
-    groups = [shares[first : first + rows] for first in range(0, len(shares), rows)]
-    assert tuple(sum(group) for group in groups) == counts(samples, columns)
-    assert all(group == counts(sum(group), rows) for group in groups)
+def test_shares_inside_a_split_group_are_even_and_so_are_those_of_the_groups(samples, groups, size):
+    shares = counts(samples, groups * size, size)
+    by_group = [shares[first : first + size] for first in range(0, len(shares), size)]
+    assert tuple(sum(group) for group in by_group) == counts(samples, groups)
+    assert all(group == counts(sum(group), size) for group in by_group)
 
 
 @given(sizes, sizes, st.booleans(), st.integers(0, 2**63), st.integers(0, 5))

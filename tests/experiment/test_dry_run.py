@@ -63,7 +63,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
     distribution = None if axis is None else GridDistribution(plan, axis)
     network = Network(model, task.image_shape, task.kernels, dtype=config.dtype, distribution=distribution)
-    norms = JointNorms(groups.samples, progress) if MODEL in network.groups else None
+    norms = JointNorms(groups.all_ranks, progress) if MODEL in network.groups else None
     given = {"nominal_batch": config.batch, "norms": norms}
     accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
     schedules: Agreed = {}
@@ -81,7 +81,7 @@ def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     for name, averager in averagers.items():
         averager.agree()
         schedules[name] = averager.schedule, averager.order
-    return groups.row, schedules
+    return groups.split_rank, schedules
 
 
 def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:

@@ -19,7 +19,7 @@ def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_pe
         found["messages"] = groups.messages.allgather_object(groups.position)
         axis = groups.split_group(virtual_engine(comm))
         assert (axis is None) == (rows == 1)
-        assert axis is None or (axis.rank, axis.size) == (groups.row, rows)
+        assert axis is None or (axis.rank, axis.size) == (groups.split_rank, rows)
         assert set(groups.mergers(virtual_engine(comm))) == ({"all"} if rows == 1 else {"all", "split", "data"})
         return groups.position, found
 

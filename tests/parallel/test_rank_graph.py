@@ -84,7 +84,7 @@ def test_what_must_be_read_is_what_the_program_takes(use: Parallelism) -> None:
         network, groups, distribution = _network(comm, nets.residual(), plan)
         boxes = distribution.tiles_by_counts(network.graph)
         for counts in ((2, 1), (0, 1), (0, 0)):
-            box = boxes(counts)[groups.row]
+            box = boxes(counts)[groups.split_rank]
             assert network.program(counts, training=True).x.shape == tuple(stop - start for start, stop in box)
             whole_height = box[1] == (0, SHAPE[0])
             assert whole_height == (use is _M)

@@ -151,7 +151,7 @@ def _expected(row: Row, task: Task) -> Result:
         together = rows * cols
         if row["net"] == "residual-local":
             together = 1 if task.plan.rows == 1 or row["plan"] == "batch" else rows
-        groups = partial(groups_of, ranks=rows * cols, rows=rows, micro_batches=task.micro_batches, together=together)
+        groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=task.micro_batches, together=together)
         key = (rows, cols, task.micro_batches, together)
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy))

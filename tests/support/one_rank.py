@@ -16,7 +16,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.sampler import counts, part_of
+from hpctrain.data.sampler import counts, share_of
 from hpctrain.nn.network import Network
 from hpctrain.train.step_reduction import StepTotals
 from tests.support.training import Result, Task, made_up
@@ -25,14 +25,14 @@ from tests.support.training import Result, Task, made_up
 Groups = tuple[tuple[int, ...], ...]
 
 
-def groups_of(total: int, ranks: int, rows: int, micro_batches: int, *, together: int) -> Groups:
+def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, together: int) -> Groups:
     """How a step's samples fall into groups with batch statistics of their own.
 
     Args:
-        total: samples of the step. together: neighbouring ranks whose samples share statistics: 1, `rows`, or all.
+        total: samples of the step. together: neighbouring ranks whose samples share statistics: 1, `split_size`, or all.
     """
     places = np.arange(total)
-    own = [part_of(places, position, ranks, rows) for position in range(ranks)]
+    own = [share_of(places, position, ranks, split_size) for position in range(ranks)]
     parts = [np.split(mine, np.cumsum(counts(len(mine), micro_batches))[:-1]) for mine in own]
     found = (
         tuple(int(place) for part in parts[first : first + together] for place in part[micro])

@@ -17,7 +17,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share, cut
-from hpctrain.data.sampler import Sampler, counts, part_of
+from hpctrain.data.sampler import Sampler, counts, share_of
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
@@ -70,23 +70,24 @@ def made_up(task: Task) -> tuple[np.ndarray, np.ndarray, Sampler]:
     return images, labels, Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
 
 
-def batches(task: Task, position: int, positions: int, boxes: TileOfRank | None = None) -> Iterator[Batch]:
+def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None = None) -> Iterator[Batch]:
     """The shares of one position: made-up images that depend on the sample alone.
 
-    boxes: for the samples of the ranks of a column, what each of them reads of the column's images; None: its own samples.
+    tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
     images, labels, sampler = made_up(task)
-    rows = task.plan.rows
+    split_size = task.plan.rows
     for step in range(task.steps):
         epoch, inside = divmod(step, sampler.steps_per_epoch)
         total = sampler.global_count(inside)
         ids = sampler.ids(epoch, inside)
-        every = counts(total, positions, rows)
-        share = Share(tuple(every[position - position % rows :][:rows]), position % rows)
-        own = part_of(ids, position, positions, rows)
-        column = np.concatenate([part_of(ids, position - position % rows + row, positions, rows) for row in range(rows)])
-        x = images[own] if boxes is None else cut(images[column], boxes(share.counts)[share.row])
-        yield Batch(x, labels[own], column, every, total, epoch, inside, share)
+        every = counts(total, positions, split_size)
+        first = position - position % split_size
+        share = Share(tuple(every[first:][:split_size]), position % split_size)
+        own = share_of(ids, position, positions, split_size)
+        shared = np.concatenate([share_of(ids, first + rank, positions, split_size) for rank in range(split_size)])
+        x = images[own] if tiles is None else cut(images[shared], tiles(share.counts)[share.split_rank])
+        yield Batch(x, labels[own], shared, every, total, epoch, inside, share)
 
 
 def train(
@@ -165,9 +166,9 @@ def assemble(network: Network, name: str, own: np.ndarray, comm: Communicator, g
     shard = network.shards[name]
     if shard is None:
         return own.copy()
-    parts = comm.allgather_object((groups.row, own.copy()))
+    parts = comm.allgather_object((groups.split_rank, own.copy()))
     by_row = dict(sorted(parts, key=lambda part: part[0]))
-    return np.concatenate([by_row[row] for row in range(groups.rows)], axis=shard.dim)
+    return np.concatenate([by_row[row] for row in range(groups.split_size)], axis=shard.dim)
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

@@ -66,7 +66,7 @@ class Trained:
         }
         for each in self.averagers.values():
             each.agree()
-        self.shards = Shards(self.network, groups.parts, progress)
+        self.shards = Shards(self.network, groups.shard_holders, progress)
 
     def take(self, *, keep: bool = True) -> CheckpointContent:
         return snapshot.take(self.network, self.averagers, self.shards, POSITION, {"ranks": 1}, keep=keep)
