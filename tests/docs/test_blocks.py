@@ -318,7 +318,7 @@ def _alone() -> dict[str, Any]:
     return {
         **arrays,
         "world": world,
-        "column": world,
+        "ranks": world,
         "progress": progress,
         "groups": groups,
         "ranks_of": {"replicated": world},

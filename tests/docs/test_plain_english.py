@@ -1,0 +1,35 @@
+"""The pages are in plain English: none of the words and beginnings that make a reader stop."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
+PAGES = [str(path.relative_to(ROOT)) for path in FILES]
+
+#: pattern -> what to write instead
+RULES = {
+    r"\banew\b": "again",
+    r"\blikewise\b": "the thing itself, once more",
+    r"\bfor ever\b": "without end",
+    r"\b[Ww]hoever\b": "a noun: the rank that, the caller",
+    r"(?:^|[.:] |\| |- )What\b(?![^.|]*\?)": "a noun phrase: the bytes that, a tensor that",
+    r"(?:^|[.:] |\| |- )That (?:is|are) \w+ed\b": "a noun phrase",
+    r"\d (?:s|ms|us|MB|n|words|events|bytes) an? (?:step|rank|event|second|byte|element)\b": "per step, per rank, ...",
+}
+
+
+def prose(page: str) -> str:
+    """The text of a page without fenced blocks and what stands in backticks; sentences that go on stand in one line."""
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(?<!\n)\n(?![\n|#*-])", " ", re.sub(r"`[^`]*`", "`x`", text))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words(page: str) -> None:
+    text = prose(page)
+    for pattern, instead in RULES.items():
+        match = re.search(pattern, text, re.MULTILINE)
+        assert match is None, f"{page}: {text[max(0, match.start() - 40) : match.end() + 40]!r}; write {instead}"
