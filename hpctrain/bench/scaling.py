@@ -27,6 +27,7 @@ from hpctrain.experiment.check import check_names, refusal
 from hpctrain.experiment.compute_only import RESULT_FILE
 from hpctrain.experiment.trace_report import TABLE_FILE
 from hpctrain.launch.threads import physical_cores
+from hpctrain.storage.atomic_write import write_json
 
 Mode = Literal["weak", "strong"]
 
@@ -222,7 +223,7 @@ def write(path: Path, task: Task, points: Sequence[Point]) -> None:
         "points": [{**asdict(each), "images_per_second": each.images_per_second} for each in points],
     }
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(path, content)
     except OSError as error:
         raise HpctrainError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
 

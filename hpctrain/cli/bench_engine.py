@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -55,11 +54,11 @@ def engine(
     plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
     from hpctrain.bench.engine import compare, measure, print_tables
     from hpctrain.bench.engine_step import workload
+    from hpctrain.storage.atomic_write import write_json
 
     task = workload(model, batch, pixels)
     found = measure(task, backend, steps, plan.threads)
     compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
     print_tables(found, compared)
     if out is not None:
-        content = {**found.as_dict(), "comparison": compared}
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(out, {**found.as_dict(), "comparison": compared})

@@ -23,6 +23,7 @@ from hpctrain.data.files import system_errors_as
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
+from hpctrain.storage.atomic_write import write_bytes
 
 CLASS_NAMES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -145,9 +146,7 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
                 _log.warning("cannot download %s/%s.gz: %s", url, name, error)
                 return None
             _check(_unpacked(packed, f"{url}/{name}.gz"), digest, f"{url}/{name}.gz")
-            temporary = out / f".{name}.gz.tmp"
-            temporary.write_bytes(packed)
-            os.replace(temporary, out / f"{name}.gz")
+            write_bytes(out / f"{name}.gz", packed)
     return out
 
 

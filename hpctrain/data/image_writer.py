@@ -15,6 +15,7 @@ import numpy as np
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.stored import FORMAT, VERSION, check_labels, check_names, chunks, digest_of, names_digest
 from hpctrain.errors import DataError
+from hpctrain.storage.atomic_write import publish
 from hpctrain.storage.guarded_file import GuardedFile
 
 #: HDF5 keeps checksums of its own structures from this version of its format on
@@ -105,7 +106,7 @@ class ImageFileWriter:
         self._file.add("class_names", np.array(encoded, text))
         self._file.add_digest("class_names", names_digest(self._names))
         self._file.finish()
-        _publish(self._temporary, self._path)
+        publish(self._temporary, self._path)
 
     def _add(self, name: str, values: np.ndarray) -> None:
         self._file.add(name, values)
@@ -175,20 +176,6 @@ def write(
     with ImageFileWriter(path, count, shape, class_names) as writer:
         for images, labels in chunks:
             writer.append(images, labels)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a complete file, whose bytes are on disk, its name, and make the name durable too."""
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _moments(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ that split layers among them exchange activations as ever. What the ranks learn 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from hpctrain.config.schema import AveragerConfig, CheckpointConfig, EvaluateCon
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.storage.atomic_write import write_json
 
 RESULT_FILE = "compute_only.json"
 _REPEATS = 5
@@ -111,7 +111,7 @@ def report(
         "exchange": asdict(exchange),
         "limit_seconds": limit,
     }
-    (directory / RESULT_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    write_json(directory / RESULT_FILE, content)
     said = [
         f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
         f"(fastest {min(per_rank) * 1e3:.3f} ms)"

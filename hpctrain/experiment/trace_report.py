@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.clock import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
@@ -110,7 +110,7 @@ class TraceReport:
         late = time_table.latest(postings, names, time_table.counted_steps(mine.events))
         table = time_table.merge(found, late)
         content = {**facts, "table": asdict(table), "per_rank": [asdict(each) for each in found]}
-        (directory / TABLE_FILE).write_text(json.dumps(content, indent=1) + "\n")
+        write_json(directory / TABLE_FILE, content)
         return [*lines(table, error_ns * 1e-9, self._world.size, width), *said]
 
 

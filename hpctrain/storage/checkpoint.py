@@ -7,7 +7,6 @@ caller's. There is no random state to keep: every draw is a function of seed, ep
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,11 +18,11 @@ import numpy as np
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
+from hpctrain.storage.atomic_write import PARTIAL, replacing, synchronise_directory
 from hpctrain.storage.hdf5_store import read_store, write_store
 
 _log = get_logger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -77,37 +76,17 @@ def write(path: Path, content: CheckpointContent) -> None:
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission); nothing is left behind.
     """
-    partial = path.with_name(path.name + _PARTIAL)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"*.h5{_PARTIAL}"):
+        for left in path.parent.glob(f"*.h5{PARTIAL}"):
             left.unlink(missing_ok=True)
-        write_store(partial, content.tensors, content.meta)
-        os.replace(partial, path)
-        synchronise_directory(path.parent)
+        with replacing(path) as partial:
+            write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
-        _remove(partial)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"The checkpoint {path} cannot be written ({reason}); make room or choose another output."
         ) from error
-    except BaseException:
-        _remove(partial)
-        raise
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
-def synchronise_directory(directory: Path) -> None:
-    """Wait until the directory's entries, a new name among them, are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> CheckpointContent:

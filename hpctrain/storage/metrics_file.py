@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
-from hpctrain.storage.checkpoint import synchronise_directory
+from hpctrain.storage.atomic_write import write_bytes
 
 _log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> N
     try:
         if unreadable:
             _keep_unreadable(path, unreadable)
-        _replace(path, new)
+        write_bytes(path, new)
     except OSError as error:
         raise CheckpointError(
             f"The metrics {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
@@ -89,17 +89,3 @@ def _keep_unreadable(path: Path, lines: Sequence[bytes]) -> None:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    synchronise_directory(path.parent)

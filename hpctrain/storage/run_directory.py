@@ -34,6 +34,7 @@ from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
+from hpctrain.storage.atomic_write import write_json, write_text
 from hpctrain.storage.checkpoint import CheckpointContent, read_newest
 
 _STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
@@ -105,10 +106,10 @@ class RunDirectory:
         try:
             run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
             run.checkpoints.mkdir()
-            (run.path / "versions.json").write_text(json.dumps(dict(versions), indent=1) + "\n")
-            (run.path / "git.json").write_text(json.dumps(dict(git), indent=1) + "\n")
+            write_json(run.path / "versions.json", dict(versions))
+            write_json(run.path / "git.json", dict(git))
             # Last, because a directory with a configuration is a run.
-            (run.path / "config.yaml").write_text(config)
+            write_text(run.path / "config.yaml", config)
         except OSError as error:
             raise ConfigError(
                 f"No run directory can be made in output {output} ({error.strerror}); choose another output."
@@ -139,10 +140,7 @@ class RunDirectory:
 
     def write_schedule(self, group: str, schedule: str) -> None:
         """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
-        path = self.schedule_path(group)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(schedule)
-        partial.replace(path)
+        write_text(self.schedule_path(group), schedule)
 
     def schedule_path(self, group: str) -> Path:
         """The schedule of a parameter group's averager."""
@@ -171,10 +169,10 @@ class RunDirectory:
         try:
             if config != earlier:
                 kept = self.path / f"config-{step:08d}.yaml"
-                _replace(kept, earlier)
+                write_text(kept, earlier)
                 gone.discard(kept)
             if config != self.config():
-                _replace(self.path / "config.yaml", config)
+                write_text(self.path / "config.yaml", config)
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -225,15 +223,6 @@ def _make_unique(output: Path, stem: str) -> Path:
             path.mkdir()
             return path
     raise AssertionError("unreachable")
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def _finite(value: object) -> object:
