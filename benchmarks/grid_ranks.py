@@ -29,7 +29,7 @@ from hpctrain.data.loader import Batch, Share, cut
 from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution

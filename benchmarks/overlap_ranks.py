@@ -34,7 +34,7 @@ from hpctrain.data.loader import Batch, Share
 from hpctrain.experiment.averager import AVERAGERS
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.virtual.counters import Counters, CountingCommunicator

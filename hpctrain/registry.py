@@ -1,8 +1,9 @@
 """From a name in the configuration to an object: a new strategy, optimiser or model is one new file, and no list is edited.
 
-The name is a module's name inside a package ("sgd" is `hpctrain.optim.sgd`). The options are the fields of the frozen dataclass
-`Options` of the class that the module defines, where its constructor takes `options`, else the keywords of that constructor or
-of the function `build`. An `Options` refuses values that its types allow with an `OptionError` in its `__post_init__`.
+The name is a module's name inside a package ("sgd" is `hpctrain.optim.optimizers.sgd`). The options are the fields of the
+frozen dataclass `Options` of the class that the module defines, where its constructor takes `options`, else the keywords of
+that constructor or of the function `build`. `__post_init__` of a dataclass refuses, by an `OptionError`, values that its types
+allow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from dataclasses import is_dataclass
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -27,25 +29,26 @@ class Registry(Generic[T]):
     """What one package offers under names.
 
     Each module of `package` defines one public class that subclasses `base`, or, where `base` is None, a function `build`.
-    "base", modules whose name starts with "_" and those in the package's tuple `NOT_REGISTERED` are helpers.
+    "base" and modules whose name starts with "_" are helpers.
 
     Args:
-        package: dotted name, such as "hpctrain.optim".
+        package: dotted name, such as "hpctrain.optim.optimizers".
         kind: what its objects are called in messages, such as "optimiser".
         base: the class that the objects derive from.
+        given: keywords of their constructors that the program gives, and that are no options.
     """
 
-    def __init__(self, package: str, kind: str, base: type[T] | None) -> None:
+    def __init__(self, package: str, kind: str, base: type[T] | None, given: Collection[str] = ()) -> None:
         self.package = package
         self.kind = kind
         self.base = base
+        self.given = frozenset(given)
 
     def names(self) -> tuple[str, ...]:
         """Registered names in alphabetical order; imports the package but none of its modules."""
         package = importlib.import_module(self.package)
-        skipped = {"base", *getattr(package, "NOT_REGISTERED", ())}
-        found = (module.name for module in pkgutil.iter_modules(package.__path__))
-        return tuple(sorted(name for name in found if name not in skipped and not name.startswith("_")))
+        modules = (module.name for module in pkgutil.iter_modules(package.__path__))
+        return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
     def find(self, name: str) -> Callable[..., T]:
         """The class or the `build` function of that name.
@@ -55,7 +58,7 @@ class Registry(Generic[T]):
         """
         names = self.names()
         if name not in names:
-            raise ConfigError(f'There is no {self.kind} "{name}"; {_choices(name, names)}.')
+            raise unknown(self.kind, name, names)
         module = importlib.import_module(f"{self.package}.{name}")
         found = [value for key, value in vars(module).items() if self._is_entry(key, value, module.__name__)]
         if len(found) != 1:
@@ -64,13 +67,13 @@ class Registry(Generic[T]):
         entry: Callable[..., T] = found[0]
         return entry
 
-    def check(self, name: str, options: Mapping[str, Any], reserved: Collection[str] = ()) -> None:
-        """Check options without making the object; `reserved` keywords are given by the program and are no options.
+    def check(self, name: str, options: Mapping[str, Any]) -> None:
+        """Check options without making the object.
 
         Raises:
             ConfigError: no such name; OptionError: as `check_options`.
         """
-        self._keywords(name, options, reserved)
+        self._keywords(name, options)
 
     def create(self, name: str, options: Mapping[str, Any], **fixed: Any) -> T:
         """Make the object of that name from its options and the program's own keywords.
@@ -78,8 +81,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: as `check`, and what the constructor raises.
         """
-        keywords = self._keywords(name, options, fixed)
-        return self.find(name)(**fixed, **keywords)
+        return self.find(name)(**fixed, **self._keywords(name, options, fixed))
 
     def _is_entry(self, key: str, value: Any, module: str) -> bool:
         if getattr(value, "__module__", None) != module or key.startswith("_"):
@@ -88,8 +90,8 @@ class Registry(Generic[T]):
             return key == "build" and inspect.isfunction(value)
         return inspect.isclass(value) and issubclass(value, self.base) and value.__name__ == key
 
-    def _keywords(self, name: str, options: Mapping[str, Any], reserved: Collection[str]) -> dict[str, Any]:
-        return check_options(self.find(name), f'{self.kind} "{name}"', options, reserved)
+    def _keywords(self, name: str, options: Mapping[str, Any], fixed: Collection[str] = ()) -> dict[str, Any]:
+        return check_options(self.find(name), f'{self.kind} "{name}"', options, {*self.given, *fixed})
 
 
 def check_options(
@@ -142,12 +144,23 @@ def _converted_options(
 
 def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters that can be given by keyword, in order, annotations as types where they resolve."""
-    try:
-        signature = inspect.signature(entry, eval_str=True)
-    except NameError:  # an annotation that is imported for type checkers only
-        signature = inspect.signature(entry)
+    types = _types(entry)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in by_keyword}
+    return {
+        key: parameter.replace(annotation=types.get(key, parameter.annotation))
+        for key, parameter in inspect.signature(entry).parameters.items()
+        if parameter.kind in by_keyword
+    }
+
+
+def _types(entry: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations by parameter, as types; empty where one of them is imported for type checkers only."""
+    # The fields of a dataclass may be inherited from one in another module, whose names its own __init__ does not know.
+    annotated = entry.__init__ if inspect.isclass(entry) and not is_dataclass(entry) else entry
+    try:
+        return get_type_hints(annotated)
+    except NameError:
+        return {}
 
 
 def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
@@ -163,6 +176,11 @@ def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
     except ValidationError as error:
         reasons = joined(rule(item) for item in error.errors(include_url=False))
         raise OptionError(f"{what} is {json.dumps(value)}, but {reasons}.", key) from None
+
+
+def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
+    """The error of a name that is none of `names`."""
+    return ConfigError(f'There is no {kind} "{name}"; {_choices(name, names)}.')
 
 
 def _choices(name: str, names: Iterable[str]) -> str:

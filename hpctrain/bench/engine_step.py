@@ -17,7 +17,7 @@ from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.plan import SelfMade
 from hpctrain.nn.program import Program
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 
 LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
 MOMENTUM = 0.9

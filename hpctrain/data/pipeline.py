@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.backend import counter_random
 from hpctrain.boxes import Box, shape_of, size_of
-from hpctrain.data.augment import check
+from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ShapeError
 
@@ -23,12 +23,12 @@ class Pipeline:
     so one thread at a time may call it.
 
     Args:
-        specs: (name, options) pairs, checked by `check`.
+        specs: (name, options) pairs, of `AUGMENTATIONS`.
         mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
         dtype: "float32" or "float64" of the result, which is finite: augmentations give uint8, and mean and std are checked.
 
     Raises:
-        ConfigError: see `check`. DataError: mean or std with which pixels would not be finite.
+        ConfigError: see `Registry.create`. DataError: mean or std with which pixels would not be finite.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Pipeline:
         std: np.ndarray,
         dtype: str = "float32",
     ) -> None:
-        self.augmentations = tuple(check(name, options) for name, options in specs)
+        self.augmentations = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
         self.seed = seed
         self.dtype = np.dtype(dtype)
         check_statistics("the normalisation", np.asarray(mean), np.asarray(std))

@@ -16,7 +16,12 @@ from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
 from hpctrain.registry import Registry
 
-AVERAGERS: Registry[GradientAverager] = Registry("hpctrain.averaging.strategies", "averager", GradientAverager)
+AVERAGERS: Registry[GradientAverager] = Registry(
+    "hpctrain.averaging.strategies",
+    "averager",
+    GradientAverager,
+    given=("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_batch", "micro_batches"),
+)
 
 
 def make_averager(

@@ -13,7 +13,6 @@ from hpctrain.data.facts import DataFacts
 from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.errors import DataError
 from hpctrain.experiment.averager import make_averager
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
@@ -21,8 +20,9 @@ from hpctrain.experiment.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
-from hpctrain.optim import schedules
-from hpctrain.optim.schedules import LearningRateSchedule
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.metrics import Reporter
@@ -77,13 +77,13 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
     test_loader = None
     if test is not None:
         test_loader = make_loader(session, test, boxes, batch=config.evaluate.batch or config.batch, shuffle=False)
-    schedule = schedules.make(
+    schedule = SCHEDULES.create(
         config.schedule.name,
         config.schedule.options,
-        config.optimizer.lr,
-        max(1, config.epochs),
-        len(loader),
-        config.schedule.warmup_epochs,
+        base_lr=config.optimizer.lr,
+        epochs=max(1, config.epochs),
+        steps_per_epoch=len(loader),
+        warmup_epochs=config.schedule.warmup_epochs,
     )
     shards = Shards(network, session.groups.shard_holders, session.progress)
     averagers = build_averagers(session, network)

@@ -14,23 +14,18 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.config.source import KeyPath, Source
-from hpctrain.data import augment
+from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.experiment import averager as averagers
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.options import SECTIONS, choice
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim import schedules
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.registry import Registry, check_options
-
-OPTIMIZERS: Registry[Optimizer] = Registry("hpctrain.optim", "optimizer", Optimizer)
-
-# What the program gives the constructor itself.
-_SCHEDULE_GIVEN = ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
 
 Options = Mapping[str, Any]
 
@@ -48,15 +43,8 @@ def check_names(config: Config, source: Source) -> None:
 
 def refusal(path: KeyPath, name: str) -> str | None:
     """The sentence that refuses the name of a section; None where its registry has it."""
-    lookup: Callable[[str], object] = {
-        "model": catalogue.options,
-        "optimizer": OPTIMIZERS.find,
-        "schedule": schedules.schedule_class,
-        "averager": averagers.AVERAGERS.find,
-        "data": augment.find,
-    }[str(path[0])]
     try:
-        lookup(name)
+        choice(SECTIONS.get(str(path[0]), "augmentations"), name)
     except ConfigError as error:
         return str(error)
     return None
@@ -119,7 +107,6 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each name and option that its registry refuses."""
     model, optimizer, averager, schedule = config.model, config.optimizer, config.averager, config.schedule
     yield from _fault(("model",), model.options, partial(catalogue.build, model.name))
-    # An optimiser is made, not only checked: its constructor knows the ranges and allocates nothing before it is bound.
     yield from _fault(("optimizer",), optimizer.options, partial(OPTIMIZERS.create, optimizer.name))
     yield from _fault(("schedule",), schedule.options, partial(_make_schedule, config))
     yield from _fault(("averager",), averager.options, partial(_make_averager, config, grid.splits_parameters(config)))
@@ -129,7 +116,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 def _augment_faults(key: str, steps: tuple[AugmentConfig, ...]) -> Iterator[tuple[KeyPath, str]]:
     for index, step in enumerate(steps):
-        yield from _fault(("data", key, index), step.options, partial(augment.check, step.name))
+        yield from _fault(("data", key, index), step.options, partial(AUGMENTATIONS.create, step.name))
 
 
 def _optimizer(config: Config) -> Optimizer:
@@ -149,11 +136,11 @@ def _make_averager(config: Config, splits_parameters: bool, options: Options) ->
 
 
 def _make_schedule(config: Config, options: Options) -> None:
-    name, epochs = config.schedule.name, max(1, config.epochs)
-    check_options(schedules.schedule_class(name), f'schedule "{name}"', options, _SCHEDULE_GIVEN)
+    epochs = max(1, config.epochs)
     # A warm-up longer than the run has its own sentence above.
     warmup = min(config.schedule.warmup_epochs, epochs)
-    schedules.make(name, options, config.optimizer.lr, epochs, 1, warmup)
+    lr = config.optimizer.lr
+    SCHEDULES.create(config.schedule.name, options, base_lr=lr, epochs=epochs, steps_per_epoch=1, warmup_epochs=warmup)
 
 
 def _fault(path: KeyPath, options: Options, attempt: Callable[[Options], object]) -> Iterator[tuple[KeyPath, str]]:
@@ -172,9 +159,9 @@ def _error(attempt: Callable[[Options], object], options: Options) -> HpctrainEr
 
 
 def _culprit(error: HpctrainError, options: Options, attempt: Callable[[Options], object]) -> str:
-    """The option without which the error is gone, else the one without which it is another one, else "name"."""
-    if isinstance(error, OptionError) and error.option in options:
-        return error.option
+    """The option that the error names, else the one without which it is gone or another one, else "name"."""
+    if isinstance(error, OptionError):
+        return error.option if error.option in options else "name"
     left = {key: _error(attempt, {other: options[other] for other in options if other != key}) for key in options}
     gone = (key for key, after in left.items() if after is None)
     # Without a needed option the complaint is that it is missing.

@@ -27,12 +27,12 @@ from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.model import model_options
 from hpctrain.models import catalogue
 from hpctrain.nn.network import ALL, MODEL, declared, local_spec
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport
 from hpctrain.parallel.plan_reporter import report_plan

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from hpctrain.config.schema import Config, Named
-from hpctrain.data import augment
-from hpctrain.data.augment import AUGMENTATIONS
+from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.experiment import averager as averagers
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.models import catalogue
-from hpctrain.optim import schedules
-from hpctrain.registry import options_of, parameters_of
-
-#: keywords of averagers and schedules that the program gives itself
-_RESERVED = {
-    "averagers": ("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_batch", "micro_batches"),
-    "schedules": ("base_lr", "epochs", "steps_per_epoch", "warmup_epochs"),
-}
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.registry import Registry, options_of, parameters_of
 
 #: options of models that follow from the rest of the configuration where they are left out
 FOLLOWING: Mapping[str, str] = {
@@ -73,16 +66,21 @@ SECTIONS = {"model": "models", "optimizer": "optimizers", "averager": "averagers
 KINDS = (*SECTIONS.values(), "augmentations")
 
 
+def registry(kind: str) -> Registry[Any]:
+    """The registry of a kind; that of models has the families."""
+    registries: Mapping[str, Registry[Any]] = {
+        "models": catalogue.FAMILIES,
+        "optimizers": OPTIMIZERS,
+        "averagers": averagers.AVERAGERS,
+        "schedules": SCHEDULES,
+        "augmentations": AUGMENTATIONS,
+    }
+    return registries[kind]
+
+
 def names(kind: str) -> tuple[str, ...]:
     """All names of a kind."""
-    known: Mapping[str, Callable[[], Iterable[str]]] = {
-        "models": catalogue.names,
-        "optimizers": OPTIMIZERS.names,
-        "averagers": averagers.AVERAGERS.names,
-        "schedules": schedules.names,
-        "augmentations": lambda: AUGMENTATIONS,
-    }
-    return tuple(known[kind]())
+    return catalogue.names() if kind == "models" else registry(kind).names()
 
 
 def choice(kind: str, name: str) -> Choice:
@@ -93,14 +91,9 @@ def choice(kind: str, name: str) -> Choice:
     """
     if kind == "models":
         return _model(name)
-    find: Mapping[str, Callable[[str], Callable[..., Any]]] = {
-        "optimizers": OPTIMIZERS.find,
-        "averagers": averagers.AVERAGERS.find,
-        "schedules": schedules.schedule_class,
-        "augmentations": augment.find,
-    }
-    entry = find[kind](name)
-    return Choice(name, _sentence(entry), _options(entry, _RESERVED.get(kind, ())), name)
+    known = registry(kind)
+    entry = known.find(name)
+    return Choice(name, _sentence(entry), _options(entry, known.given), name)
 
 
 def choices(kind: str) -> tuple[Choice, ...]:

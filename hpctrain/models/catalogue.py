@@ -1,4 +1,4 @@
-"""All models by name: every module of this package with a `build` is a family, and its VARIANTS have names of their own.
+"""All models by name: each module of `families` is one, and its VARIANTS have names of their own.
 
 A new model is one new file and no list is edited. Family names are module names ("vgg"); variants fix some of a family's options
 ("vgg16_bn").
@@ -6,18 +6,17 @@ A new model is one new file and no list is edited. Family names are module names
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import hpctrain.models
-from hpctrain.errors import ConfigError, OptionError
+from hpctrain.errors import OptionError
 from hpctrain.nn.layer import Layer
-from hpctrain.registry import check_options
+from hpctrain.registry import Registry, check_options, unknown
+
+FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def entry(name: str) -> Entry:
     """
     entries = _entries()
     if name not in entries:
-        near = difflib.get_close_matches(name, sorted(entries), n=1, cutoff=0.0)[0]
-        raise ConfigError(f'There is no model "{name}"; the nearest is "{near}" (of {", ".join(sorted(entries))}).')
+        raise unknown(FAMILIES.kind, name, names())
     return entries[name]
 
 
@@ -98,11 +96,10 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
 
 def _entries() -> Mapping[str, Entry]:
     entries: dict[str, Entry] = {}
-    for found in pkgutil.iter_modules(hpctrain.models.__path__):
-        module = importlib.import_module(f"{hpctrain.models.__name__}.{found.name}")
-        if module.__name__ == __name__ or not hasattr(module, "VARIANTS"):
-            continue
-        for name, fixed in {found.name: {}, **module.VARIANTS}.items():
+    for family in FAMILIES.names():
+        build = FAMILIES.find(family)
+        module = sys.modules[build.__module__]
+        for name, fixed in {family: {}, **module.VARIANTS}.items():
             assert name not in entries, f"two models are named {name}"
-            entries[name] = Entry(found.name, module.build, fixed, module.IMAGE_SHAPE)
+            entries[name] = Entry(family, build, fixed, module.IMAGE_SHAPE)
     return entries

@@ -1,4 +1,1 @@
-"""Optimisers and learning-rate schedules."""
-
-#: modules of this package that are no optimisers; names that begin with "_" are never registered
-NOT_REGISTERED = ("base", "schedules", "clip")
+"""Optimisers and learning-rate schedules: a new one is a new file in `optimizers/` or `schedules/`."""

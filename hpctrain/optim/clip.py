@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from hpctrain.errors import ConfigError
 from hpctrain.optim.base import Norms
 
 #: added to |g|, so that a gradient of zeros is not divided by
 EPSILON = 1e-6
-
-
-def check_clip_norm(clip_norm: float | None) -> float | None:
-    """`clip_norm` itself.
-
-    Raises:
-        ConfigError: neither None nor positive.
-    """
-    if clip_norm is not None and not clip_norm > 0.0:
-        raise ConfigError(f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off.")
-    return clip_norm
 
 
 def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:

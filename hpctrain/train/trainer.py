@@ -11,7 +11,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.data.loader import Batch, Loader
 from hpctrain.nn.network import Network
-from hpctrain.optim.schedules import LearningRateSchedule
+from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.metrics import Rate, Reporter, RunningSums

@@ -17,10 +17,10 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CheckpointError, CollectiveMismatchError
-from hpctrain.models import vgg
+from hpctrain.models.families import vgg
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, make
 

@@ -29,8 +29,8 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine

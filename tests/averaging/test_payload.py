@@ -7,7 +7,7 @@ import pytest
 from hpctrain.averaging import planning, slices
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine

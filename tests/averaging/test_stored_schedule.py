@@ -23,8 +23,8 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 

@@ -75,7 +75,7 @@ def test_an_unknown_name_is_told_before_what_follows_from_it() -> None:
     assert result.exit_code == 2
     assert len(lines) == 3, lines
     assert 'There is no optimizer "adamw"' in lines[0]
-    assert "There is no augmentation 'crop'" in lines[1]
+    assert 'There is no augmentation "crop"' in lines[1]
     assert "batch is 0" in lines[2]
 
 
@@ -142,7 +142,7 @@ def test_the_largest_grid_is_checked_as_fast_as_a_small_one(use: str, monkeypatc
         return partition_graph(graph, plan, counts)
 
     path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
-    monkeypatch.setattr(grid, "distribute", few)
+    monkeypatch.setattr(grid, "partition_graph", few)
     overrides = ["grid.rows=1000000", f"plan.default={use}"]
     result = CliRunner().invoke(cli, ["config", "check", path, *overrides], catch_exceptions=False)
     assert result.exit_code == 0, result.output

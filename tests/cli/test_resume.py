@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data import format as data_format
 from hpctrain.data.sampler import Sampler
-from hpctrain.optim import schedules
+from hpctrain.optim.schedules.cosine import Cosine
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, latest
 from tests.support.jobs import Outcome
@@ -121,7 +121,7 @@ def test_another_batch_goes_on_with_the_next_sample(job: Job, folder: Path) -> N
 
 def _assert_no_jump_of_the_learning_rate(folder: Path) -> None:
     """It follows from the share of the training that is done, to a step, whatever the batch: as with a batch of 1."""
-    fine = schedules.make("cosine", {}, 0.05, 2, SAMPLES, 0.5)
+    fine = Cosine(base_lr=0.05, epochs=2, steps_per_epoch=SAMPLES, warmup_epochs=0.5)
     sizes = [len(step) for epoch in (0, 1) for step in _seen(folder, epoch)]
     for line in (folder / "seen-0.jsonl").read_text().splitlines():
         number, _, rate, _ = json.loads(line)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hpctrain.backend import counter_random
-from hpctrain.data.augment import check
+from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.errors import ConfigError, DataError, ShapeError
 
@@ -128,7 +128,9 @@ def test_center_crop(shape, size, top, left):
 @given(st.integers(1, 60), st.integers(1, 60), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.2, 1), st.floats(1, 5))
 @settings(max_examples=80, deadline=None)
 def test_resized_windows_lie_in_the_image(height, width, low, part, narrow, wide):
-    crop = check("random_resized_crop", {"size": 8, "scale": [low, low + (1 - low) * part], "ratio": [narrow, wide]})
+    crop = AUGMENTATIONS.create(
+        "random_resized_crop", {"size": 8, "scale": [low, low + (1 - low) * part], "ratio": [narrow, wide]}
+    )
     u = np.random.default_rng(0).random((50, crop.draws))
     top, left, h, w = crop.boxes(height, width, u).T
     assert min(h.min(), w.min()) >= 1
@@ -138,7 +140,7 @@ def test_resized_windows_lie_in_the_image(height, width, low, part, narrow, wide
 
 
 def test_resized_windows_have_the_area_and_aspect_asked_for():
-    crop = check("random_resized_crop", {"size": 8, "scale": [0.2, 0.5], "ratio": [0.8, 1.25]})
+    crop = AUGMENTATIONS.create("random_resized_crop", {"size": 8, "scale": [0.2, 0.5], "ratio": [0.8, 1.25]})
     boxes = crop.boxes(400, 400, np.random.default_rng(0).random((2000, crop.draws)))
     area, aspect = boxes[:, 2] * boxes[:, 3] / 160000, boxes[:, 3] / boxes[:, 2]
     assert 0.19 < area.min() < 0.22
@@ -151,7 +153,7 @@ def test_resized_windows_have_the_area_and_aspect_asked_for():
 
 @pytest.mark.parametrize(("shape", "box"), [((10, 100), (0, 43, 10, 13)), ((100, 10), (43, 0, 13, 10))])
 def test_a_window_that_never_fits_is_the_central_one(shape, box):
-    crop = check("random_resized_crop", {"size": 8, "scale": [1, 1]})
+    crop = AUGMENTATIONS.create("random_resized_crop", {"size": 8, "scale": [1, 1]})
     boxes = crop.boxes(*shape, np.random.default_rng(0).random((3, crop.draws)))
     assert boxes.tolist() == [list(box)] * 3
 
@@ -160,7 +162,7 @@ def test_a_window_that_never_fits_is_the_central_one(shape, box):
 def test_resized_crop_is_the_bilinear_resize_of_its_window(channels):
     images = images_of(6, (20, 30, channels))
     out = pixels([("random_resized_crop", {"size": 9})], images, range(6))
-    crop = check("random_resized_crop", {"size": 9})
+    crop = AUGMENTATIONS.create("random_resized_crop", {"size": 9})
     u = counter_random.uniform(counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws))
     for image, result, (top, left, h, w) in zip(images, out, crop.boxes(20, 30, u), strict=True):
         for channel in range(channels):
@@ -196,27 +198,27 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("padcrop", {}, "no augmentation 'padcrop'; the nearest is 'pad_crop'"),
-        ("zzz", {}, "known are center_crop, flip, pad_crop, random_resized_crop"),
-        ("pad_crop", {"pading": 3}, "no option 'pading'; the nearest is 'padding'"),
-        ("center_crop", {}, "needs the option 'size'"),
+        ("padcrop", {}, 'no augmentation "padcrop"; the nearest is "pad_crop"'),
+        ("zzz", {}, 'there are "center_crop", "flip", "pad_crop", "random_resized_crop"'),
+        ("pad_crop", {"pading": 3}, 'no option "pading"; there is only "padding"'),
+        ("center_crop", {}, 'needs the option "size"'),
         ("pad_crop", {"padding": -1}, "padding = -1 is negative"),
-        ("pad_crop", {"padding": 1.5}, "padding = 1.5 must be a whole number"),
-        ("pad_crop", {"padding": True}, "must be a whole number"),
+        ("pad_crop", {"padding": 1.5}, '"padding" .* is 1.5, but must be an integer'),
+        ("pad_crop", {"padding": True}, "must be an integer"),
         ("center_crop", {"size": 0}, "size = 0 is not positive"),
         ("flip", {"probability": 1.5}, "1.5 is outside"),
         ("flip", {"probability": float("nan")}, "nan is outside"),
-        ("flip", {"probability": "half"}, "'half' must be a number"),
+        ("flip", {"probability": "half"}, '"half", but must be a number'),
         ("random_resized_crop", {"size": 0}, "size = 0"),
         ("random_resized_crop", {"size": 8, "scale": [0, 1]}, r"scale = \[0.0, 1.0\] must be"),
-        ("random_resized_crop", {"size": 8, "scale": 0.5}, "two numbers"),
+        ("random_resized_crop", {"size": 8, "scale": 0.5}, "0.5, but must be a list"),
         ("random_resized_crop", {"size": 8, "scale": [0.5, "1"]}, "must be a number"),
         ("random_resized_crop", {"size": 8, "ratio": [2, 1]}, r"ratio = \[2.0, 1.0\]"),
     ],
 )
 def test_wrong_options_are_refused_with_one_sentence(name, options, message):
     with pytest.raises(ConfigError, match=message):
-        check(name, options)
+        AUGMENTATIONS.create(name, options)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.boxes import clip, hull, relative, shape_of, size_of
-from hpctrain.data.augment import check
+from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
@@ -91,7 +91,7 @@ def tiles(size):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, ratio, count, channels):
     images = np.random.default_rng(1).integers(0, 256, (count, *shape, channels), np.uint8)
-    crop = check("random_resized_crop", {"size": size, "ratio": list(ratio)})
+    crop = AUGMENTATIONS.create("random_resized_crop", {"size": size, "ratio": list(ratio)})
     draws = np.random.default_rng(2).random((count, crop.draws))
     expected = np.empty((count, size, size, channels), np.uint8)
     crop.apply(images, draws, expected)

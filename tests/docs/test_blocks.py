@@ -45,7 +45,7 @@ from hpctrain.data import format as data_format
 from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from tests.support import how_tos
 from tests.support.jobs import Outcome
 

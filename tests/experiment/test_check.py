@@ -7,8 +7,9 @@ import pytest
 from hpctrain.config.load import load, parse
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.averager import AVERAGERS
-from hpctrain.experiment.check import OPTIMIZERS, check_names
+from hpctrain.experiment.check import check_names
 from hpctrain.models import catalogue
+from hpctrain.optim.optimizers import OPTIMIZERS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -70,7 +71,7 @@ def test_a_sound_configuration_passes():
         ("padding: 2", "padding: -2", 8, ["-2", "smallest is 0"]),
         ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
         ("      size: 24\n", "", 11, ["center_crop", "size"]),
-        ("size: 24", "size: large", 12, ["size", "large", "whole number"]),
+        ("size: 24", "size: large", 12, ["size", "large", "integer"]),
         ("name: sgd", "name: sdg", 16, ["sdg", '"sgd"']),
         ("momentum: 0.9", "momentun: 0.9", 18, ["momentun", '"momentum"']),
         ("momentum: 0.9", "momentum: high", 18, ["momentum", "high", "number"]),

@@ -16,7 +16,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.collective_schedules import fitting, of_run
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.run_directory import RunDirectory
 
 

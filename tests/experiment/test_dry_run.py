@@ -11,10 +11,10 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.experiment.averager import AVERAGERS
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.dry_run import Task, averaging_bytes, group_schedules, prepare
 from hpctrain.models import catalogue
 from hpctrain.nn.network import MODEL, Network
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.virtual.communicator import ThreadCommunicator

@@ -10,10 +10,11 @@ import yaml
 
 from hpctrain.config.dump import dump
 from hpctrain.config.load import load, parse
-from hpctrain.experiment.check import OPTIMIZERS, check_names
+from hpctrain.experiment.check import check_names
 from hpctrain.experiment.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, filled, names
 from hpctrain.experiment.options_schema import json_schema
 from hpctrain.models import catalogue
+from hpctrain.optim.optimizers import OPTIMIZERS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 ALL = [pytest.param(kind, one, id=f"{kind}-{one.name}") for kind in KINDS for one in choices(kind)]

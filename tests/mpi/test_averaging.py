@@ -15,7 +15,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CollectiveMismatchError
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
 from tests.support.training import Task, distance, train

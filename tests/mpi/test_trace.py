@@ -17,7 +17,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.nn.network import Network
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_reduction import StepReduction

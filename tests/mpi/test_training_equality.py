@@ -14,8 +14,8 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from tests.support import nets
 from tests.support.training import Result, Task, distance, train
 

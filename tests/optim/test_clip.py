@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Norms
-from hpctrain.optim.clip import check_clip_norm, clip_scale
+from hpctrain.optim.clip import clip_scale
 
 
 def norms_with(*gradient_norms):
@@ -32,11 +31,3 @@ def test_off_and_zero_gradients():
     assert clip_scale(0.5, norms_with(0.0, 0.0)) == 1.0
     with pytest.raises(AssertionError, match="norms"):
         clip_scale(0.5, None)
-
-
-def test_check():
-    assert check_clip_norm(None) is None
-    assert check_clip_norm(2.5) == 2.5
-    for bad in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="clip_norm"):
-            check_clip_norm(bad)

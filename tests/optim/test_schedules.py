@@ -10,9 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.optim.schedules import Constant, Cosine, LearningRateSchedule, Polynomial, Step, make, option_names, schedule_class
+from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules.constant import Constant
+from hpctrain.optim.schedules.cosine import Cosine
+from hpctrain.optim.schedules.polynomial import Polynomial
+from hpctrain.optim.schedules.step import Step
 
 COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
+
+
+def make(name: str, options: dict, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float):
+    return SCHEDULES.create(
+        name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs
+    )
 
 
 @st.composite
@@ -129,9 +140,8 @@ def test_training_that_is_all_warm_up():
 
 
 def test_names_and_options():
-    assert schedule_class("cosine") is Cosine
-    assert option_names("cosine") == ("warmup_start", "final_lr")
-    assert set(option_names("step")) == {"warmup_start", "milestones_epochs", "gamma"}
+    assert SCHEDULES.names() == ("constant", "cosine", "polynomial", "step")
+    assert SCHEDULES.find("cosine") is Cosine
     made = make("step", {"milestones_epochs": [3, 6]}, 0.1, 9, 5, 1)
     assert made == Step(base_lr=0.1, epochs=9, steps_per_epoch=5, warmup_epochs=1, milestones_epochs=(3, 6))
     assert hash(made) == hash(made)

@@ -21,7 +21,7 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.transfer import moved, moved_back

@@ -17,7 +17,7 @@ from hpctrain.data.sampler import counts
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, declared
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport

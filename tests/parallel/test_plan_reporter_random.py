@@ -27,7 +27,7 @@ from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import declared
 from hpctrain.nn.program import Program
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport
 from hpctrain.parallel.plan_reporter import report_plan

@@ -23,8 +23,8 @@ from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, Segment
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 
 INPUTS, HIDDEN, OUTPUTS, LR = 5, 7, 3, 0.1
 #: samples of the steps in turn: more than ranks, and fewer than 7 of them

@@ -25,9 +25,9 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import ConfigError, HpctrainError, ShapeError
 from hpctrain.experiment.averager import make_averager
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.nn.parameter import FlatGroup
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.dimensions import (

@@ -14,8 +14,8 @@ from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
 from hpctrain.config.schema import Config
-from hpctrain.experiment.check import OPTIMIZERS
 from hpctrain.nn.layer import Layer
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from tests.support import nets

@@ -25,8 +25,8 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DivergedError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.nn.parameter import Parameter
-from hpctrain.optim import schedules
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
@@ -156,7 +156,7 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
         message=message,
         loader=_Loader(task, groups.position, comm.size, boxes, before),  # type: ignore[arg-type]
         evaluator=None,
-        schedule=schedules.make("constant", {}, task.lr, 2, 5),
+        schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
         reporter=SilentReporter(),
         save=save,

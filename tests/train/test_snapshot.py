@@ -16,7 +16,7 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution

@@ -11,8 +11,8 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.trace import intervals
 from hpctrain.trace.tracer import Category, Events, Tracer
 from hpctrain.train.tracing import TracedOptimizer, traced_optimizer, traced_steps

@@ -9,8 +9,8 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.lars import Lars
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine

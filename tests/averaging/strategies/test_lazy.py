@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.lazy import Lazy, next_interval
 from hpctrain.errors import ConfigError
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from hpctrain.errors import ConfigError
-from hpctrain.nn.parameter import FlatGroup, Segment
-from hpctrain.optim._momentum import DecayExclude, MomentumDescent, Run, merged
-from hpctrain.optim.base import Norms, Optimizer
-from hpctrain.optim.clip import check_clip_norm, clip_scale
+from hpctrain.errors import OptionError
+from hpctrain.nn.parameter import Segment
+from hpctrain.optim.base import Norms
+from hpctrain.optim.clip import clip_scale
+from hpctrain.optim.momentum import MomentumOptimizer, Run, merged
 
 
-class Lars(Optimizer):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lars(MomentumOptimizer):
     """Layer-wise adaptive rate scaling: SGD whose step of each parameter is scaled by a ratio of norms, for large batches.
 
     lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), the norms over the whole parameter;
@@ -28,8 +28,6 @@ class Lars(Optimizer):
 
     Args:
         momentum: Share of the previous update's direction that is kept, in [0, 1).
-        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
-        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
         decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
             norms, "none" leaves out nothing.
         clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it, before the
@@ -38,53 +36,37 @@ class Lars(Optimizer):
         epsilon: Number added to the ratios' denominators, so that they stay finite.
 
     Raises:
-        ConfigError: a value outside its range.
+        OptionError: a value outside its range.
     """
 
     layer_norms: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-        decay_exclude: DecayExclude = "norm_and_bias",
-        clip_norm: float | None = None,
-        trust_coefficient: float = 0.001,
-        epsilon: float = 1e-9,
-    ) -> None:
-        if not trust_coefficient > 0.0:
-            raise ConfigError(f"trust_coefficient {trust_coefficient} must be positive; the usual value is 0.001.")
-        if not epsilon >= 0.0:
-            raise ConfigError(f"epsilon {epsilon} must be at least 0; the usual value is 1e-9.")
-        self.clip_norm = check_clip_norm(clip_norm)
-        self.trust_coefficient = float(trust_coefficient)
-        self.epsilon = float(epsilon)
-        self._descent = MomentumDescent(momentum, nesterov, weight_decay, decay_exclude)
+    trust_coefficient: float = 0.001
+    epsilon: float = 1e-9
 
-    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._descent.bind(group, owned)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.trust_coefficient > 0.0:
+            sentence = f"trust_coefficient {self.trust_coefficient} must be positive; the usual value is 0.001."
+            raise OptionError(sentence, "trust_coefficient")
+        if not self.epsilon >= 0.0:
+            raise OptionError(f"epsilon {self.epsilon} must be at least 0; the usual value is 1e-9.", "epsilon")
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
         assert norms is not None, "LARS needs norms"
         scale = clip_scale(self.clip_norm, norms)
-        self._descent.update(merged(self._run(segment, scale, norms) for segment in segments), lr)
+        self.descent.update(merged(self._run(segment, scale, norms) for segment in segments), lr)
 
     def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
         """lambda of the parameter that `segment` belongs to; `clip` has scaled its gradient."""
-        if self._descent.excluded(segment):
+        if self.decay_excludes(segment):
             return 1.0
         data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
         gradient *= clip
         if data == 0.0 or gradient == 0.0:
             return 1.0
-        return self.trust_coefficient * data / (gradient + self._descent.weight_decay * data + self.epsilon)
+        return float(self.trust_coefficient * data / (gradient + self.weight_decay * data + self.epsilon))
 
     def _run(self, segment: Segment, clip: float, norms: Norms) -> Run:
         ratio = self.trust_ratio(segment, norms, clip)
-        decay = 0.0 if self._descent.excluded(segment) else self._descent.weight_decay
-        return Run(segment.start, segment.stop, ratio * clip, ratio * decay)
-
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        return self._descent.state(segment)
+        return Run(segment.start, segment.stop, ratio * clip, ratio * self.decay(segment))

@@ -4,7 +4,8 @@ import pytest
 
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ConfigError
-from hpctrain.models import catalogue, vgg
+from hpctrain.models import catalogue
+from hpctrain.models.families import vgg
 from hpctrain.testing.models import exported_shapes, parameter_count
 
 COUNTS = {

@@ -6,7 +6,8 @@ from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 from hpctrain.errors import ConfigError
-from hpctrain.models import catalogue, resnet
+from hpctrain.models import catalogue
+from hpctrain.models.families import resnet
 from hpctrain.nn.network import Network
 from hpctrain.testing.models import exported_shapes, parameter_count
 

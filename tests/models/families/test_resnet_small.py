@@ -2,7 +2,8 @@ import pytest
 
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ConfigError
-from hpctrain.models import catalogue, resnet_small
+from hpctrain.models import catalogue
+from hpctrain.models.families import resnet_small
 from hpctrain.testing.layer_gradients import check_gradients
 from hpctrain.testing.models import exported_shapes, parameter_count
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim import _momentum
+from hpctrain.optim import momentum as momentum_module
 from hpctrain.optim.base import Norms
-from hpctrain.optim.sgd import Sgd
+from hpctrain.optim.optimizers.sgd import Sgd
 
 SHAPES = {"conv.weight": (7, 3, 3, 5), "norm.weight": (7,), "norm.bias": (7,), "fc.weight": (9, 25), "fc.bias": (25,)}
 
@@ -150,7 +150,7 @@ def test_chunks_do_not_show(monkeypatch, chunk):
     grads, rates, start = gradients(group, 3), [0.1, 0.2, 0.05], group.data.copy()
     expected = run(Sgd(weight_decay=0.05, nesterov=True), group, grads, rates)
     group.data[:] = start
-    monkeypatch.setattr(_momentum, "CHUNK", chunk)
+    monkeypatch.setattr(momentum_module, "CHUNK", chunk)
     assert run(Sgd(weight_decay=0.05, nesterov=True), group, grads, rates).tobytes() == expected.tobytes()
 
 

@@ -1,0 +1,8 @@
+"""Augmentations: each module defines one, under the module's name."""
+
+from __future__ import annotations
+
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.registry import Registry
+
+AUGMENTATIONS: Registry[Augmentation] = Registry(__name__, "augmentation", Augmentation)

@@ -1,0 +1,74 @@
+"""Augmentation as pure functions of (seed, epoch, sample id): independent of how samples are grouped into batches.
+
+Each augmentation is a frozen description with its options as fields; it draws `draws` uniform numbers per sample and works on
+uint8 images. `hpctrain.data.pipeline` runs a list of them and normalises last.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.boxes import Box, whole
+from hpctrain.errors import OptionError
+
+MOST_PIXELS = 1 << 15
+
+
+class Augmentation(ABC):
+    """One map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
+
+    An augmentation that defines `apply` alone is computed for whole images where ranks need regions of them; `source` and
+    `apply_region` save that work.
+
+    Attributes:
+        name: as the configuration calls it; the random numbers follow from it. draws: uniform numbers per sample.
+    """
+
+    name: ClassVar[str]
+    draws: ClassVar[int] = 0
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        """(H, W, C) after it, for (h, w, c) before.
+
+        Raises:
+            ShapeError: the images are too small.
+        """
+        return h, w, c
+
+    @abstractmethod
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        """What of an image of `size` (H, W) is needed for a region of its result.
+
+        Args:
+            u: (draws,), the sample's; None: whatever is drawn.
+        """
+        return whole(size)
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
+
+        Args:
+            part: the region `source`, as `source` gives it, of an image of `size` (H, W). out: zeros.
+        """
+        result = np.zeros((1, *self.output_shape(*part.shape)), np.uint8)
+        self.apply(part[np.newaxis], u[np.newaxis], result)
+        out[...] = result[0][slice(*region[0]), slice(*region[1])]
+
+    def require(self, legal: bool, option: str, rule: str) -> None:
+        """Nothing, where the value of an option is legal.
+
+        Raises:
+            OptionError: it is not; the sentence has the value and `rule`.
+        """
+        if not legal:
+            value = getattr(self, option)
+            shown = list(value) if isinstance(value, tuple) else value
+            raise OptionError(f"The option {self.name}.{option} = {shown} {rule}.", option)

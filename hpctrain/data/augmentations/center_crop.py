@@ -1,0 +1,45 @@
+"""The central window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.boxes import Box, moved
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class CenterCrop(Augmentation):
+    """The central square window.
+
+    Args:
+        size: Side of the window, in pixels; at most the images' shorter side.
+    """
+
+    size: int
+
+    name: ClassVar[str] = "center_crop"
+
+    def __post_init__(self) -> None:
+        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        if min(h, w) < self.size:
+            raise ShapeError(f"center_crop.size {self.size} is larger than the images of {h}x{w}; at most {min(h, w)} fits.")
+        return self.size, self.size, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        top, left = (images.shape[1] - self.size) // 2, (images.shape[2] - self.size) // 2
+        out[...] = images[:, top : top + self.size, left : left + self.size]
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        return moved(region, ((size[0] - self.size) // 2, (size[1] - self.size) // 2))
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        out[...] = part

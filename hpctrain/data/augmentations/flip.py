@@ -1,0 +1,45 @@
+"""Left and right exchanged at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.boxes import Box, hull
+from hpctrain.data.augmentations.base import Augmentation
+
+
+@dataclass(frozen=True)
+class Flip(Augmentation):
+    """Left and right exchanged at random.
+
+    Args:
+        probability: Share of the images that are mirrored, in [0, 1].
+    """
+
+    probability: float = 0.5
+
+    name: ClassVar[str] = "flip"
+    draws: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        legal = 0 <= self.probability <= 1
+        self.require(legal, "probability", "is outside [0, 1]; the usual one is 0.5")
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
+            target[...] = image[:, ::-1] if flipped else image
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        rows, (left, right) = region
+        flipped = rows, (size[1] - right, size[1] - left)
+        if u is None:
+            return hull([region, flipped]) or region
+        return flipped if u[0] < self.probability else region
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        out[...] = part[:, ::-1] if u[0] < self.probability else part

@@ -1,0 +1,60 @@
+"""Black edges, then a random window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.boxes import Box, clip, moved, relative
+from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+
+
+@dataclass(frozen=True)
+class PadCrop(Augmentation):
+    """Black edges, then a random window of the images' own size (He et al., CVPR 2016, section 4.2).
+
+    Args:
+        padding: Width of the black edge on each side, in pixels.
+    """
+
+    padding: int = 4
+
+    name: ClassVar[str] = "pad_crop"
+    draws: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        self.require(self.padding >= 0, "padding", "is negative; the smallest is 0, the usual one 4")
+        self.require(self.padding <= MOST_PIXELS, "padding", f"is too large; at most {MOST_PIXELS}")
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        height, width = images.shape[1:3]
+        shifts = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
+        out[...] = 0
+        for image, target, (dy, dx) in zip(images, out, shifts.tolist(), strict=True):
+            rows, to_rows = _overlap(dy, height)
+            columns, to_columns = _overlap(dx, width)
+            target[to_rows, to_columns] = image[rows, columns]
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        if u is not None:
+            return clip(moved(region, self._shift(u)), size)
+        (top, bottom), (left, right) = region
+        return clip(((top - self.padding, bottom + self.padding), (left - self.padding, right + self.padding)), size)
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        out[relative(source, moved(region, self._shift(u)))] = part
+
+    def _shift(self, u: np.ndarray) -> tuple[int, int]:
+        dy, dx = ((u * (2 * self.padding + 1)).astype(np.int64) - self.padding).tolist()
+        return dy, dx
+
+
+def _overlap(shift: int, size: int) -> tuple[slice, slice]:
+    """Source and target slices of a window moved by `shift` over an image of `size` (empty where they do not meet)."""
+    length = max(0, size - abs(shift))
+    source, target = (shift, 0) if shift >= 0 else (0, -shift)
+    return slice(source, source + length), slice(target, target + length)

@@ -1,0 +1,131 @@
+"""A random window, resized."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hpctrain.boxes import Box, Interval, moved, relative, size_of, whole
+from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+
+_RESIZE_TRIES = 10
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Augmentation):
+    """A window of random area and aspect, resized to a square (Szegedy et al., CVPR 2015).
+
+    Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
+    widened where it shrinks.
+
+    Args:
+        size: Side of the result, in pixels.
+        scale: Least and most share of the image's area that the window has, within (0, 1].
+        ratio: Least and most width over height of the window.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+
+    name: ClassVar[str] = "random_resized_crop"
+    draws: ClassVar[int] = 2 * _RESIZE_TRIES + 2
+
+    def __post_init__(self) -> None:
+        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+        low, high = self.scale
+        self.require(0 < low <= high <= 1, "scale", "must be low <= high within (0, 1], such as [0.08, 1.0]")
+        self.require(self.size <= MOST_PIXELS, "size", f"is too large; at most {MOST_PIXELS}")
+        low, high = self.ratio
+        legal = 1e-3 <= low <= high <= 1e3
+        self.require(legal, "ratio", "must be low <= high within [0.001, 1000], such as [0.75, 1.333]")
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        return self.size, self.size, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        boxes = self.boxes(images.shape[1], images.shape[2], u)
+        for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
+            target[...] = _resized(image[top : top + height, left : left + width], self.size, self.size)
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        if u is None:
+            return whole(size)
+        if not size_of(region):
+            return region
+        top, left, height, width = self._box(size, u)
+        rows, columns = _filtered(region[0], height, self.size), _filtered(region[1], width, self.size)
+        return moved((rows, columns), (top, left))
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        """The two passes of `_resized`, each over its whole length for the same weights; zeros where they do not reach."""
+        top, left, height, width = self._box(size, u)
+        rows, columns = relative(source, ((top, 0), (left, 0)))
+        (above, below), across = region[0], slice(*region[1])
+        wide = np.zeros((part.shape[0], width, part.shape[2]), np.uint8)
+        wide[:, columns] = part
+        high = np.zeros((height, out.shape[1], part.shape[2]), np.uint8)
+        high[rows] = _resized(wide, part.shape[0], self.size)[:, across]
+        out[...] = _resized(high, self.size, out.shape[1])[above:below]
+
+    def _box(self, size: tuple[int, int], u: np.ndarray) -> tuple[int, int, int, int]:
+        top, left, height, width = self.boxes(*size, u[None])[0].tolist()
+        return top, left, height, width
+
+    def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
+        """Windows (N, 4) int64: top, left, height, width, inside (height, width)."""
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 0 : 2 * _RESIZE_TRIES : 2])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = np.exp(low + (high - low) * u[:, 1 : 2 * _RESIZE_TRIES : 2])
+        w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        first, rows = fits.argmax(axis=1), np.arange(len(u))
+        w, h = w[rows, first], h[rows, first]
+        top = (u[:, -2] * (height - h + 1)).astype(np.int64)
+        left = (u[:, -1] * (width - w + 1)).astype(np.int64)
+        boxes = np.stack([top, left, h, w], axis=1)
+        boxes[~fits.any(axis=1)] = self._central(height, width)
+        return boxes
+
+    def _central(self, height: int, width: int) -> tuple[int, int, int, int]:
+        aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
+        h = max(1, min(height, round(width / aspect)))
+        w = max(1, min(width, round(height * aspect)))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear resize of (h, w, C) uint8 to (height, width, C): the columns, then the rows, rounded to uint8 after each.
+
+    Two calls, because one call for both leaves the order to Pillow, which takes the rows first where that is less work. The order
+    shows in the rounding, and a region of an image must get the pixels of the whole image.
+    """
+    if image.shape[2] == 3:
+        return _in_two_passes(image, height, width)
+    target = np.empty((height, width, image.shape[2]), np.uint8)
+    for channel in range(image.shape[2]):
+        target[..., channel] = _in_two_passes(image[..., channel], height, width)
+    return target
+
+
+def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The same for (h, w, 3), or one channel (h, w)."""
+    stored = Image.fromarray(np.ascontiguousarray(image))
+    narrowed = stored.resize((width, stored.height), Image.Resampling.BILINEAR)
+    return np.asarray(narrowed.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def _filtered(interval: Interval, size: int, resized: int) -> Interval:
+    """Elements that the triangle filter may reach for `interval` of `resized` ones made of `size`; at most some too many."""
+    scale = size / resized
+    reach = max(scale, 1.0) + 1.5
+    start, stop = (interval[0] + 0.5) * scale - reach, (interval[1] - 0.5) * scale + reach
+    return max(0, math.floor(start)), min(size, math.ceil(stop))

@@ -1,0 +1,184 @@
+"""Momentum descent over runs of flat memory, one pass in cache-sized chunks: what SGD and LARS share."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+
+from hpctrain.errors import OptionError
+from hpctrain.nn.parameter import FlatGroup, Segment, whole
+from hpctrain.optim.base import Optimizer
+
+DecayExclude = Literal["norm_and_bias", "none"]
+
+#: elements of one chunk: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a second-level cache;
+#: smaller ones lose more to calls than they win (measured)
+CHUNK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, stop) of the flat buffers that are updated alike: g' = gradient_scale * g + decay * w."""
+
+    start: int
+    stop: int
+    gradient_scale: float
+    decay: float
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """The same elements in fewer runs: neighbours that touch and are updated alike become one; empty ones vanish."""
+    out: list[Run] = []
+    for run in runs:
+        if run.start == run.stop:
+            continue
+        last = out[-1] if out else None
+        if last is not None and (last.stop, last.gradient_scale, last.decay) == (run.start, run.gradient_scale, run.decay):
+            out[-1] = Run(last.start, run.stop, run.gradient_scale, run.decay)
+        else:
+            out.append(run)
+    return out
+
+
+class MomentumDescent:
+    """m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with `nesterov`.
+
+    These are torch.optim.SGD's semantics with dampening 0: the state is zeroed, so the first m is g'. Sutskever et al., ICML
+    2013, for the Nesterov form. Every element's result depends on that element alone, so any partition of the buffers gives the
+    same bits. The gradient is read only. Owns the state of the owned segments, packed: one array of as many elements as they
+    have, none where momentum is 0.
+
+    Args:
+        group: whose data is updated from its gradient. owned: segments that do not overlap, in any order.
+    """
+
+    def __init__(self, group: FlatGroup, owned: Sequence[Segment], momentum: float, nesterov: bool) -> None:
+        ordered = sorted((segment for segment in owned if segment.size), key=lambda segment: segment.start)
+        assert all(a.stop <= b.start for a, b in pairwise(ordered)), "owned segments overlap"
+        # A NumPy float64 scalar would turn float32 arithmetic into float64.
+        self._factor, self._nesterov = float(momentum), nesterov
+        self._data, self._grad = group.data, group.grad
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._offsets: list[int] = []
+        size = 0
+        for start, stop in whole(ordered):
+            self._starts.append(start)
+            self._stops.append(stop)
+            self._offsets.append(size - start)
+            size += stop - start
+        # Backends' arrays answer for themselves: the *_like functions make the state where the data is.
+        self._momentum = np.zeros_like(group.data, shape=(size if self._factor else 0,))
+        longest = min(CHUNK, size)
+        self._work = np.empty_like(group.data, shape=(longest,))
+        self._spare = np.empty_like(group.data, shape=(longest,))
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        """{"momentum": view} of an owned segment or of a part of one; empty where momentum is 0."""
+        if not self._factor:
+            return {}
+        low = segment.start + (self._offset(segment.start, segment.stop) if segment.size else 0)
+        return {"momentum": self._momentum[low : low + segment.size]}
+
+    def _offset(self, start: int, stop: int) -> int:
+        """What to add to a place in the flat buffers to get the place in the state."""
+        i = bisect_right(self._starts, start) - 1
+        owned = i >= 0 and stop <= self._stops[i]
+        assert owned, f"elements [{start}, {stop}) are not owned here"
+        return self._offsets[i]
+
+    def update(self, runs: Iterable[Run], lr: float) -> None:
+        """Update the data of `runs`, each inside owned segments."""
+        # A NumPy float64 scalar would turn float32 arithmetic into float64.
+        lr = float(lr)
+        for run in runs:
+            offset = self._offset(run.start, run.stop)
+            for low in range(run.start, run.stop, CHUNK):
+                self._update_chunk(run, low, min(low + CHUNK, run.stop), offset, lr)
+
+    def _update_chunk(self, run: Run, low: int, high: int, offset: int, lr: float) -> None:
+        w, g = self._data[low:high], self._grad[low:high]
+        work, spare = self._work[: high - low], self._spare[: high - low]
+        if run.gradient_scale != 1.0:
+            g = np.multiply(g, run.gradient_scale, out=work)
+        if run.decay:
+            np.multiply(w, run.decay, out=spare)
+            g = np.add(g, spare, out=work)
+        if self._factor:
+            m = self._momentum[low + offset : high + offset]
+            np.multiply(m, self._factor, out=m)
+            np.add(m, g, out=m)
+            if self._nesterov:
+                np.multiply(m, self._factor, out=spare)
+                g = np.add(g, spare, out=work)
+            else:
+                g = m
+        np.multiply(g, lr, out=work)
+        np.subtract(w, work, out=w)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MomentumOptimizer(Optimizer):
+    """Momentum descent with weight decay and clipping: what its kinds share.
+
+    Args:
+        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 keeps nothing.
+        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
+        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
+        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
+            "none" leaves out nothing.
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+            clipping off.
+
+    Raises:
+        OptionError: a value outside its range.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decay_exclude: DecayExclude = "norm_and_bias"
+    clip_norm: float | None = None
+    _bound: MomentumDescent | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
+        if self.nesterov and self.momentum == 0.0:
+            raise OptionError("nesterov needs a momentum above 0; the usual value is 0.9.", "nesterov")
+        if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
+            sentence = f"weight_decay {self.weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
+            raise OptionError(sentence, "weight_decay")
+        if self.decay_exclude not in get_args(DecayExclude):
+            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; it is one of {', '.join(get_args(DecayExclude))}."
+            raise OptionError(sentence, "decay_exclude")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            sentence = f"clip_norm {self.clip_norm} must be positive; leave it out (null) to switch clipping off."
+            raise OptionError(sentence, "clip_norm")
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        # The options are frozen; what is updated by them is no option.
+        object.__setattr__(self, "_bound", MomentumDescent(group, owned, self.momentum, self.nesterov))
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        return self.descent.state(segment)
+
+    @property
+    def descent(self) -> MomentumDescent:
+        """The state and the update of the bound segments."""
+        assert self._bound is not None, "the optimiser is not bound"
+        return self._bound
+
+    def decay(self, segment: Segment) -> float:
+        """The segment's weight decay; 0 for a norm's parameters and biases, where `decay_exclude` leaves them out."""
+        return 0.0 if self.decay_excludes(segment) else float(self.weight_decay)
+
+    def decay_excludes(self, segment: Segment) -> bool:
+        """True for a norm's parameters and biases, where `decay_exclude` leaves them out."""
+        return self.decay_exclude == "norm_and_bias" and not segment.decay
