@@ -123,7 +123,7 @@ class Lab:
         self.set_rate(self.rate)
 
     def set_rate(self, rate: str | None) -> None:
-        """Shape all links anew, also while they carry something."""
+        """Shape all links again, also while they carry something."""
         self.rate = rate
         for host in range(self.hosts):
             for name, device in ((self._name(host), "eth0"), (self.prefix + _SWITCH, f"port{host}")):

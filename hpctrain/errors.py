@@ -57,7 +57,7 @@ class CommunicationTimeoutError(HpctrainError):
 
 
 class DeadlockError(CommunicationTimeoutError):
-    """Ranks that wait for each other for ever, found before any deadline; the message names who waits where for whom."""
+    """Ranks that wait for each other without end, found before any deadline; the message names who waits where for whom."""
 
 
 class CollectiveMismatchError(CommunicationTimeoutError):

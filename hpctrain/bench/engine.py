@@ -1,4 +1,4 @@
-"""What `hpctrain bench engine` measures, as data, and its tables."""
+"""The measurements of `hpctrain bench engine`, as data, and their tables."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _totals(found: Measurement) -> str:
 
 
 def _whose(found: Measurement) -> Sequence[str]:
-    """Which operators are not the kernel set's own, and why; nothing where that is NumPy."""
+    """The operators that are not the kernel set's own, and why; nothing where that is NumPy."""
     if found.backend == "numpy":
         return ()
     if not found.stand_ins:

@@ -31,7 +31,7 @@ class PrimitiveTime:
 
 
 def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
-    """What `run` executed, by step.
+    """The primitives that `run` executed, by step.
 
     Standard output of the whole process goes to a file meanwhile. oneDNN measures without its own printing.
     """

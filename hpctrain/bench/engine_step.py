@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def channels(self) -> int:
-        """Of an image: what the model takes by default, unless its options say otherwise."""
+        """The shape of an image: what the model takes by default, unless its options say otherwise."""
         given = self.options.get("channels_in", catalogue.image_shape(self.model)[2])
         return int(str(given))
 
@@ -150,7 +150,7 @@ class LayerTime:
 
     @property
     def gflops_per_second(self) -> float:
-        """Of all three phases; 0 where the time was too short to see."""
+        """The sum of all three phases; 0 where the time was too short to see."""
         return self.flops / self.seconds / 1e9 if self.seconds > 0.0 else 0.0
 
 

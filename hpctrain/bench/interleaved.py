@@ -37,7 +37,7 @@ class SteppingError(HpctrainError):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one process measured: seconds of all steps of the turn, the last mean loss, memory, and its CPU clock around it."""
+    """A process's measurement: seconds of all steps of the turn, the last mean loss, memory, and its CPU clock around it."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -146,7 +146,7 @@ class Series:
     dropped: bool = False
 
     def seconds(self, clock: str) -> list[float]:
-        """Of one step, by round; clock is "wall" or "cpu"."""
+        """Seconds of one step, by round; clock is "wall" or "cpu"."""
         return [(turn.wall_seconds if clock == "wall" else turn.cpu_seconds) / self.steps for turn in self.turns]
 
     def median(self, clock: str) -> float:

@@ -36,7 +36,7 @@ _MANY_EPOCHS = 1_000_000  # more than any number of steps needs
 
 @dataclass(frozen=True)
 class Task:
-    """What is run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen."""
+    """The jobs that are run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen."""
 
     file: Path
     overrides: tuple[str, ...] = ()

@@ -108,7 +108,7 @@ def _layers(task: Task, found: PlanReport, *, narrow: bool) -> Table:
 
 
 def _interiors(task: Task) -> Iterator[str]:
-    """Which convolutions that `grid.overlap` names are computed in parts, and which under domain are not."""
+    """The convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
     interiors = overlap(task.graph_of(1), task.plan)
     if interiors.parts:
         yield f"Interiors are computed while halos travel in {', '.join(interiors.parts)}."

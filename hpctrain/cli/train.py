@@ -35,7 +35,7 @@ _OVERRIDES = click.argument("overrides", nargs=-1)
 
 
 class _Job:
-    """What is known of this process so far: enough to end the job from any point."""
+    """The knowledge of this process so far: enough to end the job from any point."""
 
     def __init__(self) -> None:
         self.launcher: Launcher = detect(os.environ)

@@ -1,4 +1,4 @@
-"""What hpctrain asks of a transport: buffer operations among an ordered group of ranks.
+"""The transport that hpctrain needs: buffer operations among an ordered group of ranks.
 
 A communicator never sees a parameter, and posts nothing by itself. Collectives on one communicator match by posting order, so
 every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64 or uint8 and
@@ -19,7 +19,7 @@ class Handle(Protocol):
     """A posted operation."""
 
     def test(self) -> bool:
-        """Drive progress; True once complete (and for ever after). Never blocks."""
+        """Drive progress; True once complete (and from then on). Never blocks."""
         ...
 
 

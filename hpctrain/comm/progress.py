@@ -1,4 +1,4 @@
-"""The progress engine: posts operations in a fixed order, drives them all, and never waits for ever.
+"""The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
 One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a row collective that
 waits beside a column one which nobody drives is a deadlock that separate communicators do not cure. The order within a queue
@@ -87,7 +87,7 @@ class PostingQueue:
 
     Args:
         name: for messages and traces. window: most operations in flight at a time; None: no limit.
-        lock: held by whoever talks to the transport. trace: records each operation from its posting to its completion.
+        lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PostingQueue:
         return not self._waiting and not self._in_flight
 
     def unfinished(self) -> Sequence[Ticket]:
-        """What is in flight, then what waits, each in order."""
+        """The operations in flight, then those that wait, each in order."""
         return (*self._in_flight, *self._waiting)
 
     def collect(self) -> None:

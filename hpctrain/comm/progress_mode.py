@@ -1,4 +1,4 @@
-"""Who lets messages move while kernels run, and a measurement of how much each way hides with this MPI on these machines.
+"""Ways to move messages while kernels run, and a measurement of how much each way hides with this MPI on these machines.
 
 none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
 test    the program tests what is in flight after each operator
@@ -50,7 +50,7 @@ class ProgressMode(StrEnum):
 
 @dataclass(frozen=True)
 class OverlapMeasurement:
-    """What was measured: seconds of the exchange alone, of the compute alone, and of both together by mode.
+    """A measurement: seconds of the exchange alone, of the compute alone, and of both together by mode.
 
     All are of the slowest rank, medians over rounds; by_round has each round's. operator_seconds: length of one operator of
     the compute.
@@ -183,7 +183,7 @@ class _Probe:
 
     @property
     def message_bytes(self) -> int:
-        """Of all messages of one exchange."""
+        """Bytes of all messages of one exchange."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def grow_messages(self, most_bytes: int) -> float:

@@ -24,7 +24,7 @@ class ProgressThread:
 
     Args:
         progress_once: one pass over what is in flight.
-        lock: held during each pass; whoever else talks to the transport holds it too.
+        lock: held during each pass; every other thread that talks to the transport holds it, too.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
-    """What `work` gives on this rank, once every rank's is done. Collective.
+    """The result of `work` on this rank, once every rank's is done. Collective.
 
     `work` communicates nothing on `comm`. An exception that is not ours propagates at once: it is a bug and ends the job.
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in sentences: from pydantic's errors to key paths and full sentences."""
+"""Faults of a configuration, in sentences: from pydantic's errors to key paths and full sentences."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _items(path: KeyPath) -> int:
 
 
 def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    """What a value must be, with the nearest legal one where there is one."""
+    """The rule that a value breaks, with the nearest legal one where there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else ""

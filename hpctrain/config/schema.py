@@ -1,4 +1,4 @@
-"""What a run is, as frozen data: every field with its unit, its meaning and its range.
+"""A run as frozen data: every field with its unit, its meaning and its range.
 
 Objects made by a registry (model, optimiser, schedule, averager, augmentation) are a name and free options; the options are
 the constructor's keywords and are checked by the registry, which this module does not know.
@@ -198,7 +198,7 @@ class GridConfig(Section):
 
 
 class PlanConfig(BaseModel):
-    """What the rows of the grid do, layer by layer: patterns of layer names, in order; the last one that matches counts."""
+    """The parallelism of each layer: patterns of layer names, in order; the last one that matches counts."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, Use] = Field(init=False)
@@ -230,7 +230,7 @@ class BatchNormConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept for a restart."""
+    """The checkpoints of a run."""
 
     every_epochs: Integer = Field(
         default=1, ge=0, description="Number of epochs from one checkpoint to the next; 0 switches them off."
@@ -255,7 +255,7 @@ class EvaluateConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What is reported."""
+    """The metrics that are reported."""
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files, too, which needs the extra `export`.")
     interval_seconds: Number = Field(

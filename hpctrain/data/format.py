@@ -12,7 +12,7 @@ where the images lie; from then on they are a memory map, so that reading a samp
 the images is compared with its checksum whenever the file is opened.
 
 HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte can
-make HDF5 loop for ever; hence texts of fixed length. Version 1 had neither and is read by `format_version_1`, without HDF5.
+make HDF5 loop without end; hence texts of fixed length. Version 1 had neither and is read by `format_version_1`, without HDF5.
 """
 
 from __future__ import annotations

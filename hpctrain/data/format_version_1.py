@@ -1,6 +1,6 @@
 """Version 1 of the data format, read without HDF5.
 
-Files of version 1 are in HDF5's oldest format, whose structures have no checksums: a damaged byte could make HDF5 loop for ever
+Files of version 1 are in HDF5's oldest format, whose structures have no checksums: a damaged byte could make HDF5 loop endlessly
 or crash. They consist of few kinds of structures, always of the same versions. Here every address and length is checked against
 the file, every loop is as long as a count says that was read once, and what is not as our writer left it is damage.
 

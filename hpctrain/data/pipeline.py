@@ -62,7 +62,7 @@ class Pipeline:
         return h, w, c
 
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
-        """What of images of `shape` (H, W, C) a region of their results may need, whatever is drawn."""
+        """The part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""
         for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
             region = augmentation.source(size, None, region)
         return region

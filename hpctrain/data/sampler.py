@@ -1,4 +1,4 @@
-"""Which samples a step takes: a pure function of (seed, epoch, place in it), the same on every rank and after every restart."""
+"""The samples of a step: a pure function of (seed, epoch, place in it), the same on every rank and after every restart."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def columns(config: Config, ranks: int) -> int:
 
 
 def parallel_plan(config: Config, cols: int) -> ParallelPlan:
-    """What each layer does.
+    """The parallelism of each layer.
 
     Raises:
         ConfigError: tiles that do not multiply to the rows.
@@ -76,7 +76,7 @@ class Overlap:
 
 
 def overlap(graph: Graph, plan: ParallelPlan) -> Overlap:
-    """Which of the layers that the plan wants in parts can be computed so. graph: the model for one image."""
+    """Layers that the plan wants in parts: those that can be, and why others cannot. graph: the model for one image."""
     if plan.rows == 1:
         return Overlap((), {})
     whole = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).whole

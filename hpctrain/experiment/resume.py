@@ -94,7 +94,7 @@ def _find(output: str, name: str, source: str) -> tuple[Path, CheckpointContent]
     if there is None and damaged:
         raise CheckpointError(
             f"Every checkpoint of the runs of {name!r} in {output} is damaged, {damaged[0]} is the newest run; "
-            f"train anew without --resume."
+            f"start a new training without --resume."
         )
     return there
 

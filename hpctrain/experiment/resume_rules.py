@@ -122,7 +122,7 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
     if refusals:
         raise CheckpointError(
             f"The run cannot go on from {place} with other values: {'; '.join(refusals)}. "
-            f"Give the values of the checkpoint, or train anew without --resume."
+            f"Give the values of the checkpoint, or start a new training without --resume."
         )
 
 

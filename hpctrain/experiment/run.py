@@ -220,7 +220,7 @@ def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, re
 
 
 def _about(session: Session, parts: Parts) -> dict[str, object]:
-    """What a measurement was made with."""
+    """The conditions of a measurement: versions, model, grid, threads."""
     config = session.config
     return {
         **_versions(session, parts),

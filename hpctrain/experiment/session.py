@@ -21,7 +21,7 @@ from hpctrain.trace.tracer import Tracer, capacity_for
 
 @dataclass(frozen=True)
 class Session:
-    """What every command that communicates starts with.
+    """The state that every command that communicates starts with.
 
     groups: the grid's communicators, each with one use. revision: of the repository around the working directory, on rank 0.
     """

@@ -27,7 +27,7 @@ _TAG = 7302
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank hands to rank 0. Times of `events` are by rank 0's clock. groups: as in `Postings`."""
+    """The data that one rank hands to rank 0. Times of `events` are by rank 0's clock. groups: as in `Postings`."""
 
     rank: int
     events: Events

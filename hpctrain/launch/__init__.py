@@ -1,1 +1,1 @@
-"""How this process stands to whoever started it: signals, and how its end is reported. Loads nothing heavy."""
+"""This process and its starter: signals, threads, and how its end is reported. Loads nothing heavy."""

@@ -24,7 +24,7 @@ from hpctrain.launch.signals import HELD
 #: 0 in the environment: no keeper, as for a debugger that follows the process it has started
 SWITCH = "HPCTRAIN_KEEPER"
 
-# Whoever leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
+# A rank that leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
 # checkpoint, and jobs are queued again on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."

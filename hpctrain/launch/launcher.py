@@ -1,4 +1,4 @@
-"""What the launcher asked for, read from the environment: before MPI starts, and whether or not it does.
+"""The launcher's request, read from the environment: before MPI starts, and whether or not it does.
 
 Imports neither NumPy nor mpi4py.
 """
@@ -20,7 +20,7 @@ _FIRST_SPECIAL_STEP = 4294967290
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who started this process and what for. None: unknown.
+    """The starter of this process, and its request. None: unknown.
 
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.

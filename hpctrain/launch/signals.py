@@ -34,7 +34,7 @@ def hold() -> frozenset[Signals]:
     """Block the signals in this thread and all that it starts; give those that are blocked.
 
     What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
-    be kept for whoever waits.
+    be kept for the thread that waits.
     """
     held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)

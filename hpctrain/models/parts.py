@@ -1,4 +1,4 @@
-"""What the model families share: scaled widths, batch norm with one set of options, residual blocks."""
+"""Building blocks that the model families share: scaled widths, batch norm with one set of options, residual blocks."""
 
 from __future__ import annotations
 

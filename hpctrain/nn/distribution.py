@@ -18,13 +18,13 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
-        """Of an array that holds the whole."""
+        """The index of this part in an array that holds the whole."""
         part = slice(*self.interval)
         return (part,) if self.dim == 0 else (Ellipsis, part)
 
 
 class Distribution(Protocol):
-    """What one rank does of a model."""
+    """The share of a model that one rank computes."""
 
     def prepare(self, graph: Graph) -> None:
         """Take the model, lowered for one sample; called once, before all else."""

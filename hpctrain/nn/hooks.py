@@ -1,4 +1,4 @@
-"""What somebody outside may do between the operators of a step: averaging, progress, tracing. The engine knows none of them."""
+"""Events between the operators of a step, for others: averaging, progress, tracing. The engine knows none of them."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
 
 
 def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
-    """What a rank that holds `shard` declares."""
+    """The declaration of a rank that holds `shard`."""
     if shard is None:
         return spec
     start, stop = shard.interval

@@ -47,7 +47,7 @@ class Interchange:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares: shape (KRSC, or (in, out)), first values, whether weight decay may apply to it by default.
+    """The declaration of a layer: shape (KRSC, or (in, out)), first values, whether weight decay may apply to it by default.
 
     factors: the gradient is x^T dy of a linear layer's inputs and errors (its bias's: the sum of the errors), so it may be made
     elsewhere from these.

@@ -68,13 +68,13 @@ class FlatStatistics:
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-        """What one operator works on, for its role -> full name: the running statistics and the batch's beside them."""
+        """The arrays of one operator, for its role -> full name: the running statistics and the batch's beside them."""
         parts = {name: slice(*self._parts.get(name, (None, None))) for name in names.values()}
         views = {role: self.views[name][parts[name]] for role, name in names.items()}
         return views | {_BATCH_ROLE[role]: self._batch_views[name][parts[name]] for role, name in names.items()}
 
     def weighted(self, count: int, column_count: int) -> np.ndarray:
-        """What this rank adds to the step's sums (float64, flat): batch statistics times the samples that it contributes for.
+        """This rank's terms of the step's sums (float64, flat): batch statistics times the samples that it contributes for.
 
         count: samples of its own. column_count: of all ranks that it shares samples with.
         """

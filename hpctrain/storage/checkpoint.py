@@ -27,7 +27,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         tensors: by key (`parameter_key` and its like), of integers, booleans or floats of any shape. For writing it is read

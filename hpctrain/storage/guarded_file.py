@@ -12,7 +12,7 @@ class GuardedFile(io.RawIOBase):
     """A new file that HDF5 writes through. It takes every write; the first that the system refused is kept in `error`.
 
     HDF5 cannot give up a file whose disk is full: it tries to flush again at every later chance and ends in a segmentation
-    fault. So it never learns of it, and whoever made the file asks for `error`.
+    fault. So it never learns of it, and the maker of the file asks for `error`.
     """
 
     def __init__(self, path: Path) -> None:

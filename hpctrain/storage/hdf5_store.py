@@ -1,7 +1,7 @@
 """Named tensors and JSON metadata in one HDF5 file, every byte of them under a checksum.
 
 Layout: one contiguous little-endian dataset per tensor at its name ("parameters/fc.weight" is in the group "parameters"), with
-the attribute `sha256` over dtype, shape and elements; the dataset `meta`, JSON as UTF-8 text, likewise; and on the root the
+the attribute `sha256` over dtype, shape and elements; the dataset `meta`, JSON as UTF-8 text, has one, too; and on the root the
 attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all names
 and checksums. The root's checksum is written last: a file without it was never finished.
 """
@@ -27,7 +27,7 @@ FORMAT_VERSION = 2
 _READABLE_VERSIONS = (1, 2)
 _META = "meta"
 #: from this version on HDF5 keeps checksums of its own structures, so that damage to them is found instead of followed; its
-#: heap of variable-length values has none even then (a flipped bit there can make it loop for ever), hence `np.bytes_` below
+#: heap of variable-length values has none even then (a flipped bit there can make it loop without end), hence `np.bytes_` below
 _LIBVER = ("v110", "v110")
 #: what h5py raises on a damaged file, depending on the byte that is damaged
 _DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> None:
-    """Write `path` anew and synchronise it with the disk.
+    """Write a new file `path` and synchronise it with the disk.
 
     `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
     Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it.

@@ -21,7 +21,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> N
     every moment `path` is either what it was before or complete, on the disk. One process at a time.
 
     Args:
-        epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated anew, too.
+        epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated again, too.
 
     Raises:
         CheckpointError: the file cannot be written; it is what it was before.

@@ -1,4 +1,4 @@
-"""What a model declares, without the memory that a network of it would take."""
+"""The declarations of a model, without the memory that a network of it would take."""
 
 from __future__ import annotations
 

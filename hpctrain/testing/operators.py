@@ -18,7 +18,7 @@ from hpctrain.backend.kernels.specs import NHWC, BatchNormSpec, Conv2dSpec, Line
 
 @dataclass
 class Gradients:
-    """What a backward pass gave: per input (None where not asked for) and per parameter role. Copies."""
+    """The results of a backward pass: per input (None where not asked for) and per parameter role. Copies."""
 
     inputs: tuple[np.ndarray | None, ...]
     parameters: dict[str, np.ndarray]

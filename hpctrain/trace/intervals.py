@@ -35,7 +35,7 @@ def common(a: Intervals, b: Intervals) -> int:
 
 
 def clip(a: Intervals, window: Intervals) -> Intervals:
-    """What of the disjoint set `a` lies inside the disjoint set `window`."""
+    """The part of the disjoint set `a` that lies inside the disjoint set `window`."""
     starts, stops = [], []
     first = np.searchsorted(window[1], a[0], side="right")
     beyond = np.searchsorted(window[0], a[1], side="left")

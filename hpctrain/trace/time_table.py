@@ -27,7 +27,7 @@ _SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class Late:
-    """Who was late for a row's collectives. rank: the one that most often posted last; share: of the collectives.
+    """The lateness of ranks in a row's collectives. rank: the one that most often posted last; share: of the collectives.
 
     behind_first_seconds: its mean delay behind the first rank, over those where it was the last.
     """
@@ -72,7 +72,7 @@ class TimeTable:
 
 
 class RowNames:
-    """Which row an event belongs to: its layer's, if a name in it is one of a layer or of a layer's parameter, else its own."""
+    """The row of an event: its layer's, if a name in it is one of a layer or of a layer's parameter, else its own."""
 
     def __init__(self, layers: Iterable[str]) -> None:
         self.layers = tuple(dict.fromkeys(layers))

@@ -1,6 +1,6 @@
 """A recorder of timed events: arrays made once, no object kept per event, nothing at all where it is not asked for.
 
-Whoever can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
+What can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
 `ClockMap` (comm/clock.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
 """
 
@@ -21,7 +21,7 @@ _MOST_EVENTS = 1 << 18
 
 
 class Category(IntEnum):
-    """What an event is. COMMUNICATION runs beside the program; all others are the program's own time and nest."""
+    """The kind of an event. COMMUNICATION runs beside the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1

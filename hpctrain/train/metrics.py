@@ -1,4 +1,4 @@
-"""What a run says of itself: sums turned into means, and who receives them."""
+"""Metrics of a run: sums turned into means, and who receives them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """What all ranks but 0 have."""
+    """The reporter of all ranks but 0, which says nothing."""
 
     width: int | None = None
 

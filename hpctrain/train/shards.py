@@ -28,7 +28,7 @@ class Shards:
         return self._network.parameter_specs[name].shape
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """What this rank holds of it; a view."""
+        """The part of it that this rank holds; a view."""
         shard = self._network.shards[name]
         return whole if shard is None else whole[shard.index]
 
@@ -50,7 +50,7 @@ class Shards:
         return np.ascontiguousarray(np.moveaxis(found, 0, shard.dim))
 
     def _agree(self, row: Communicator) -> dict[str, list[int]]:
-        """Of each split parameter, how much each rank holds."""
+        """For each split parameter, how much each rank holds."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
         every: list[dict[str, Shard]] = row.allgather_object(split)
         for name in split:

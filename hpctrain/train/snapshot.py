@@ -148,5 +148,5 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards) ->
 
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
-    """What this rank holds of a tensor that has the shape of parameter `name`."""
+    """The part that this rank holds of a tensor that has the shape of parameter `name`."""
     return shards.part(name, restore(content, key, shards.whole_shape(name), network.dtype))

@@ -1,4 +1,4 @@
-"""What of a training step is traced: operators, everything between them, updates, and whole steps with their loading."""
+"""The tracing of a training step: operators, everything between them, updates, and whole steps with their loading."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TracingHooks(StepHooks):
         self._ready = 0  # when the last hook ended
 
     def begin(self) -> None:
-        """What follows is to be recorded."""
+        """Begin to record."""
         self._recorded = self._ready = self._clock_ns()
 
     def lap(self, category: Category, name: str) -> None:

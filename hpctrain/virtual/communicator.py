@@ -55,7 +55,7 @@ class VirtualHandle:
 
 
 class Group:
-    """What the members of one communicator share: operations that some of them have posted.
+    """State that the members of one communicator share: operations that some of them have posted.
 
     Attributes: name: for messages. members: in rank order. parts: groups made by splits of this one, by (sequence, color).
     """
@@ -68,7 +68,7 @@ class Group:
         self._messages: dict[tuple[int, int, int], tuple[deque[Operation], deque[Operation]]] = {}
 
     def collective(self, sequence: int, make: Callable[[], Operation]) -> Operation:
-        """The operation with this sequence number, made by whoever posts it first."""
+        """The operation with this sequence number, made by the rank that posts it first."""
         if sequence not in self._collectives:
             self._collectives[sequence] = make()
         operation = self._collectives[sequence]

@@ -12,7 +12,7 @@ from hpctrain.comm.base import Array, Communicator, Handle
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank has handed over, in integers.
+    """All that one rank has handed over, in integers.
 
     Attributes:
         operations: how many were posted.
@@ -73,7 +73,7 @@ class Counters:
         return copy
 
     def since(self, earlier: Counters) -> Counters:
-        """What was counted after `earlier`, a snapshot of these counters: of one step, say. What did not change is left out."""
+        """The counts since `earlier`, a snapshot of these counters: those of one step, say. Unchanged ones are left out."""
         difference = Counters()
         for key, count in self._counts.items():
             if count != earlier[key]:

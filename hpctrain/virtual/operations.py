@@ -103,7 +103,7 @@ class Operation(ABC):
         self.postings: list[Posting | None] = [None] * len(members)
         self.missing = len(members)
         self.moved = False
-        self.announced = False  # to whoever chooses the moment of moving
+        self.announced = False  # to the policy, which chooses the moment of moving
 
     def post(self, party: int, posting: Posting, moments: Moments) -> None:
         """Add one party.
@@ -168,7 +168,7 @@ class Operation(ABC):
 
     @abstractmethod
     def result(self, party: int) -> Array | None:
-        """What this party receives."""
+        """The array that this party receives."""
 
     @abstractmethod
     def seconds(self, link: LinkModel) -> float:

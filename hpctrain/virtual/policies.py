@@ -1,4 +1,4 @@
-"""Who runs next and when an operation's data moves: at once, at the worst moment, or by a modelled clock.
+"""Policies: which rank runs next, and when an operation's data moves: at once, at the worst moment, or by a modelled clock.
 
 A policy decides only what MPI leaves open. Matching (collectives by posting order, messages of one source and tag in their
 order) is done before it is asked.
@@ -130,7 +130,7 @@ class Adversary:
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
         if not ready:
             return None
-        for _ in range(3):  # a slow rank is mostly passed over, but never for ever
+        for _ in range(3):  # a slow rank is mostly passed over, but never without end
             rank = ready[self._random.randrange(len(ready))]
             if self._random.random() < self._speeds[rank.rank]:
                 break

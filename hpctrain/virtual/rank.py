@@ -23,7 +23,7 @@ class RankEnded(BaseException):
 
 
 class Status(Enum):
-    """What a virtual rank does."""
+    """The state of a virtual rank."""
 
     READY = "ready"
     RUNNING = "running"
@@ -56,7 +56,7 @@ def source_line(frame: FrameType | None = None) -> SourceLine:
 @dataclass(slots=True, eq=False)
 class RankState:
     """Attributes:
-    baton: released by whoever hands over to this rank; the rank itself acquires it.
+    baton: released by the thread that hands over to this rank; the rank itself acquires it.
     clock_seconds: this rank's virtual time. wake_seconds: heap of completion times that it may be waiting for.
     polled: what it has tested in vain in this pass over its handles. stuck_on: the same of the last whole pass.
     passes: how many whole passes were in vain since something last happened to this rank.

@@ -106,13 +106,13 @@ class VirtualWorld:
         return threads
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads; after a failure not for ever, as one may still compute."""
+        """Wait for the threads; after a failure only for a while, as one may still compute."""
         end = time.monotonic() + _UNWIND_SECONDS
         for thread in threads:
             thread.join(None if self.scheduler.failure is None else max(0.0, end - time.monotonic()))
 
     def _unmatched(self) -> DeadlockError | None:
-        """What MPI would hang in at its end, or lose."""
+        """Operations that MPI would hang in at its end, or lose."""
         unmatched = self._group.unmatched()
         if not unmatched:
             return None

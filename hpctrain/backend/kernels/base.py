@@ -149,7 +149,7 @@ class Operator(ABC):
 
 @dataclass
 class LossSums:
-    """What one micro-batch adds to the step's sums: not means, so that ranks with few samples weigh as they should."""
+    """The terms that one micro-batch adds to the step's sums: not means, so that ranks with few samples weigh as they should."""
 
     loss: float  # sum over the samples, undivided
     top1: int

@@ -1,4 +1,4 @@
-"""What is computed, as data: tensors and the operations on them, with their shapes and costs.
+"""Operations as data: tensors and the operations on them, with their shapes and costs.
 
 A spec says nothing of how it is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C channels
 in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
@@ -21,7 +21,7 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor at set-up: logical shape, dtype ("float32" or "float64"), layout.
+    """A tensor as it is known at set-up: logical shape, dtype ("float32" or "float64"), layout.
 
     `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
     set that chose it; `size` is then the number of elements its buffer holds, padding included.

@@ -1,4 +1,4 @@
-"""What all converters share: class names, chunks, images decoded in parallel but in order."""
+"""Parts that all converters share: class names, chunks, images decoded in parallel but in order."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Tree:
-    """What a directory holds: class names, and (file, label) sorted by class and path."""
+    """The content of a directory: class names, and (file, label) sorted by class and path."""
 
     class_names: tuple[str, ...]
     files: tuple[tuple[Path, int], ...]

@@ -1,4 +1,4 @@
-"""Flatten, and the identity: operators that only name memory anew."""
+"""Flatten, and the identity: operators that only give memory another shape."""
 
 from __future__ import annotations
 

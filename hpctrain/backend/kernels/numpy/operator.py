@@ -1,4 +1,4 @@
-"""What the operators of the NumPy set share."""
+"""The base of the operators of the NumPy set."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Reach:
 
 
 def reach(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> Reach:
-    """Of output o, tap `tap` reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
+    """The inputs of a tap: output o reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
     offset = tap * dilation - padding
     first = max(0, -(offset // stride))
     stop = max(first, min(outputs, (size - 1 - offset) // stride + 1))
@@ -73,7 +73,7 @@ def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
 
 @dataclass(frozen=True)
 class Span:
-    """What one dim of a block reads: `size` positions, of which [before, after) are the image's [start, stop)."""
+    """The positions that one dim of a block reads: `size` positions, of which [before, after) are the image's [start, stop)."""
 
     size: int
     before: int

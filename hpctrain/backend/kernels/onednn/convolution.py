@@ -28,7 +28,7 @@ class Convolution:
     Attributes:
         forward, backward_data, backward_weights: the latter two None in evaluation, the second where nobody asks for the
             input's gradient.
-        weights: the format that `forward` reads, likewise `backward_data_weights`, and `diff_weights` that is written.
+        weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
         winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
     """

@@ -60,7 +60,7 @@ def load() -> ctypes.CDLL:
 
 
 def version(library: ctypes.CDLL) -> Version:
-    """What dnnl_version() says."""
+    """The version that dnnl_version() gives."""
     library.dnnl_version.restype = ctypes.POINTER(Version)
     result: Version = library.dnnl_version().contents
     return result

@@ -63,7 +63,7 @@ class _Grid:
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
     def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """Of (rows, columns) in all images and channels, between memories with these strides."""
+        """A copy of (rows, columns) in all images and channels, between memories with these strides."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._what, forms[0], forms[1], accumulate=accumulate)
@@ -93,7 +93,7 @@ class Patches:
         return [partial(room.padded[: self._all].fill, 0.0), self._inside.bind(first, room.padded[self._begin :])]
 
     def transform(self, room: Room) -> list[Work]:
-        """What follows, the same for each chunk."""
+        """The calls that follow, the same for each chunk."""
         gathers = [
             self._gather.bind(room.padded[corner:], room.plain[position * self._items :])
             for position, corner in enumerate(self._corners)
@@ -187,5 +187,5 @@ class OutputGradients:
         return [*works, *(copy.bind(first[start:], room.plain[at:]) for copy, start, at in self._copies)]
 
     def transform(self, room: Room) -> list[Work]:
-        """What follows, the same for each chunk."""
+        """The calls that follow, the same for each chunk."""
         return [self._transform.bind(room.plain, room.right, room.library)]

@@ -13,14 +13,14 @@ from hpctrain.backend.kernels.onednn.binding import Primitive
 from hpctrain.backend.kernels.onednn.regions import Regions
 from hpctrain.backend.kernels.specs import Edges, Pair
 
-# Of tiles in work at once. Each chunk reads all weights anew, and adds up all of their gradients: smaller ones took longer at 512
+# Of tiles in work at once. Each chunk reads all weights, and adds up all of their gradients: smaller ones took longer at 512
 # channels and gained nothing elsewhere, larger ones gained nothing.
 _CHUNK_BYTES = 48 << 20
 
 
 @dataclass(frozen=True)
 class Form:
-    """What chunks that share their kernels have in common: tiles (images, rows, columns) and how much of x and y is theirs.
+    """The shape of chunks that have the same kernels: tiles (images, rows, columns) and how much of x and y is theirs.
 
     Attributes:
         above: rows of zeros above the first row of x. read: rows of x, of each image. written: rows of y, of each image.

@@ -99,7 +99,7 @@ class _Products:
 
 
 class _Winograd:
-    """What both directions have: kernels for each form of chunk, places in the scratch, the weights tap by tap.
+    """The parts that both directions have: kernels for each form of chunk, places in the scratch, the weights tap by tap.
 
     Args:
         strides: of the weights' (out, in) in elements. first, step: elements from the weights' start to tap (0, 0), and from
@@ -166,7 +166,7 @@ class Product(_Winograd):
         return Works(works)
 
     def _between(self, form: Form, bias: Array | None, room: Room) -> list[Work]:
-        """What does not depend on where a chunk lies, so that all of one form share it."""
+        """The calls that do not depend on where a chunk lies, so that all of one form share them."""
         transforms, products = self._patches[form].transform(room), self._products[form.tiles].bind(room, bias)
         return [*transforms, *products, *self._outputs[form].transform(room)]
 
@@ -200,7 +200,7 @@ class WeightGradient(_Winograd):
         return Works(works)
 
     def _behind(self, form: Form, bias: Array | None, room: Room, *, add: bool) -> list[Work]:
-        """What follows the reading of a chunk: writes the gradients, or adds to those of earlier chunks."""
+        """The calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
         products = self._products[form.tiles].bind(room, room.bias if add else bias)
         works = [*self._gradients[form].transform(room), *products]
         if add and bias is not None:
