@@ -30,8 +30,7 @@ def agree(session: Session, parts: Parts, start: CheckpointContent | None = None
         CollectiveMismatchError: ranks with different schedules.
     """
     stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts, start, schedule_from))
-    for group, averager in parts.averagers.items():
-        averager.agree(stored.get(group))
+    parts.replica.agree(stored)
 
 
 def _stored(
@@ -39,12 +38,12 @@ def _stored(
 ) -> dict[str, CollectiveSchedule]:
     """A schedule that fits, by group, for those groups that have one."""
     own = {} if start is None else _of_checkpoint(start)
-    keys = {group: _key(group, session.grid.row) for group in parts.averagers}
-    found = {group: own[key] for group, key in keys.items() if key in own and parts.averagers[group].accepts(own[key])}
+    keys = {group: _key(group, session.grid.row) for group in parts.replica.averagers}
+    found = {group: own[key] for group, key in keys.items() if key in own and parts.replica.averagers[group].accepts(own[key])}
     if schedule_from is None or len(found) == len(keys):
         return found
     others = of_run(schedule_from)
-    for group, averager in parts.averagers.items():
+    for group, averager in parts.replica.averagers.items():
         if group not in found:
             found[group] = fitting(schedule_from, keys[group], others, averager)
     return found
@@ -87,7 +86,7 @@ def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, o
     """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective."""
     own = {
         _key(group, session.grid.row): averager.schedule.to_json()
-        for group, averager in parts.averagers.items()
+        for group, averager in parts.replica.averagers.items()
         if averager.schedule is not None
     }
     every = [own] if session.grid.rows == 1 else session.grid.along(GridAxis.SPLIT).allgather_object(own)

@@ -7,8 +7,9 @@ from pathlib import Path
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
+from hpctrain.data.loader import Loader
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.experiment.build import build_network
+from hpctrain.experiment.build import build_replica
 from hpctrain.experiment.images import (
     CHECKPOINT,
     Images,
@@ -21,10 +22,8 @@ from hpctrain.experiment.images import (
 from hpctrain.experiment.resume import check_model, data_of, find_checkpoint, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train import snapshot
-from hpctrain.train.evaluator import Evaluator
 from hpctrain.train.progress_text import loss_text
-from hpctrain.train.shards import Shards
+from hpctrain.train.replica import Replica
 
 
 def run_evaluation(session: Session, source: str) -> None:
@@ -43,19 +42,19 @@ def run_evaluation(session: Session, source: str) -> None:
         output, name = session.config.output, session.config.name
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
     path, content = there
-    images, evaluator = raise_on_all_ranks(session.world, lambda: _build(session, path, content))
+    images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content))
     if session.is_root:
         for note in images.notes:
             print(note)
-    sums = evaluator.run()
+    sums = replica.evaluate(loader)
     if session.is_root:
         means = sums.means()
         loss = loss_text(means["loss"])
         print(f"{path}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
 
 
-def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Evaluator]:
-    """The test set and a network with the checkpoint's parameters, without an optimiser."""
+def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Replica, Loader]:
+    """The test set, a replica with the checkpoint's parameters, without an optimiser, and the test set's loader."""
     config = session.config
     data, place = data_of(content), CHECKPOINT
     if data is None:
@@ -65,7 +64,7 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     assert images is not None, "checked"
     check_shapes(training_shape(stored_config(content) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype)
-    network, boxes = build_network(session, backend, len(data.class_names), images.shape)
-    snapshot.put_weights(content, network, Shards(network, session.groups.shard_holders, session.progress))
-    loader = make_loader(session, images, boxes, batch=config.evaluate.batch or config.batch, shuffle=False)
-    return images, Evaluator(network, loader, session.groups.all_ranks, session.progress)
+    replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
+    replica.load_weights(content)
+    loader = make_loader(session, images, replica.tiles, batch=config.evaluate.batch or config.batch, shuffle=False)
+    return images, replica, loader

@@ -25,7 +25,6 @@ from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, software_versions
-from hpctrain.train import snapshot
 from hpctrain.train.metrics import Reporter, SilentReporter
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
@@ -55,7 +54,7 @@ def run_training(
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     position, directory = Position(), None
     if start is not None:
-        snapshot.put(start.content, parts.network, parts.averagers, parts.shards)
+        parts.replica.load(start.content)
         start = start.without_tensors()
         position, directory = start.position, start.directory
         _cut_records(session, parts, start)
@@ -78,7 +77,7 @@ def run_training(
         evaluation = outcome.evaluation
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
             evaluation = trainer.evaluate(outcome.position)
-        trainer.drain()
+        parts.replica.drain()
         if report is not None:
             for line in report.finish(directory.path, _about(session, parts), reporter.width):
                 reporter.say(line)
@@ -111,7 +110,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         table = trace_report.table
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
-        exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.network)
+        exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
         said += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
         for line in said:
             reporter.say(line)
@@ -166,7 +165,7 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "grid": describe(parallel_plan(session.config, session.grid.cols)),
         **collective_schedules.keep(session, parts, directory),
     }
-    content = snapshot.take(parts.network, parts.averagers, parts.shards, position, meta, keep=session.is_root)
+    content = parts.replica.state(position, meta, keep=session.is_root)
 
     def write() -> None:
         if session.is_root:
@@ -191,7 +190,7 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
 
 def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     """Say where the run runs, with which parts and on which data. Collective."""
-    config, network = session.config, parts.network
+    config, network = session.config, parts.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
     grid = describe(parallel_plan(config, session.grid.cols))
@@ -213,7 +212,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
     """Choose the way of progress; say it where it matters, and record it. Collective."""
-    chosen = set_progress(session, parts.network)
+    chosen = set_progress(session, parts.replica.network)
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())

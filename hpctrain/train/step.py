@@ -146,11 +146,6 @@ class TrainingStep:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
         if self._tracing is not None:
             self._tracing.begin()
-        # What overflows is told by the step's message, alike on every rank; NumPy's warnings would come before it.
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            self._run(batch, global_step, lr)
-
-    def _run(self, batch: Batch, global_step: int, lr: float) -> None:
         for group, averager in self._averagers.items():
             averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()

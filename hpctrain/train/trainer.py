@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.data.loader import Batch, Loader
-from hpctrain.nn.network import Network
 from hpctrain.optim.schedules.base import LearningRateSchedule
-from hpctrain.trace.tracer import Category, Tracer
-from hpctrain.train.evaluator import Evaluator
+from hpctrain.trace.tracer import Category
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
+from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import traced_steps
 
 
@@ -55,37 +49,31 @@ class Trainer:
     """Drives training on this rank. Every public method is collective.
 
     Args:
-        step: runs one update. message: its sums, read one step later. schedule: learning rate by steps of the configured batch.
-        save: writes a checkpoint at a position (drained before). stop_requested: this rank was asked to stop.
-        trace: records whole steps, and what is done in them beside the update.
+        replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
+        schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position (drained before).
+        stop_requested: this rank was asked to stop.
     """
 
     def __init__(
         self,
         *,
-        network: Network,
-        averagers: Mapping[str, GradientAverager],
-        step: TrainingStep,
-        message: StepReduction,
+        replica: Replica,
         loader: Loader,
-        evaluator: Evaluator | None,
+        test_loader: Loader | None,
         schedule: LearningRateSchedule,
         cadence: Cadence,
         reporter: Reporter,
         save: Callable[[Position], None],
         stop_requested: Callable[[], bool] = lambda: False,
-        trace: Tracer | None = None,
     ) -> None:
-        self._network, self._averagers, self._step, self._message = network, averagers, step, message
-        self._loader, self._evaluator, self._schedule, self._cadence = loader, evaluator, schedule, cadence
+        self._replica, self._loader, self._test_loader = replica, loader, test_loader
+        self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
-        self._trace = trace
+        self._trace = replica.progress.trace
         self._rate = Rate()
         self._stop = False
         self._saved_step = -1
-        self._looked_at_step = -1
         self._steps_run = 0
-        self._lr = 0.0
 
     def run(self, position: Position) -> Outcome:
         """Train from `position` to the last epoch, or until some rank is asked to stop.
@@ -93,17 +81,12 @@ class Trainer:
         Raises:
             DivergedError: a loss, parameter, gradient or statistic that is not finite, on every rank at the same step.
         """
-        # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            return self._run(position)
-
-    def _run(self, position: Position) -> Outcome:
         samples = self._loader.sampler.samples
         done = position.epoch * samples + position.sums.count
         self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
         self._saved_step = position.global_step
-        self._lr = self._rate_before(position)
-        self._require_finite(position)
+        self._replica.global_step, self._replica.lr = position.global_step, self._rate_before(position)
+        self._replica.require_finite()
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
@@ -114,21 +97,14 @@ class Trainer:
         if stopped:
             self._reporter.flush()
             self._save_once(position)
-        self._require_finite(position)
+        self._replica.require_finite()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
-
-    def drain(self) -> None:
-        """Everything of the steps so far is complete on every rank."""
-        for averager in self._averagers.values():
-            averager.drain()
 
     def evaluate(self, position: Position) -> RunningSums | None:
         """Sums over the test set, recorded; None where there is none."""
-        if self._evaluator is None:
+        if self._test_loader is None:
             return None
-        self._require_finite(position)
-        self._network.parameters_changed()
-        sums = self._evaluator.run()
+        sums = self._replica.evaluate(self._test_loader)
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
         self._rate.restart()
         return sums
@@ -148,15 +124,13 @@ class Trainer:
         return self._stop
 
     def _run_step(self, batch: Batch, position: Position) -> None:
-        lr = self._rate_at(position)
-        self._step.run(batch, position.global_step, lr)
+        self._replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
         self._steps_run += 1
-        self._message.post(stop=self._enough or self._stop_requested())
+        self._replica.post(stop=self._enough or self._stop_requested())
         position.global_step += 1
         position.samples += batch.global_count
-        self._lr = lr
         every = self._cadence.checkpoint_steps
         if self._enough or (every and position.global_step % every == 0):
             self._settle(position)
@@ -192,39 +166,19 @@ class Trainer:
         return 0 < self._cadence.steps <= self._steps_run
 
     def _settle(self, position: Position) -> None:
-        """Read the message on its way, if any: sums, running statistics, and whether to go on."""
-        totals = self._message.read()
+        """Read the sums on their way, if any, and whether to go on."""
+        totals = self._replica.settle()
         if totals is None:
             return
-        if totals.non_finite:
-            self.drain()
-            self._raise_diverged(position)
-        self._network.statistics.blend(totals.statistics, totals.count)
         position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
         self._rate.add(totals.count)
-        self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._lr, self._rate.per_second())
+        self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._replica.lr, self._rate.per_second())
         self._stop = self._stop or totals.stop > 0
-
-    def _require_finite(self, position: Position) -> None:
-        """Before parameters are evaluated or kept: drain, and look at what the last step has made. Collective."""
-        self.drain()
-        if self._looked_at_step != position.global_step:
-            statistics = self._network.statistics
-            self._step.finiteness.look(position.global_step, statistics=statistics.not_finite(statistics.running))
-            self._raise_diverged(position)
-            self._looked_at_step = position.global_step
-
-    def _raise_diverged(self, position: Position) -> None:
-        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
-        advice = f"lower optimizer.lr ({self._lr:g} there), warm up longer, or set optimizer.clip_norm."
-        error = self._step.finiteness.error(self._message.gather, advice)
-        if error is not None:
-            raise error
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
         epoch = position.epoch + 1
-        record = {"epoch": epoch, "step": position.global_step, "images": position.sums.count, "lr": self._lr, **values}
+        record = {"epoch": epoch, "step": position.global_step, "images": position.sums.count, "lr": self._replica.lr, **values}
         self._reporter.record("epoch", record)
         line = f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
@@ -244,7 +198,7 @@ class Trainer:
     def _save_once(self, position: Position) -> None:
         if self._saved_step != position.global_step:
             begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-            self._require_finite(position)
+            self._replica.require_finite()
             self._save(position)
             self._saved_step = position.global_step
             self._rate.restart()

@@ -24,7 +24,6 @@ from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train import snapshot
 from hpctrain.train.metrics import SilentReporter
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
@@ -109,13 +108,13 @@ def _train(
         session = _session(config, comm, virtual_engine(comm))
         parts = build(session)
         collective_schedules.agree(session, parts, start)
-        position = Position() if start is None else snapshot.put(start, parts.network, parts.averagers, parts.shards)
+        position = Position() if start is None else parts.replica.load(start)
         trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=steps)
         outcome = trainer.run(position)
-        trainer.drain()
+        parts.replica.drain()
         meta = collective_schedules.keep(session, parts, RunDirectory(file.parent))
-        content = snapshot.take(parts.network, parts.averagers, parts.shards, outcome.position, meta)
-        return Trained(content, {name for name, each in parts.averagers.items() if each.order is not None})
+        content = parts.replica.state(outcome.position, meta)
+        return Trained(content, {name for name, averager in parts.replica.averagers.items() if averager.order is not None})
 
     return run_virtual(ranks, program, ranks_per_node=per_node, seed=seed)
 
@@ -159,7 +158,7 @@ def test_the_exchange_alone_is_an_averagers(file: Path, ranks: int, per_node: in
     def program(comm: ThreadCommunicator) -> tuple[int, int, int]:
         counters = Counters()
         session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
-        network = build(session).network
+        network = build(session).replica.network
         before = counters.snapshot()
         compute_only.measure_exchange(session.groups, session.progress, network)
         counted = counters.since(before)
@@ -186,7 +185,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         before = counters.snapshot()
         trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=1)
         trainer.run(Position())
-        trainer.drain()
+        parts.replica.drain()
         counted = counters.since(before)
         kinds = ("ireduce_scatter", "iallgather", "ialltoall")
         names = {name for name, _ in counted if name.startswith(("data gradients", "data parameters"))}

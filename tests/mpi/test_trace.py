@@ -16,14 +16,11 @@ from hpctrain.comm.clock import measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
-from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
-from hpctrain.train.tracing import traced_optimizer, traced_steps
+from hpctrain.train.tracing import traced_steps
 from tests.support import nets
-from tests.support.training import Task, batches
+from tests.support.training import Task, batches, replica_of
 
 LATE_SECONDS = 0.05
 STEPS = 5
@@ -39,14 +36,7 @@ def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
     """A few steps, to each of which the last rank comes late."""
     task = Task(partial(nets.plain), NumpyKernelSet(), Sgd, steps=STEPS, synchronised=False)
     progress = ProgressEngine(rank=world.rank, deadline_seconds=30, abort=world.abort, trace=tracer)
-    network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed)
-    averagers = {
-        name: Blocking(group, traced_optimizer(Sgd(), tracer), world, progress) for name, group in network.groups.items()
-    }
-    messages = world.split(0, world.rank, "messages")
-    assert messages is not None
-    message = StepReduction(messages, progress, network.statistics.size)
-    step = TrainingStep(network, averagers, progress, message)
+    replica = replica_of(task, world, progress, Blocking)
     report = TraceReport(world, progress, tracer)
 
     def loaded() -> Generator[Batch, None, None]:
@@ -55,10 +45,9 @@ def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
                 time.sleep(LATE_SECONDS)
             yield batch
 
-    for number, batch in enumerate(traced_steps(loaded(), tracer)):
-        step.run(batch, number, task.lr)
-        message.post(stop=False)
-        message.read()
+    for batch in traced_steps(loaded(), tracer):
+        replica.step(batch, task.lr)
+        replica.settle()
     return report.finish(directory, {"kernels": "numpy"})
 
 

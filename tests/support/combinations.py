@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.norms import JointNorms
@@ -114,11 +113,8 @@ def run(row: Row) -> float:
         raise ConfigError(sentence)
     task, config = task_of(row), config_of(row)
 
-    def averager(**given: Any) -> GradientAverager:
-        return make_averager(config, **{"norms": None, **given})
-
     def program(comm: ThreadCommunicator) -> Result:
-        return train(task, comm, virtual_engine(comm), averager, tell_nodes=True)
+        return train(task, comm, virtual_engine(comm), partial(make_averager, config))
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
     ranks = task.plan.rows * task.plan.cols

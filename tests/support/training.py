@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.boxes import Box
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, Share, cut
+from hpctrain.data.loader import Batch, Share, TileOfRank, cut
 from hpctrain.data.sampler import Sampler, counts, share_of
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction, StepTotals
-
-TileOfRank = Callable[[tuple[int, ...]], Sequence[Box]]
-AveragerFactory = Callable[..., GradientAverager]
+from hpctrain.train.replica import Replica, make_network
+from hpctrain.train.step_reduction import StepTotals
 
 
 @dataclass(frozen=True)
@@ -90,85 +83,81 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
         yield Batch(x, labels[own], shared, every, total, epoch, inside, share)
 
 
+def replica_of(
+    task: Task, comm: Communicator, progress: ProgressEngine, averager: Callable[..., GradientAverager], **options: Any
+) -> Replica:
+    """The replica that a task trains on the ranks of `comm`, on the grid of its plan; agreed. Collective.
+
+    Args:
+        averager: the class, or what makes one; it gets `options` beside what every averager gets.
+    """
+    accepted = inspect.signature(averager).parameters.values()
+    names = {parameter.name for parameter in accepted}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted)
+
+    def make(**given: Any) -> GradientAverager:
+        return averager(**{name: value for name, value in given.items() if takes_all or name in names}, **options)
+
+    groups = GridGroups(ProcessGrid(comm, task.plan.rows, comm.size // task.plan.rows))
+    network = make_network(
+        task.model(),
+        task.image_shape,
+        task.kernels,
+        groups=groups,
+        progress=progress,
+        plan=task.plan,
+        dtype=task.dtype,
+        seed=task.seed,
+        smoothing=task.smoothing,
+    )
+    replica = Replica(
+        network, groups=groups, progress=progress, averager=make, optimizer=task.optimizer, micro_batches=task.micro_batches
+    )
+    replica.agree()
+    return replica
+
+
 def train(
     task: Task,
     comm: Communicator,
     progress: ProgressEngine,
-    averager: AveragerFactory,
+    averager: Callable[..., GradientAverager],
     *,
     keep_gradients: bool = False,
-    tell_nodes: bool = False,
     **options: Any,
 ) -> Result:
-    """Train for `task.steps` on the ranks of `comm`, on the grid of the task's plan. Collective.
+    """Train for `task.steps` as `replica_of` says. Collective.
 
     Args:
-        averager: the class; it gets `options` beside what every averager gets. keep_gradients: of the first step, summed over
-            all ranks; only where the averager leaves the sums in the gradients' buffers, as `Blocking` does. tell_nodes: it also
-            gets `nodes`, those of its group's ranks.
+        keep_gradients: of the first step, summed over all ranks; only where the averager leaves the sums in the gradients'
+            buffers, as `Blocking` does.
     """
-    rows = task.plan.rows
-    groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
-    axis = groups.split_group(progress)
-    distribution = None if axis is None else GridDistribution(task.plan, axis)
-    network = Network(
-        task.model(),
-        task.image_shape,
-        task.kernels,
-        dtype=task.dtype,
-        seed=task.seed,
-        smoothing=task.smoothing,
-        mergers=groups.mergers(progress),
-        distribution=distribution,
-    )
-    if MODEL in network.groups:
-        options = {**options, "norms": JointNorms(comm, progress)}
-    averagers = _averagers(task, network, groups, partial(averager, progress=progress, **options), tell_nodes)
-    for each in averagers.values():
-        each.agree()
-    message = StepReduction(groups.messages, progress, network.statistics.size)
-    step = TrainingStep(network, averagers, progress, message, task.micro_batches, groups.counts_of)
+    replica = replica_of(task, comm, progress, averager, **options)
+    parameters = replica.network.parameters
     totals: list[StepTotals] = []
     gradients: dict[str, np.ndarray] = {}
-    boxes = None if distribution is None else distribution.tiles_by_counts(network.graph)
-    for number, batch in enumerate(batches(task, groups.position, comm.size, boxes)):
-        step.run(batch, number, task.lr)
-        if keep_gradients and number == 0:
-            gradients = {name: assemble(network, name, own.grad, comm, groups) for name, own in network.parameters.items()}
-        message.post(stop=False)
-        found = message.read()
-        assert found is not None
-        network.statistics.blend(found.statistics, found.count)
-        totals.append(found)
-    for each in averagers.values():
-        each.drain()
+    for batch in batches(task, replica.groups.position, comm.size, replica.tiles):
+        replica.step(batch, task.lr)
+        if keep_gradients and not totals:
+            gradients = {name: assemble(replica, name, parameter.grad) for name, parameter in parameters.items()}
+        sums = replica.settle()
+        assert sums is not None
+        totals.append(replace(sums, statistics=sums.statistics.copy()))
+    replica.drain()
     return Result(
-        {name: assemble(network, name, own.data, comm, groups) for name, own in network.parameters.items()},
-        {name: view.copy() for name, view in network.statistics.views.items()},
+        {name: assemble(replica, name, parameter.data) for name, parameter in parameters.items()},
+        {name: view.copy() for name, view in replica.network.statistics.views.items()},
         totals,
         gradients,
     )
 
 
-def _averagers(
-    task: Task, network: Network, groups: GridGroups, make: AveragerFactory, tell_nodes: bool
-) -> dict[str, GradientAverager]:
-    """One for each group of parameters."""
-    averagers = {}
-    for name, group in network.groups.items():
-        nodes = {"nodes": groups.nodes[name]} if tell_nodes else {}
-        averagers[name] = make(group=group, optimizer=task.optimizer(), comm=groups.gradients[name], **nodes)
-    return averagers
-
-
-def assemble(network: Network, name: str, own: np.ndarray, comm: Communicator, groups: GridGroups) -> np.ndarray:
-    """A whole parameter, or gradient, of which each rank has its own part; on every rank. Collective where it is split."""
-    shard = network.shards[name]
-    if shard is None:
-        return own.copy()
-    parts = comm.allgather_object((groups.split_rank, own.copy()))
-    by_row = dict(sorted(parts, key=lambda part: part[0]))
-    return np.concatenate([by_row[row] for row in range(groups.split_size)], axis=shard.dim)
+def assemble(replica: Replica, name: str, values: np.ndarray) -> np.ndarray:
+    """A copy of a whole parameter, or gradient, of which this rank has `values`. Collective where it is split."""
+    shard, holders = replica.network.shards[name], replica.groups.shard_holders
+    if shard is None or holders is None:
+        return values.copy()
+    return np.concatenate(holders.allgather_object(values.copy()), axis=shard.dim)
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

@@ -13,33 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.comm.grid import ProcessGrid
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DivergedError
-from hpctrain.nn.network import MODEL, Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
-from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.train.metrics import SilentReporter
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.training import Task, batches
+from tests.support.training import Task, batches, replica_of
 
 POISONED_STEP = 3
 STEPS = 7
@@ -98,26 +91,9 @@ class _Loader:
 
 
 def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, checkpoints: int) -> Run:
-    progress, rows = virtual_engine(comm), task.plan.rows
-    groups = GridGroups(ProcessGrid(comm, rows, comm.size // rows))
-    axis = groups.split_group(progress)
-    distribution = None if axis is None else GridDistribution(task.plan, axis)
-    network = Network(
-        task.model(),
-        task.image_shape,
-        task.kernels,
-        dtype=task.dtype,
-        mergers=groups.mergers(progress),
-        distribution=distribution,
-    )
     kind, options = ALL[strategy]
-    norms = {"norms": JointNorms(comm, progress)} if MODEL in network.groups else {}
-    averagers = {
-        name: kind(group, task.optimizer(), groups.gradients[name], progress, **norms, **options)
-        for name, group in network.groups.items()
-    }
-    for averager in averagers.values():
-        averager.agree()
+    replica = replica_of(task, comm, virtual_engine(comm), kind, **options)
+    network, averagers = replica.network, replica.averagers
     run, here = Run(), poison.everywhere or comm.rank == comm.size - 1
 
     def before(number: int, batch: Batch) -> Batch:
@@ -141,21 +117,13 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
 
     def save(position: Position) -> None:
         run.kept += 1
-        tensors = {name: parameter.data for name, parameter in network.parameters.items()} | network.statistics.views
-        for averager in averagers.values():
-            for name, parameter in averager.group.parameters.items():
-                tensors |= {f"{key} of {name}": value for key, value in averager.full_state(parameter).items()}
+        tensors = replica.state(position, {}).tensors
         run.kept_poison += [name for name, value in tensors.items() if not np.isfinite(value).all()]
 
-    message = StepReduction(groups.messages, progress, network.statistics.size)
-    boxes = None if distribution is None else distribution.tiles_by_counts(network.graph)
     trainer = Trainer(
-        network=network,
-        averagers=averagers,
-        step=TrainingStep(network, averagers, progress, message, 1, groups.counts_of),
-        message=message,
-        loader=_Loader(task, groups.position, comm.size, boxes, before),  # type: ignore[arg-type]
-        evaluator=None,
+        replica=replica,
+        loader=_Loader(task, replica.groups.position, comm.size, replica.tiles, before),  # type: ignore[arg-type]
+        test_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
         reporter=SilentReporter(),

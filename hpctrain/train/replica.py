@@ -1,0 +1,291 @@
+"""A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.data.loader import Batch, Loader, TileOfRank
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import MODEL, Network
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.optim.base import Optimizer
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.train import snapshot
+from hpctrain.train.evaluator import evaluate
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.shards import Shards
+from hpctrain.train.snapshot import Position
+from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_reduction import StepReduction, StepTotals
+from hpctrain.train.tracing import traced_optimizer
+
+_NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
+# What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
+_without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
+class AveragerFactory(Protocol):
+    """Makes the averager of one parameter group; called once per group, with all that a replica knows."""
+
+    def __call__(
+        self,
+        *,
+        group: FlatGroup,
+        optimizer: Optimizer,
+        comm: Communicator,
+        progress: ProgressEngine,
+        norms: JointNorms | None,
+        nodes: Sequence[int],
+    ) -> GradientAverager: ...
+
+
+def make_network(
+    model: Layer,
+    image_shape: tuple[int, int, int],
+    kernels: KernelSet,
+    *,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    plan: ParallelPlan | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    smoothing: float = 0.0,
+) -> Network:
+    """This rank's part of a model on a grid. Not collective.
+
+    Args:
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes.
+        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
+        plan: what each layer does on the grid; needed where ranks share samples.
+        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the image.
+    """
+    split_group = groups.split_group(progress)
+    distribution = None
+    if split_group is not None:
+        assert plan is not None, "ranks that share samples need a plan of what each of them does"
+        distribution = GridDistribution(plan, split_group)
+    return Network(
+        model,
+        image_shape,
+        kernels,
+        dtype=dtype,
+        seed=seed,
+        smoothing=smoothing,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
+    )
+
+
+class Replica:
+    """A rank's copy of a model, and what trains it. Making one is not collective; `agree` and all that trains is.
+
+    A step leaves its sums on their way: they travel under the next step, or until `settle` waits for them.
+
+    Args:
+        network: this rank's part of the model (see `make_network`). groups: its place on the grid, and its communicators.
+        progress: the process's engine; where it has a tracer, steps are recorded.
+        averager: makes the averager of each parameter group; None: a replica that only evaluates.
+        optimizer: makes an optimiser that is not bound yet. micro_batches: passes that one step's samples are split into.
+
+    Attributes:
+        averagers: by parameter group. shards: split parameters as whole ones and back.
+        distribution: what this rank does of the model, where ranks share samples.
+        tiles: what the ranks that share samples read of them; None where each reads its own.
+        global_step: steps done. lr: the learning rate of the last of them.
+
+    Raises:
+        ConfigError: an averager that cannot do what is asked for.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        groups: GridGroups,
+        progress: ProgressEngine,
+        averager: AveragerFactory | None = None,
+        optimizer: Callable[[], Optimizer] | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self.network, self.groups, self.progress = network, groups, progress
+        distribution = network.distribution
+        self.distribution = distribution if isinstance(distribution, GridDistribution) else None
+        self.tiles: TileOfRank | None = None
+        if self.distribution is not None:
+            self.tiles = self.distribution.tiles_by_counts(network.graph)
+        self.averagers: Mapping[str, GradientAverager] = {}
+        if averager is not None and optimizer is not None:
+            self.averagers = make_averagers(network, groups, progress, averager, optimizer)
+        self.shards = Shards(network, groups.shard_holders, progress)
+        self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
+        self._step = TrainingStep(network, self.averagers, progress, self._reduction, micro_batches, groups.counts_of)
+        self.global_step, self.lr = 0, 0.0
+        self._current_lr = 0.0
+        self._finite_at_step = -1
+
+    def agree(self, stored: Mapping[str, CollectiveSchedule] = _NO_SCHEDULES) -> None:
+        """Fix what each averager posts in a step. Collective; once, before all else that is.
+
+        Args:
+            stored: schedules of an earlier run, by parameter group; used where they fit.
+
+        Raises:
+            CollectiveMismatchError: ranks with different schedules.
+        """
+        for group, averager in self.averagers.items():
+            averager.agree(stored.get(group))
+
+    def step(self, batch: Batch, lr: float) -> StepTotals | None:
+        """One update. Collective.
+
+        Args:
+            batch: this rank's share of the step; without samples where it has none. lr: the learning rate.
+
+        Returns:
+            The sums over all ranks of the step before; None where `settle` gave them.
+
+        Raises:
+            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite; on every rank.
+        """
+        self.update(batch, lr)
+        totals = self.settle()
+        self.post()
+        return totals
+
+    @_without_warnings
+    def update(self, batch: Batch, lr: float) -> None:
+        """The first part of a step: its update. `settle` and `post` follow, in this order. Collective."""
+        self._current_lr = lr
+        self._step.run(batch, self.global_step, lr)
+
+    @_without_warnings
+    def settle(self) -> StepTotals | None:
+        """Wait for the sums on their way, if any, and blend their batch statistics into the running ones. Collective.
+
+        Raises:
+            DivergedError: as `step`.
+        """
+        totals = self._reduction.read()
+        if totals is None:
+            return None
+        if totals.non_finite:
+            self.drain()
+            self._raise_diverged()
+        self.network.statistics.blend(totals.statistics, totals.count)
+        return totals
+
+    def post(self, *, stop: bool = False) -> None:
+        """The last part of a step: send its sums. Collective; does not wait.
+
+        Args:
+            stop: this rank was asked to stop; all ranks read how many were.
+        """
+        self._reduction.post(stop=stop)
+        self.global_step += 1
+        self.lr = self._current_lr
+
+    @_without_warnings
+    def drain(self) -> None:
+        """Complete everything of the steps so far, on every rank. Collective."""
+        for averager in self.averagers.values():
+            averager.drain()
+
+    @_without_warnings
+    def require_finite(self) -> None:
+        """Drain, and look at what the last step has made: before parameters are evaluated or kept. Collective.
+
+        Raises:
+            DivergedError: as `step`.
+        """
+        self.drain()
+        if self.averagers and self._finite_at_step != self.global_step:
+            statistics = self.network.statistics
+            self._step.finiteness.look(self.global_step, statistics=statistics.not_finite(statistics.running))
+            self._raise_diverged()
+            self._finite_at_step = self.global_step
+
+    @_without_warnings
+    def evaluate(self, loader: Loader) -> RunningSums:
+        """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
+
+        The last step's sums, where they are wanted, are to be had from `settle` before.
+
+        Raises:
+            DivergedError: as `step`.
+        """
+        self.settle()
+        self.require_finite()
+        self.network.parameters_changed()
+        return evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+
+    def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True) -> CheckpointContent:
+        """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
+
+        Args:
+            position, meta: go into the content's metadata.
+            keep: False on ranks that do not write the content: theirs has no tensors.
+        """
+        return snapshot.take(self.network, self.averagers, self.shards, position, meta, keep=keep)
+
+    def load(self, content: CheckpointContent) -> Position:
+        """Restore what `state` gave, on whatever grid; give the position in it. After `agree`; not collective.
+
+        Raises:
+            CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
+        """
+        position = snapshot.put(content, self.network, self.averagers, self.shards)
+        self.global_step = position.global_step
+        return position
+
+    def load_weights(self, content: CheckpointContent) -> None:
+        """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        snapshot.put_weights(content, self.network, self.shards)
+
+    def _raise_diverged(self) -> None:
+        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
+        advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
+        error = self._step.finiteness.error(self._reduction.gather, advice)
+        if error is not None:
+            raise error
+
+
+def make_averagers(
+    network: Network, groups: GridGroups, progress: ProgressEngine, averager: AveragerFactory, optimizer: Callable[[], Optimizer]
+) -> dict[str, GradientAverager]:
+    """One averager, with an optimiser of its own, per parameter group.
+
+    Raises:
+        ConfigError: norms of split layers, which the averager cannot add up.
+    """
+    norms = JointNorms(groups.norms, progress) if MODEL in network.groups else None
+    return {
+        name: averager(
+            group=group,
+            optimizer=traced_optimizer(optimizer(), progress.trace),
+            comm=groups.gradients[name],
+            progress=progress,
+            norms=norms,
+            nodes=groups.nodes[name],
+        )
+        for name, group in network.groups.items()
+    }
