@@ -17,7 +17,7 @@ def report(content: Mapping[str, Any]) -> str:
 
 
 def table(run: Mapping[str, Any]) -> str:
-    """Variants, fastest first: step time, images a second, how many times as fast as the best peer, memory."""
+    """Variants, fastest first: step time, images per second, how many times as fast as the best peer, memory."""
     best = best_peer(run)
     clock = "CPU time" if run["clock"] == "cpu" else "wall time"
     lines = [

@@ -104,7 +104,7 @@ def column(turns: Sequence[Sequence[dict[str, Any]]], key: str) -> list[float]:
 def report(result: dict[str, Any]) -> str:
     """A table in Markdown."""
     ranks, cores = result["ranks"], result["machine"]["cores"]
-    head = f"{result['model']} ({result['shape']['pixels']} px, {result['shape']['batch']} images a rank), {ranks} ranks, "
+    head = f"{result['model']} ({result['shape']['pixels']} px, {result['shape']['batch']} images per rank), {ranks} ranks, "
     head += f"{result['where']}, kernels {result['kernels']}, averager {result['averager']}, {result['mpi']}, "
     head += f"{result['rounds']} rounds, load {result['machine']['load']:.1f}"
     if ranks > cores:

@@ -6,7 +6,7 @@ Nothing is made in the machine's own network namespace, and names carry a prefix
 side.
 
     python -m benchmarks.lab up 2 1gbit                     # and then: rate 500mbit | bytes | down
-    python -m benchmarks.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank a host, down
+    python -m benchmarks.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank per host, down
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _report_run(run: dict[str, Any], say: Callable[[str], None]) -> None:
         bare = interval(found.column(f"bare {kind}", "seconds"))
         cost = interval(found.column(f"bare {kind}", "cpu_seconds"))
         say(
-            f"  {kind}: {found.payload[kind] / 1e6:.1f} MB a rank and step, wire {found.wire_seconds(kind):.3f} s, "
+            f"  {kind}: {found.payload[kind] / 1e6:.1f} MB per rank and step, wire {found.wire_seconds(kind):.3f} s, "
             f"bare operations {bare} s, c {cost} s, limit {found.limit(kind)} s"
         )
     say(_ROW.format("", *_COLUMNS.values(), "link"))

@@ -1,4 +1,4 @@
-"""A process that runs training steps of our engine when it is told to; `stepping.py` has the protocol and its other side."""
+"""A process that runs training steps of our engine when it is told to; `interleaved.py` has the protocol and its other side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Processes that run training steps when they are told to, one at a time in turn: rounds of comparable measurements.
 
-Protocol, a JSON object a line: the process first says what it is (its version, its parameters); to {"steps": n} it answers with
+Protocol, a JSON object per line: the process first says what it is (its version, its parameters); to {"steps": n} it answers with
 the fields of `Turn`. It waits on its input, asleep, and ends when that ends.
 """
 

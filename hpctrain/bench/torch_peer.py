@@ -1,7 +1,7 @@
 """Whole training steps of PyTorch, as a process that steps when it is told to: what the engine's benchmarks compare with.
 
 Runs in any Python with PyTorch, with or without hpctrain: a file of its own, started by its path. Reads JSON lines and answers
-with JSON lines, as `stepping.py` says. The networks are those of the catalogue.
+with JSON lines, as `interleaved.py` says. The networks are those of the catalogue.
 """
 
 from __future__ import annotations

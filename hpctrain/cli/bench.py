@@ -1,4 +1,4 @@
-"""`hpctrain bench`: measurements, one subcommand a file."""
+"""`hpctrain bench`: measurements, one subcommand per file."""
 
 from __future__ import annotations
 

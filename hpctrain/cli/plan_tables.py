@@ -145,10 +145,10 @@ def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
         exchanged = _range([item * words for words in each.exchanged])
         rows = f" (r = {', '.join(map(str, each.rows))})" if len(each.rows) < task.plan.rows else ""
         yield (
-            f"Gradients of group {each.group}{rows}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes a "
+            f"Gradients of group {each.group}{rows}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes per "
             f"rank and step by {task.config.averager.name}."
         )
-    yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes a rank and step."
+    yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
 
 
 def _map(task: Task, places: Places) -> Iterator[str]:
@@ -208,7 +208,7 @@ def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkMode
     """Each group's slices with their owners, then the operations in posting order."""
     yield (
         f"{task.config.averager.name} on a grid of {task.plan.rows} x {task.plan.cols}, batch {task.config.batch}; first steps, "
-        f"for alpha {link.alpha_seconds:g} s, beta {link.beta_seconds_per_byte:g} s a byte"
+        f"for alpha {link.alpha_seconds:g} s, beta {link.beta_seconds_per_byte:g} s per byte"
     )
     if task.assumption:
         yield task.assumption
@@ -220,7 +220,7 @@ def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkMode
             continue
         yield from each.schedule.table().splitlines()
         yield f"hash {each.schedule.digest()}"
-        yield f"exchanged: {_range(each.exchanged)} elements a rank and step"
+        yield f"exchanged: {_range(each.exchanged)} elements per rank and step"
         yield "slice  [start, stop)  elements of ranks 0, 1, ..."
         for number, part in enumerate(each.schedule.slices):
             owned = _runs(each.owned(part)) if _has_owners(each) else "all of it, on every rank"

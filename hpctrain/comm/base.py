@@ -25,7 +25,7 @@ class Handle(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """An ordered group of ranks. Implementations: MPI (mpi.py), one process (single.py), threads (threads.py)."""
+    """An ordered group of ranks. Implementations: MPI (mpi.py), one process (single.py), threads (virtual/)."""
 
     rank: int
     size: int

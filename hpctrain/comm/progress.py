@@ -1,8 +1,8 @@
 """The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
-One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a row collective that
-waits beside a column one which nobody drives is a deadlock that separate communicators do not cure. The order within a queue
-is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
+One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the split
+group that waits beside one of the data group which nobody drives is a deadlock that separate communicators do not cure. The order
+within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
 """
 
 from __future__ import annotations

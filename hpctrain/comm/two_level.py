@@ -45,7 +45,7 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
 def levels(nodes: Sequence[Hashable]) -> Levels | None:
     """The levels of ranks whose nodes these are; None where there is one level.
 
-    That is: one node, one rank a node, or nodes of unlike numbers of ranks, whose parts would not be of equal size.
+    That is: one node, one rank per node, or nodes of unlike numbers of ranks, whose parts would not be of equal size.
     """
     members: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):

@@ -175,7 +175,7 @@ class LossConfig(Section):
 
 
 class GridConfig(Section):
-    """The process grid: the ranks of a column share samples, the ranks of a row share weights."""
+    """The process grid: the ranks of a split group share samples, those of a data group share weights."""
 
     rows: Integer = Field(
         default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split one layer's weights or images (Pr)."

@@ -205,7 +205,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )
     images = parts.loader.sampler.samples
-    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps an epoch")
+    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
     for note in parts.notes:
         reporter.say(note)
 

@@ -5,7 +5,7 @@
         config-<step>.yaml      what it was until that step, where a resume changed it
         versions.json    versions of everything that computes
         git.json         revision of the directory that the run was started in; {} outside a repository
-        metrics.jsonl    one JSON object a line; a resume cuts it back to its checkpoint
+        metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         checkpoints/
 
@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """The metrics, one JSON object a line."""
+        """The metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     def write_schedule(self, group: str, schedule: str) -> None:

@@ -33,7 +33,7 @@ def lines(table: TimeTable, clock_error_seconds: float, ranks: int, width: int |
     ends = [f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {share:.1%} of it left over"]
     if ranks > 1 and total.communication_seconds > 0:
         ends.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
-    ends.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events a step)")
+    ends.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
     return [title, *_aligned([_HEAD, *cells], width), *_folded("; ".join(ends), width)]
 
 

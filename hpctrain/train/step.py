@@ -25,7 +25,7 @@ class AveragingHooks(StepHooks):
     """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
 
     With micro-batches, gradients of all but the last add up in a buffer of their own; the last adds that buffer to each
-    gradient just before it is announced, so averagers see one gradient a step.
+    gradient just before it is announced, so averagers see one gradient per step.
     """
 
     def __init__(self, averagers: Mapping[str, GradientAverager], progress: ProgressEngine, micro_batches: int) -> None:
@@ -120,7 +120,7 @@ class TrainingStep:
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
 
     Attributes:
-        finiteness: looks at what this rank trains, once a step; the message tells the others.
+        finiteness: looks at what this rank trains, once per step; the message tells the others.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Virtual ranks: a communicator whose ranks are threads of one process (virtual_world.py runs them).
+"""Virtual ranks: a communicator whose ranks are threads of one process (world.py runs them).
 
 For tests and simulations of programs that communicate, with any number of ranks on one core. The meaning is MPI's; what MPI
-leaves open is decided by a policy (virtual_policies.py): promptly, adversarially by a seed, or by a modelled clock. Mistakes end
+leaves open is decided by a policy (policies.py): promptly, adversarially by a seed, or by a modelled clock. Mistakes end
 the run with a sentence instead of a hang: a deadlock names every rank's call and line, mismatched collectives both postings.
 """
 

@@ -12,7 +12,7 @@ _MOST_POSTINGS = 4
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:
-    """One line a rank, then a cycle of the wait-for graph if there is one."""
+    """One line per rank, then a cycle of the wait-for graph if there is one."""
     edges = {state.rank: waits_for(state) for state in ranks}
     lines = [f"  rank {state.rank} {_describe(state)}" for state in ranks]
     cycle = find_cycle(edges)

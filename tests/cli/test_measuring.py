@@ -34,7 +34,7 @@ output: {folder}/runs
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A configuration and 64 small images: 6 steps an epoch, the last of 4."""
+    """A configuration and 64 small images: 6 steps per epoch, the last of 4."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (64, 9, 8, 1), dtype=np.uint8)
     data_format.write(tmp_path / "train.h5", 64, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 64))])

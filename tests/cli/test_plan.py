@@ -215,7 +215,7 @@ def test_sentences_name_the_least_and_the_most() -> None:
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert re.search(r"Memory of a rank: [\d,.]+ to [\d,.]+ MB for a step's activations", text)
-    assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes a rank and step\.", text)
+    assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
 
 
 def test_no_mpi_is_needed() -> None:

@@ -28,7 +28,7 @@ output: {folder}/runs
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A configuration and 24 small images: 2 steps an epoch."""
+    """A configuration and 24 small images: 2 steps per epoch."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
     data_format.write(tmp_path / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])

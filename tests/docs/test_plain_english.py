@@ -33,3 +33,14 @@ def test_words(page: str) -> None:
     for pattern, instead in RULES.items():
         match = re.search(pattern, text, re.MULTILINE)
         assert match is None, f"{page}: {text[max(0, match.start() - 40) : match.end() + 40]!r}; write {instead}"
+
+
+SOURCES = [path for top in ("hpctrain", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))]
+NAMES = [f"/{path.relative_to(ROOT)}" for top in ("hpctrain", "benchmarks", "tests") for path in (ROOT / top).rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_modules_name_exist(path: Path) -> None:
+    """In docstrings and comments: `interleaved.py`, comm/clock.py."""
+    for name in re.findall(r"(?<![\w/.\"'{}-])([a-z_][\w/]*\.py)\b", path.read_text(encoding="utf-8")):
+        assert name == "program.py" or any(known.endswith(f"/{name}") for known in NAMES), f"{path} names {name}"

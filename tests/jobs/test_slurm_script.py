@@ -42,7 +42,7 @@ exec BEHAVIOUR "$@"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with commands of its own, a configuration and 24 images: 2 steps an epoch."""
+    """A working directory with commands of its own, a configuration and 24 images: 2 steps per epoch."""
     (tmp_path / "bin").mkdir()
     _command(tmp_path, "python", f'#!/bin/bash\nexec {sys.executable} "$@"')
     _command(tmp_path, "scontrol", '#!/bin/bash\necho "$@" > scontrol.arguments')

@@ -19,7 +19,7 @@ STEPS_PER_EPOCH = 5
 
 
 def written(epochs: int, first: int = 1) -> list[Record]:
-    """What a run of 5 steps an epoch records: its start, each step, each epoch's end and its evaluation.
+    """What a run of 5 steps per epoch records: its start, each step, each epoch's end and its evaluation.
 
     first: number of the first epoch; runs of earlier versions counted from 0, and recorded no images.
     """

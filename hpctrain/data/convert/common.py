@@ -141,7 +141,7 @@ def listed(what: str, names: Sequence[str], limit: int = 20) -> str:
 
 
 def read_names(path: Path) -> list[str]:
-    """Class names from a text file, one a line.
+    """Class names from a text file, one per line.
 
     Raises:
         DataError: missing, not text, empty, or with a name twice.

@@ -47,7 +47,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
 
 
 class Dropout(NumpyOperator):
-    """y = x * keep / (1 - rate). Saved: the mask, one byte an element."""
+    """y = x * keep / (1 - rate). Saved: the mask, one byte per element."""
 
     in_place: ClassVar[bool] = True
 
