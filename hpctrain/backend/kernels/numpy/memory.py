@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hpctrain.backend.alignment import aligned
-
+_ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 
 Shape = tuple[int, ...]
@@ -28,7 +27,8 @@ def allocate(size_bytes: int) -> np.ndarray:
 
 def _aligned_bytes(request: Request) -> int:
     shape, dtype = request
-    return aligned(math.prod(shape) * np.dtype(dtype).itemsize)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def total_bytes(requests: Iterable[Request]) -> int:
