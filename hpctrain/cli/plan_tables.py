@@ -110,11 +110,11 @@ def _layers(task: Task, found: PlanReport, *, narrow: bool) -> Table:
 def _interiors(task: Task) -> Iterator[str]:
     """The convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
     interiors = overlap(task.graph_of(1), task.plan)
-    if interiors.parts:
-        yield f"Interiors are computed while halos travel in {', '.join(interiors.parts)}."
-    for name, whole in interiors.whole.items():
-        if whole.by_size:
-            yield f"{name} is computed as a whole: it {whole.reason}."
+    if interiors.in_parts:
+        yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
+    for name, no_interior in interiors.undivided.items():
+        if no_interior.by_size:
+            yield f"{name} is computed as a whole: it {no_interior.reason}."
 
 
 def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The process grid that a configuration describes: its plan, and what can be said of it before there are data or ranks."""
+"""The process grid that a configuration describes: its plan, and its checks before there are data or ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
-from hpctrain.parallel.interior import Whole
+from hpctrain.parallel.interior import NoInterior
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 
 
 def columns(config: Config, ranks: int) -> int:
-    """Pc in a world of so many ranks."""
+    """Pc in a world of `ranks` ranks."""
     return config.grid.cols if config.grid.cols is not None else max(1, ranks // config.grid.rows)
 
 
@@ -25,9 +25,9 @@ def parallel_plan(config: Config, cols: int) -> ParallelPlan:
     """The parallelism of each layer.
 
     Raises:
-        ConfigError: tiles that do not multiply to the rows.
+        ConfigError: tiles that do not multiply to `grid.rows`.
     """
-    use = {pattern: Parallelism(each) for pattern, each in config.plan.patterns.items()}
+    use = {pattern: Parallelism(use) for pattern, use in config.plan.patterns.items()}
     patterns = config.grid.overlap
     names = layer_names(config) if patterns else ()
     overlapped = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -41,18 +41,18 @@ def layer_names(config: Config) -> tuple[str, ...]:
 
 
 def splits_parameters(config: Config) -> bool:
-    """True where the ranks of a column each hold a part of some layer's parameters; False where model or plan have a fault."""
+    """True where each rank of a split group holds a part of some parameters; False where model or plan have a fault."""
     graph = model_graph(config)
     if graph is None or config.grid.rows == 1:
         return False
     try:
         plan = parallel_plan(config, config.grid.cols or 1)
-        # Two rows split the layers that any more do, in no time.
-        distributed = partition_graph(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
+        # Two ranks split the same layers as any larger group, in no time.
+        partitioned = partition_graph(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
     except HpctrainError:
         return False
-    placed = ((step.node, step.placement) for step in distributed.steps)
-    return any(node and node.parameters and placement and placement.shard for node, placement in placed)
+    shardings = ((step.node, step.sharding) for step in partitioned.steps)
+    return any(node and node.parameters and sharding and sharding.channel_intervals for node, sharding in shardings)
 
 
 def model_graph(config: Config) -> Graph | None:
@@ -68,36 +68,36 @@ def model_graph(config: Config) -> Graph | None:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """The outcome of `grid.overlap`. parts: layers in parts, in order; whole: those that are not, with the reason."""
+class OverlapOutcome:
+    """The outcome of `grid.overlap`. in_parts: layers that are, in order. undivided: those that are not, with the reason."""
 
-    parts: tuple[str, ...]
-    whole: Mapping[str, Whole]
+    in_parts: tuple[str, ...]
+    undivided: Mapping[str, NoInterior]
 
 
-def overlap(graph: Graph, plan: ParallelPlan) -> Overlap:
+def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
     """Layers that the plan wants in parts: those that can be, and why others cannot. graph: the model for one image."""
     if plan.rows == 1:
-        return Overlap((), {})
-    whole = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).whole
+        return OverlapOutcome((), {})
+    undivided = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).undivided
     wanted = [node.name for node in graph.nodes if node.name in plan.overlapped]
-    return Overlap(tuple(name for name in wanted if name not in whole), whole)
+    return OverlapOutcome(tuple(name for name in wanted if name not in undivided), undivided)
 
 
 def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
     """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
-    whole = overlap(graph, plan).whole if config.grid.overlap else {}  # which many rows take long to find
-    for number, pattern in enumerate(config.grid.overlap if whole else ()):
+    undivided = overlap(graph, plan).undivided if config.grid.overlap else {}  # a large split group takes long
+    for number, pattern in enumerate(config.grid.overlap if undivided else ()):
         matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]
-        if not matching or any(name not in whole for name in matching):
+        if not matching or any(name not in undivided for name in matching):
             continue
         # The reason of the layer that comes nearest to being served tells most.
-        name = min(matching, key=lambda name: (not whole[name].by_size, whole[name].reason == "is no convolution"))
+        name = min(matching, key=lambda name: (not undivided[name].by_size, undivided[name].reason == "is no convolution"))
         sentence = (
-            f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {whole[name].reason}; it must "
-            f"name a convolution under domain whose ranks have rows to compute while halos travel, or be left out."
+            f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {undivided[name].reason}; "
+            f"it must name a convolution under domain whose ranks have rows to compute while halos travel, or be left out."
         )
-        yield number, sentence, whole[name].by_size
+        yield number, sentence, undivided[name].by_size
 
 
 def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
@@ -112,13 +112,13 @@ def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:
-    """Refuse a batch of which some rank would never have a sample to work on. Ranks of a column work on each other's.
+    """Refuse a batch of which some rank would never have a sample to work on. Ranks of a split group work on each other's.
 
     Raises:
         ConfigError: naming the smallest batch.
     """
     if rows == 1 and batch < cols:
-        raise ConfigError(f"batch is {batch}, but the {cols} columns of the grid share it; the smallest batch is {cols}.")
+        raise ConfigError(f"batch is {batch}, but {cols} ranks (grid.cols) share it; the smallest batch is {cols}.")
 
 
 def describe(plan: ParallelPlan) -> str:

@@ -27,9 +27,9 @@ def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tup
 
 
 class RankStatistics:
-    """A `StatisticsMerger` over the ranks of `comm`. Everyone gathers all parts and merges them in rank order: the same bits.
+    """A `StatisticsMerger` over the ranks of `comm`. All ranks gather all moments and merge them in rank order: the same bits.
 
-    Both calls are collective and wait; they pass through the queue of `comm`, behind whatever was posted there before, so a
+    Both calls are collective and wait; they pass through the queue of `comm`, behind everything posted there before, so a
     communicator of their own keeps them from waiting behind gradients.
 
     Args:
@@ -45,27 +45,27 @@ class RankStatistics:
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2`, float64 (C,), by those of all ranks; give the total count. Count 0: they are not read."""
         channels = mean.size
-        rows = self._buffer(2 * channels + 1)
-        mine = rows[self._comm.rank]
-        mine[0] = count
-        mine[1 : channels + 1] = mean
-        mine[channels + 1 :] = m2
-        self._gather(rows, "batch statistics")
-        total, mean[...], m2[...] = merge_moments(rows[:, 0], rows[:, 1 : channels + 1], rows[:, channels + 1 :])
+        moments = self._buffer(2 * channels + 1)
+        own_moments = moments[self._comm.rank]
+        own_moments[0] = count
+        own_moments[1 : channels + 1] = mean
+        own_moments[channels + 1 :] = m2
+        self._gather(moments, "batch statistics")
+        total, mean[...], m2[...] = merge_moments(moments[:, 0], moments[:, 1 : channels + 1], moments[:, channels + 1 :])
         return total
 
     def sum(self, values: np.ndarray) -> None:
         """Replace `values`, float64, by their sum over the ranks, in rank order."""
-        rows = self._buffer(values.size)
-        rows[self._comm.rank] = values.reshape(-1)
-        self._gather(rows, "sums of batch norm's backward")
-        np.sum(rows, axis=0, out=values.reshape(-1))
+        summands = self._buffer(values.size)
+        summands[self._comm.rank] = values.reshape(-1)
+        self._gather(summands, "sums of batch norm's backward")
+        np.sum(summands, axis=0, out=values.reshape(-1))
 
     def _buffer(self, width: int) -> np.ndarray:
         if width not in self._gathered:
             self._gathered[width] = np.zeros((self._comm.size, width))
         return self._gathered[width]
 
-    def _gather(self, rows: np.ndarray, what: str) -> None:
-        size, width = rows.shape
-        self._progress.wait(self._queue.post(lambda: self._comm.iallgather(None, rows, [width] * size), what))
+    def _gather(self, by_rank: np.ndarray, purpose: str) -> None:
+        size, width = by_rank.shape
+        self._progress.wait(self._queue.post(lambda: self._comm.iallgather(None, by_rank, [width] * size), purpose))

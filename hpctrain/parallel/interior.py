@@ -1,7 +1,7 @@
 """Halos that travel while the interior is computed: a convolution in three parts, as data.
 
-The interior reads this rank's own rows only; the edges above and below read the halo. Interior first, edges when their rows have
-arrived; backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
+The interior reads this rank's own image rows only; the edges above and below read the halo. Interior first, edges when their rows
+have arrived; backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _HEIGHT = 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some output rows of a convolution on all ranks: what each reads, what it writes, its own spec."""
+class ConvolutionPart:
+    """Some output rows of a convolution on all ranks: the layouts that are read and written, and each rank's own spec."""
 
     reads: Layout
     writes: Layout
@@ -37,67 +37,77 @@ class Part:
 class InteriorSplit:
     """A convolution under DOMAIN in three parts."""
 
-    top: Part
-    interior: Part
-    bottom: Part
+    top: ConvolutionPart
+    interior: ConvolutionPart
+    bottom: ConvolutionPart
 
 
 @dataclass(frozen=True)
-class Whole:
+class NoInterior:
     """Why a layer is not computed in parts: `reason` follows its name in a sentence. by_size: other images could change it."""
 
     reason: str
     by_size: bool = False
 
 
-def split_interior(spec: Spec, placement: OperatorSharding, own: Layout) -> InteriorSplit | Whole:
-    """The three parts, or why there are none: the images must be split by height alone, and every rank must have an interior
-    that can be computed from its own rows as they lie."""
+def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> InteriorSplit | NoInterior:
+    """The three parts, or the reason why there are none. owned: the layout of the input.
+
+    The images must be split by height alone, and every rank must have an interior that can be computed from its own rows as they
+    lie: all ranks cut the layer, or none does, since moves are collective.
+    """
     if not isinstance(spec, Conv2dSpec):
-        return Whole("is no convolution")
-    if placement.writes.kind is not LayoutKind.TILES:
-        return Whole("is not under domain")
-    if own.kind is not LayoutKind.TILES:
-        first = own.kind is LayoutKind.NEEDED
-        return Whole("reads its halo from the data file" if first else "reads what is not split by rows")
-    (reads,) = placement.reads
-    if reads.boxes == own.boxes:
+        return NoInterior("is no convolution")
+    if sharding.writes.kind is not LayoutKind.TILES:
+        return NoInterior("is not under domain")
+    if owned.kind is not LayoutKind.TILES:
+        first = owned.kind is LayoutKind.NEEDED  # only the images themselves are given to a rank with their halo
+        return NoInterior("reads its halo from the data file" if first else "reads what is not split by rows")
+    (reads,) = sharding.reads
+    if reads.boxes == owned.boxes:
         window = spec.window
-        return Whole("reads no row of another rank", by_size=(window.extent[0], window.stride[0]) != (1, 1))
-    if any(box[2] != (0, own.shape[2]) for box in own.boxes):
-        return Whole("has images that are split by columns too (grid.tiles)")
+        return NoInterior("reads no row of another rank", by_size=(window.extent[0], window.stride[0]) != (1, 1))
+    # Tiles have halos on all four sides, whose corners two edges would read.
+    if any(box[2] != (0, owned.shape[2]) for box in owned.boxes):
+        return NoInterior("has images that are split by columns too (grid.tiles)")
     interiors = []
-    for rank, (mine, made) in enumerate(zip(own.boxes, placement.writes.boxes, strict=True)):
-        rows = _interior(spec.window, own.shape[_HEIGHT], mine[_HEIGHT], made[_HEIGHT])
+    for rank, (input_box, output_box) in enumerate(zip(owned.boxes, sharding.writes.boxes, strict=True)):
+        rows = _interior(spec.window, owned.shape[_HEIGHT], input_box[_HEIGHT], output_box[_HEIGHT])
         if rows is None:
-            return Whole(f"leaves rank {rank} of a column no row to compute while its halo travels", by_size=True)
+            return NoInterior(f"leaves rank {rank} of a split group no row to compute while its halo travels", by_size=True)
         interiors.append(rows)
-    outputs = [box[_HEIGHT] for box in placement.writes.boxes]
+    outputs = [box[_HEIGHT] for box in sharding.writes.boxes]
     above = [(begin, low) for (begin, _), (low, _) in zip(outputs, interiors, strict=True)]
     below = [(high, end) for (_, end), (_, high) in zip(outputs, interiors, strict=True)]
-    top, interior, bottom = (_part(spec, placement, own, parts) for parts in (above, interiors, below))
-    if not all(_fits(box, mine) for box, mine in zip(interior.reads.boxes, own.boxes, strict=True)):
-        return Whole("has an interior that does not read all rows of its rank, which would have to be copied", by_size=True)
-    return InteriorSplit(top, Part(own, interior.writes, interior.specs), bottom)
+    top, interior, bottom = (_part(spec, sharding, owned, rows) for rows in (above, interiors, below))
+    if not all(_fits(read, box) for read, box in zip(interior.reads.boxes, owned.boxes, strict=True)):
+        return NoInterior("has an interior that does not read all rows of its rank, which would have to be copied", by_size=True)
+    return InteriorSplit(top, ConvolutionPart(owned, interior.writes, interior.specs), bottom)
 
 
 def _interior(window: Window, height: int, own: Interval, output: Interval) -> Interval | None:
-    """Output rows that read own rows (and the image's padding) only; None where there are none."""
+    """Output rows that read own rows (and the image's padding) only; None where there are none.
+
+    Output row o reads input rows [o stride - padding, o stride - padding + extent): the first interior row is the least o that
+    begins at or after the first own row, the last one the greatest o that ends at or before the last. The image's own edges are
+    no boundary, as padding needs nobody.
+    """
     extent, stride, padding = window.extent[0], window.stride[0], window.padding[0]
     low = output[0] if own[0] == 0 else max(output[0], -(-(own[0] + padding) // stride))
     high = output[1] if own[1] == height else min(output[1], (own[1] + padding - extent) // stride + 1)
     return (low, high) if low < high else None
 
 
-def _part(spec: Conv2dSpec, placement: OperatorSharding, own: Layout, parts: Sequence[Interval]) -> Part:
+def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks: Sequence[Interval]) -> ConvolutionPart:
+    """The part that writes output rows `of_ranks[r]` on rank r."""
     reads, writes, specs = [], [], []
-    for whole, rows in zip(placement.writes.boxes, parts, strict=True):
-        vertical, horizontal = window_receptive_field(spec.window, (own.shape[1], own.shape[2]), (rows, whole[2]))
-        box = replace_dim(placement.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
+    for output_box, rows in zip(sharding.writes.boxes, of_ranks, strict=True):
+        vertical, horizontal = window_receptive_field(spec.window, (owned.shape[1], owned.shape[2]), (rows, output_box[2]))
+        box = replace_dim(sharding.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
         reads.append(replace_dim(box, _HEIGHT, (vertical.start, vertical.stop)))
-        writes.append(replace_dim(whole, _HEIGHT, rows))
+        writes.append(replace_dim(output_box, _HEIGHT, rows))
         specs.append(spec.with_window(local_window(spec.window, vertical, horizontal)))
-    return Part(layout.needed(own.shape, reads), layout.needed(placement.writes.shape, writes), tuple(specs))
+    return ConvolutionPart(layout.needed(owned.shape, reads), layout.needed(sharding.writes.shape, writes), tuple(specs))
 
 
 def _fits(read: tuple[Interval, ...], own: tuple[Interval, ...]) -> bool:
@@ -123,7 +133,7 @@ class JoinRowsSpec:
 
 
 class JoinRowsOperator(Operator):
-    """Copies forward, and back."""
+    """Copies forward, and gradients back."""
 
     def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)

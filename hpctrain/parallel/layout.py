@@ -1,7 +1,7 @@
-"""Who holds what of one tensor along the ROW axis: one box per rank.
+"""The layout of one tensor over the ranks of a split group: one box per rank.
 
 A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, and so has its
-gradient. What an operation reads beyond that, a halo or everything, is a box of its own whose gradient is a partial sum; see
+gradient. An operation that reads more, a halo or everything, reads a box of its own whose gradient is a partial sum; see
 `hpctrain.parallel.transfer`.
 """
 
@@ -16,7 +16,10 @@ from hpctrain.boxes import Box, Interval, consecutive, even_intervals, replace_d
 
 
 class LayoutKind(StrEnum):
-    """What is split: the samples of the column, the images, or the channels (features); NEEDED: what an operation reads."""
+    """How a tensor is split: by the split group's samples, by tiles of the images, or by channels (features).
+
+    NEEDED is no split: the boxes that an operation reads. The values are printed by `hpctrain plan show`.
+    """
 
     SAMPLES = "samples"
     TILES = "rows"
@@ -26,7 +29,7 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """`boxes[r]`: what rank r of the ROW axis holds of a tensor of `shape`, the one of all samples of the column."""
+    """`boxes[r]`: the elements that rank r of the split group holds of a tensor of `shape`, that of all the group's samples."""
 
     kind: LayoutKind
     shape: Shape
@@ -45,16 +48,16 @@ class Layout:
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
     """Rank r holds the next `counts[r]` samples, whole."""
     assert sum(counts) == shape[0]
-    return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(whole(shape), 0, part) for part in consecutive(counts)))
+    return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(whole(shape), 0, interval) for interval in consecutive(counts)))
 
 
-def channels(shape: Shape, parts: Sequence[Interval]) -> Layout:
-    """Rank r holds channels (or features) `parts[r]` of all samples."""
-    return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(whole(shape), -1, part) for part in parts))
+def channels(shape: Shape, intervals: Sequence[Interval]) -> Layout:
+    """Rank r holds channels (or features) `intervals[r]` of all samples."""
+    return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(whole(shape), -1, interval) for interval in intervals))
 
 
 def tiles(shape: Shape, tiles: Pair) -> Layout:
-    """Images (N, H, W, C) in `tiles` of (vertical, horizontal) parts; rank r holds tile (r // horizontal, r % horizontal).
+    """Images (N, H, W, C) cut into (vertical, horizontal) `tiles`; rank r holds tile (r // horizontal, r % horizontal).
 
     How an extent is cut follows from it alone, so tensors of one height always agree.
     """

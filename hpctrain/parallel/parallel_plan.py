@@ -1,4 +1,4 @@
-"""What the ROW axis does, layer by layer: the plan as data, from patterns of layer names."""
+"""The parallel plan: how the ranks of a split group share each layer, as data, from patterns of layer names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpctrain.nearest import choices
 
 
 class Parallelism(StrEnum):
-    """How the Pr ranks of a column share one layer: its samples, its weights (output channels), or its images."""
+    """How the Pr ranks of a split group share one layer: by its samples, its weights (output channels), or its images."""
 
     BATCH = "batch"
     MODEL = "model"
     DOMAIN = "domain"
 
 
-def _use(name: str) -> Parallelism:
+def _parallelism(name: str) -> Parallelism:
     """
     Raises:
         ConfigError: there is no such use; the message gives the nearest.
@@ -40,18 +40,18 @@ def _names(layers: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What each layer does on a grid of `rows` x `cols` ranks.
+    """The use of each layer on a grid of `rows` x `cols` ranks, Pr and Pc: split groups of `rows` ranks each.
 
     use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
-    `default` where none does. tiles: (vertical, horizontal) parts of an image under DOMAIN; their product is `rows`. overlapped:
-    layers, by name, whose interior is computed while their halos travel, where they can be cut. hides: gradients of what was
-    moved travel back under the weights' gradients; False only to measure what that gains.
+    `default` where none does. tiles: an image under DOMAIN is cut into (vertical, horizontal) tiles; their product is `rows`.
+    overlapped: layers, by name, whose interior is computed while their halos travel, where they can be cut. hides: gradients of
+    moved tensors travel back while the weights' gradients are computed; False only to measure the gain.
 
     Uses may be given by name ("domain").
 
     Raises:
-        ConfigError: a grid without rows or columns, a use that there is not, tiles that do not multiply to the rows, or one text
-            for `overlapped` where layers are meant.
+        ConfigError: rows or cols below 1, an unknown use, tiles that do not multiply to `rows`, or one text for `overlapped`
+            where layers are meant.
     """
 
     rows: int = 1
@@ -63,22 +63,22 @@ class ParallelPlan:
     hides: bool = True
 
     def __post_init__(self) -> None:
-        for axis, size in (("row", self.rows), ("column", self.cols)):
+        for key, size in (("rows", self.rows), ("cols", self.cols)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"A grid of {size!r} {axis}s is not possible; the smallest has 1 {axis}.")
+                raise ConfigError(f"A grid with grid.{key} = {size!r} is not possible; the smallest is 1.")
         # Plain strings are equal to the members, but not the same: rules that ask `use is Parallelism.DOMAIN` would not see them.
-        object.__setattr__(self, "default", _use(self.default))
-        object.__setattr__(self, "use", {pattern: _use(name) for pattern, name in self.use.items()})
+        object.__setattr__(self, "default", _parallelism(self.default))
+        object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
         object.__setattr__(self, "overlapped", _names(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
                 f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "
-                f"the grid has {self.rows} rows; the nearest legal tiles are {self.rows} x 1."
+                f"grid.rows is {self.rows}; the nearest legal tiles are {self.rows} x 1."
             )
 
     @property
     def image_tiles(self) -> Pair:
-        """(vertical, horizontal) parts; by default all ranks split the height."""
+        """(vertical, horizontal) tiles; by default all ranks split the height."""
         return self.tiles if self.tiles is not None else (self.rows, 1)
 
     def use_of(self, name: str) -> Parallelism:

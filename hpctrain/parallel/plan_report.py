@@ -1,4 +1,4 @@
-"""A plan over a model, in integers: what `hpctrain.parallel.plan_reporter` finds.
+"""The report of a plan over a model, in integers, as `hpctrain.parallel.plan_reporter` makes it.
 
 Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that a rank hands to the communicator for others
 in one training step; statistics are float64 and counted apart.
@@ -47,10 +47,10 @@ class Traffic:
 class LayerReport:
     """One layer of the model on the grid.
 
-    operation: what it computes, in a word. kind: how its output is split. shape: of the output of the first column's samples.
-    owns: each position's box of its column's output. halo: (rows, columns) of the input that each position gets from others
-    because its windows reach there. traffic: halos and statistics. parameters: elements held by each position.
-    activations: words that each position's output takes, and its input with the halo where there is one.
+    operation: a word and the window. kind: how its output is split. shape: of the output of the first split group's
+    samples. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position gets from
+    others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations: words of
+    each position's output, and of its input with the halo where there is one.
     """
 
     name: str
@@ -67,7 +67,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RedistributionReport:
-    """A move between layers whose layouts differ, before `reader`; of a sum, after the layer that left parts of it.
+    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that left its summands.
 
     source, target: how the tensor is split, "everything" where every rank gets all of it, "parts of a sum".
     activations: words that each position's result takes.
@@ -84,7 +84,7 @@ class RedistributionReport:
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes of one position. activations: the arena of a training step, gradients of activations included; messages: the
-    buffers of the ROW axis; parameters: their values; as many bytes again hold their gradients."""
+    buffers of the split group; parameters: their values; as many bytes again hold their gradients."""
 
     activations: int
     messages: int
@@ -102,7 +102,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan over a model. counts: samples of each position; entries: in forward order. memory: None where nobody asked."""
+    """A plan over a model. counts: samples of each position. entries: in forward order. memory: None without kernels."""
 
     plan: ParallelPlan
     counts: tuple[int, ...]
@@ -122,7 +122,7 @@ class PlanReport:
 
     @property
     def traffic(self) -> Traffic:
-        """Of a whole step, gradients' averaging left out."""
+        """The words of a whole step; the averaging of gradients is left out."""
         total = nothing(len(self.counts))
         for entry in self.entries:
             total = total + entry.traffic

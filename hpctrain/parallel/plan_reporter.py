@@ -1,4 +1,4 @@
-"""What a plan means: who owns what, what travels, what it takes of memory. Pure arithmetic; the same on every rank."""
+"""Makes the report of a plan: owners of all elements, words that travel, memory. Pure arithmetic; the same on every rank."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def report_plan(
     parameters: Mapping[str, Shape],
     kernels: KernelSet | None = None,
 ) -> PlanReport:
-    """`plan` over a model.
+    """The report of `plan` over a model.
 
     Args:
-        graph_of: the model lowered for so many samples. counts: samples of a step by position. parameters: whole shapes by full
-            name. kernels: who would compute; given, memory is planned as a program plans it.
+        graph_of: gives the model lowered for a number of samples. counts: samples of a step by position. parameters: whole shapes
+            by full name. kernels: the kernel set that would compute; given, memory is planned as a program plans it.
 
     Raises:
         ConfigError: a pattern of the plan that matches no layer.
@@ -52,20 +52,22 @@ def report_plan(
     shares = [tuple(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows)]
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
-    columns = {share: _Column(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
-    ordered = [columns[share] for share in shares]
-    entries = _in_a_row([column.entries for column in ordered], plan.rows)
-    memory = None if kernels is None else tuple(one for column in ordered for one in column.memory)
+    # Split groups with the same samples have the same report, and there are at most two sizes of batch among many groups.
+    by_share = {share: _GroupReporter(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
+    split_groups = [by_share[share] for share in shares]
+    entries = _by_position([group.entries for group in split_groups], plan.rows)
+    memory = None if kernels is None else tuple(of_rank for group in split_groups for of_rank in group.memory)
     item_bytes = sample.tensors[0].item_bytes
-    groups = _groups(plan, ordered, parameters)
+    groups = _parameter_groups(plan, split_groups, parameters)
     return PlanReport(plan, tuple(counts), sample.tensors[0].dtype, item_bytes, entries, groups, memory)
 
 
-_Key = tuple[str, str]  # the step's name and that of its input's producer: the same in every column
+_Entry = LayerReport | RedistributionReport
+_Key = tuple[str, str]  # the step's name and that of its input's producer: the same in every split group
 
 
-class _Column:
-    """The entries of one column by key, over its Pr ranks."""
+class _GroupReporter:
+    """Reports one split group: its entries by key, over its Pr ranks."""
 
     def __init__(
         self,
@@ -77,39 +79,40 @@ class _Column:
     ) -> None:
         self._plan, self._parameters, self.ranks = plan, parameters, len(counts)
         self._graph = graph
-        self._found: PartitionedGraph = partition_graph(graph, plan, counts)
-        self._needs_gradient = _needs_gradient(self._found)
-        self._readers = _readers(self._found)
-        self.shards = self._found.shards()
+        self._partitioned: PartitionedGraph = partition_graph(graph, plan, counts)
+        self._needs_gradient = _needs_gradient(self._partitioned)
+        self._readers = _readers(self._partitioned)
+        self.shards = self._partitioned.shards()
         self.entries = dict(self._entries())
         self.memory = tuple(self._memory(rank, kernels) for rank in range(self.ranks)) if kernels is not None else ()
 
-    def _entries(self) -> Iterator[tuple[_Key, LayerReport | RedistributionReport]]:
+    def _entries(self) -> Iterator[tuple[_Key, _Entry]]:
         halos: dict[str, list[PartitionStep]] = {}
-        producers = {step.output: step.name for step in self._found.steps}
-        for step in self._found.steps:
+        producers = {step.output: step.name for step in self._partitioned.steps}
+        for step in self._partitioned.steps:
             if step.move is not None:
                 reader = self._readers.get(step.output, "output")
+                # A halo belongs to the layer that reads it, a redistribution stands for itself.
                 if step.summed or not _is_halo(step):
                     yield (step.name, producers.get(step.inputs[0], "input")), self._redistribution(step, reader)
                 else:
                     halos.setdefault(reader, []).append(step)
-            elif step.node is not None and step.placement is not None:
+            elif step.node is not None and step.sharding is not None:
                 yield (step.node.name, ""), self._layer(step.node, step, halos.get(step.node.name, []))
 
     def _redistribution(self, step: PartitionStep, reader: str) -> RedistributionReport:
         assert step.move is not None
         source, target = step.move
         traffic = self._traffic(step)
-        boxes = self._found.layouts[step.output].boxes
+        boxes = self._partitioned.layouts[step.output].boxes
         words = tuple(size_of(box) for box in boxes)
         if step.summed:
             return RedistributionReport(step.name, reader, "parts of a sum", source.kind.value, traffic, words)
         return RedistributionReport(step.name, reader, source.kind.value, _kind(target), traffic, words)
 
     def _layer(self, node: Node, step: PartitionStep, halos: Sequence[PartitionStep]) -> LayerReport:
-        placement = step.placement
-        assert placement is not None
+        sharding = step.sharding
+        assert sharding is not None
         assert step.use is not None
         traffic = self._statistics(node, step)
         extra: Words = (0,) * self.ranks
@@ -122,20 +125,20 @@ class _Column:
             name=node.name,
             operation=_operation(node),
             use=step.use,
-            kind=placement.writes.kind,
-            shape=placement.writes.shape,
-            owns=placement.writes.boxes,
+            kind=sharding.writes.kind,
+            shape=sharding.writes.shape,
+            owns=sharding.writes.boxes,
             halo=tuple(self._halo(halos, rank) for rank in range(self.ranks)),
             traffic=traffic,
             parameters=tuple(held),
-            activations=add_words(tuple(size_of(box) for box in placement.writes.boxes), extra),
+            activations=add_words(tuple(size_of(box) for box in sharding.writes.boxes), extra),
         )
 
     def _traffic(self, step: PartitionStep) -> Traffic:
-        """A move's words, or its adjoint's first where it is a sum; none in backward where nobody wants the gradient."""
+        """A move's words, or its adjoint's first where it is a sum; none in backward where no gradient is asked for."""
         assert step.move is not None
-        there, back = moved(*step.move), moved_back(*step.move)
-        forward, backward = (back, there) if step.summed else (there, back)
+        of_move, of_adjoint = moved(*step.move), moved_back(*step.move)
+        forward, backward = (of_adjoint, of_move) if step.summed else (of_move, of_adjoint)
         zeros = (0,) * self.ranks
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
@@ -144,37 +147,36 @@ class _Column:
 
         The sums are those that the input's gradient needs: a batch norm of the images themselves sends none.
         """
-        none = nothing(self.ranks)
-        assert step.placement is not None
+        assert step.sharding is not None
         passes_back = any(self._needs_gradient[tensor] for tensor in step.inputs)
         sizes = {"all": self._plan.rows * self._plan.cols, "data": self._plan.cols, "split": self._plan.rows}
         forward, backward = [], []
-        for spec in step.placement.specs:
+        for spec in step.sharding.specs:
             others = channels = 0
             if isinstance(spec, BatchNormSpec) and spec.synchronised:
                 others, channels = sizes[spec.merge] - 1, spec.channels
             forward.append(others * (2 * channels + 1))
             backward.append(others * 2 * channels if passes_back else 0)
-        return replace(none, statistics_forward=tuple(forward), statistics_backward=tuple(backward))
+        return replace(nothing(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
-        """Rows and columns of the image that this rank reads and does not own, in one or two pieces."""
+        """Rows and columns of the image that this rank reads and does not own, in one or two pieces (the halos of both edges)."""
         rows = columns = 0
         for step in halos:
             assert step.move is not None
             source, target = step.move
-            own, wanted = source.boxes[rank], target.boxes[rank]
-            if intersect(wanted, whole(source.shape)) is None:
+            owned, wanted = source.boxes[rank], target.boxes[rank]
+            if intersect(wanted, whole(source.shape)) is None:  # padding alone
                 continue
-            rows += _beyond(wanted[1], own[1], source.shape[1])
-            columns += _beyond(wanted[2], own[2], source.shape[2])
+            rows += _beyond(wanted[1], owned[1], source.shape[1])
+            columns += _beyond(wanted[2], owned[2], source.shape[2])
         return rows, columns
 
     def _held(self, node: Node, rank: int) -> int:
         return sum(held(self._parameters[name], self.shards.get(name), rank) for name in node.parameters.values())
 
     def _memory(self, rank: int, kernels: KernelSet) -> MemoryReport:
-        graph = self._found.local(rank, _nobody())
+        graph = self._partitioned.local(rank, _unused_group())
         item = graph.tensors[0].item_bytes
         arena = arrange(plan_memory(graph, kernels, training=True)).total_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
@@ -182,16 +184,16 @@ class _Column:
 
     def _messages(self, rank: int) -> int:
         """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""
-        shared, own = 0, 0
-        for step in self._found.steps:
+        shared, separate = 0, 0
+        for step in self._partitioned.steps:
             if step.move is None:
                 continue
             size = moved(*step.move)[rank] + moved_back(*step.move)[rank]
             if step.early:
-                own += size
+                separate += size
             else:
                 shared = max(shared, size)
-        return shared + own
+        return shared + separate
 
 
 def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
@@ -203,48 +205,48 @@ def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
     return size // shard[-1][1] * (stop - start)
 
 
-def _groups(plan: ParallelPlan, columns: Sequence[_Column], parameters: Mapping[str, Shape]) -> tuple[GroupReport, ...]:
-    """Whole parameters are averaged over all ranks, split ones over those that hold the same part."""
+def _parameter_groups(
+    plan: ParallelPlan, split_groups: Sequence[_GroupReporter], parameters: Mapping[str, Shape]
+) -> tuple[GroupReport, ...]:
+    """Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard."""
     everywhere, split = [], []
-    for column in columns:
+    for group in split_groups:
         for rank in range(plan.rows):
-            sizes = {name: held(shape, column.shards.get(name), rank) for name, shape in parameters.items()}
-            split.append(sum(size for name, size in sizes.items() if name in column.shards))
+            sizes = {name: held(shape, group.shards.get(name), rank) for name, shape in parameters.items()}
+            split.append(sum(size for name, size in sizes.items() if name in group.shards))
             everywhere.append(sum(sizes.values()) - split[-1])
-    parts = (GroupReport("all", plan.rows * plan.cols, tuple(everywhere)), GroupReport("model", plan.cols, tuple(split)))
-    return tuple(part for part in parts if any(part.elements))
+    reports = (GroupReport("all", plan.rows * plan.cols, tuple(everywhere)), GroupReport("model", plan.cols, tuple(split)))
+    return tuple(report for report in reports if any(report.elements))
 
 
-def _in_a_row(
-    columns: Sequence[Mapping[_Key, LayerReport | RedistributionReport]], rows: int
-) -> tuple[LayerReport | RedistributionReport, ...]:
-    """The entries of all columns, each with what goes by position put in a row.
+def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
+    """The entries of all split groups, joined so that sequences go by position.
 
-    A column without samples has fewer moves than the others: its empty tensors lie the same in layouts that differ elsewhere.
+    A group without samples has fewer moves than the others: its empty tensors lie the same in layouts that differ elsewhere.
     """
-    fullest = max(columns, key=len)
-    assert all(column.keys() <= fullest.keys() for column in columns)
-    return tuple(_join([column.get(key, _unmoved(entry, rows)) for column in columns]) for key, entry in fullest.items())
+    fullest = max(groups, key=len)
+    assert all(entries.keys() <= fullest.keys() for entries in groups)
+    return tuple(_join([entries.get(key, _unmoved(entry, split_size)) for entries in groups]) for key, entry in fullest.items())
 
 
-def _unmoved(entry: LayerReport | RedistributionReport, rows: int) -> LayerReport | RedistributionReport:
-    """The same move in a column where it moves nothing."""
-    return replace(entry, traffic=nothing(rows), activations=(0,) * rows)
+def _unmoved(entry: _Entry, split_size: int) -> _Entry:
+    """The same move in a split group where it moves nothing."""
+    return replace(entry, traffic=nothing(split_size), activations=(0,) * split_size)
 
 
-def _join(parts: Sequence[LayerReport | RedistributionReport]) -> LayerReport | RedistributionReport:
-    """One entry of all columns: what goes by position is put in a row."""
-    first = parts[0]
+def _join(of_groups: Sequence[_Entry]) -> _Entry:
+    """One entry of all split groups: their sequences by rank follow each other by position."""
+    first = of_groups[0]
     traffic = Traffic(
-        _chain(part.traffic.forward for part in parts),
-        _chain(part.traffic.backward for part in parts),
-        _chain(part.traffic.statistics_forward for part in parts),
-        _chain(part.traffic.statistics_backward for part in parts),
+        _chain(entry.traffic.forward for entry in of_groups),
+        _chain(entry.traffic.backward for entry in of_groups),
+        _chain(entry.traffic.statistics_forward for entry in of_groups),
+        _chain(entry.traffic.statistics_backward for entry in of_groups),
     )
-    activations = _chain(part.activations for part in parts)
+    activations = _chain(entry.activations for entry in of_groups)
     if isinstance(first, RedistributionReport):
         return replace(first, traffic=traffic, activations=activations)
-    layers = [part for part in parts if isinstance(part, LayerReport)]
+    layers = [entry for entry in of_groups if isinstance(entry, LayerReport)]
     return replace(
         first,
         owns=tuple(box for layer in layers for box in layer.owns),
@@ -256,7 +258,7 @@ def _join(parts: Sequence[LayerReport | RedistributionReport]) -> LayerReport | 
 
 
 def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
-    """By tensor: backward computes its gradient. The images' own is not."""
+    """For each tensor, whether backward computes its gradient: not that of the images, nor of tensors before any parameter."""
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
         trained = step.node is not None and bool(step.node.parameters)
@@ -296,16 +298,16 @@ def _operation(node: Node) -> str:
     return f"{name} {kernel}" + (f"/{stride[0]}" if stride != (1, 1) else "")
 
 
-def _beyond(wanted: Interval, own: Interval, size: int) -> int:
-    """Elements of `wanted` inside of 0 .. size that are not in `own`."""
+def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
+    """Elements of `wanted` inside of 0 .. size that are not in `owned`."""
     start, stop = max(0, wanted[0]), min(size, wanted[1])
-    return max(0, stop - start) - max(0, min(stop, own[1]) - max(start, own[0]))
+    return max(0, stop - start) - max(0, min(stop, owned[1]) - max(start, owned[0]))
 
 
-def _nobody() -> SplitGroup:
-    """An axis for graphs that are planned and never run."""
+def _unused_group() -> SplitGroup:
+    """A group for graphs that are planned and never run."""
     return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
 
 
-def _chain(parts: Iterator[Words]) -> Words:
-    return tuple(word for part in parts for word in part)
+def _chain(of_groups: Iterator[Words]) -> Words:
+    return tuple(count for words in of_groups for count in words)

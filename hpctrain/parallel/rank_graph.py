@@ -1,4 +1,4 @@
-"""One rank's part of a distributed model."""
+"""One rank's graph of a partitioned model."""
 
 from __future__ import annotations
 
@@ -16,52 +16,57 @@ from hpctrain.parallel.split_group import SplitGroup
 
 
 class GridDistribution:
-    """A `Distribution` by a plan over the ROW axis. Its operators are collective over it; making graphs is not.
+    """A `Distribution` by a plan over a split group. Its operators are collective over the group; making graphs is not.
 
     Args:
-        plan: what each layer does. axis: this rank's group.
+        plan: the use of each layer. group: this rank's split group.
     """
 
-    def __init__(self, plan: ParallelPlan, axis: SplitGroup) -> None:
-        assert plan.rows == axis.size
-        self.plan, self.axis = plan, axis
+    def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
+        assert plan.rows == group.size
+        self.plan, self.group = plan, group
         self._shards: dict[str, Shard] = {}
-        self._speaks: dict[str, tuple[bool, bool]] = {}
+        self._contributes: dict[str, tuple[bool, bool]] = {}
 
     def prepare(self, graph: Graph) -> None:
         self.plan.check([node.name for node in graph.nodes])
-        rank = self.axis.rank
-        found = partition_graph(graph, self.plan, (graph.tensors[0].shape[0], *(0,) * (self.axis.size - 1)))
-        for step in found.steps:
-            node, placement = step.node, step.placement
-            if node is None or placement is None:
+        rank = self.group.rank
+        # Shards depend on the plan and the layers alone, so any samples will do: all of them on the first rank.
+        counts = (graph.tensors[0].shape[0], *(0,) * (self.group.size - 1))
+        for step in partition_graph(graph, self.plan, counts).steps:
+            node, sharding = step.node, step.sharding
+            if node is None or sharding is None:
                 continue
-            kind = placement.writes.kind
+            kind = sharding.writes.kind
             for name in node.statistics.values():
-                self._speaks[name] = (
+                # A step's sums weight batch statistics by samples. Over whole samples each rank adds its own. Over channels each
+                # rank has other channels of all the group's samples. Over tiles all ranks hold the same merged statistics, so
+                # one adds them for all.
+                self._contributes[name] = (
                     kind is LayoutKind.SAMPLES,
                     kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),
                 )
-            if placement.shard is not None:
+            if sharding.channel_intervals is not None:
                 for role, name in (*node.parameters.items(), *node.statistics.items()):
+                    # Linear weights are (in, out), all other split tensors have their output channels first.
                     dim = 1 if isinstance(node.spec, LinearSpec) and role == "weight" else 0
-                    self._shards[name] = Shard(dim, placement.shard[rank])
+                    self._shards[name] = Shard(dim, sharding.channel_intervals[rank])
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
-        return self.distributed(graph, counts).local(self.axis.rank, self.axis)
+        return self.partitioned(graph, counts).local(self.group.rank, self.group)
 
-    def distributed(self, graph: Graph, counts: Sequence[int]) -> PartitionedGraph:
-        """The graph of all ranks of the column."""
+    def partitioned(self, graph: Graph, counts: Sequence[int]) -> PartitionedGraph:
+        """The graph of all ranks of the split group."""
         return partition_graph(graph, self.plan, counts)
 
     def tiles_by_counts(self, graph_of: Callable[[int], Graph]) -> Callable[[Sequence[int]], tuple[Box, ...]]:
-        """What each rank of the column must be given of its images (N, H, W, C), for any samples of the ranks.
+        """The box that each rank of the split group must be given of its images (N, H, W, C), by the samples of the ranks.
 
-        graph_of: the model lowered for so many samples.
+        graph_of: gives the model lowered for a number of samples.
         """
 
         def boxes(counts: Sequence[int]) -> tuple[Box, ...]:
-            return self.distributed(graph_of(sum(counts)), counts).layouts[0].boxes
+            return self.partitioned(graph_of(sum(counts)), counts).layouts[0].boxes
 
         return functools.lru_cache(maxsize=16)(boxes)
 
@@ -69,4 +74,4 @@ class GridDistribution:
         return self._shards.get(name)
 
     def contributes(self, name: str) -> tuple[bool, bool]:
-        return self._speaks[name]
+        return self._contributes[name]

@@ -16,7 +16,7 @@ from hpctrain.boxes import Interval
 class ReceptiveField:
     """Along one dim: input elements [start, stop), then `before` and `after` elements of padding around them.
 
-    Reads nothing where start == stop. Where a window lies wholly in the padding, one element outside of the input is read
+    Nothing is read where start == stop. Where a window lies wholly in the padding, one element outside of the input is read
     instead (a zero), as an empty input would have no output. ceil: the last window may reach beyond `after`, as in the whole.
     """
 
@@ -28,7 +28,7 @@ class ReceptiveField:
 
 
 def receptive_field(size: int, output: Interval, *, extent: int, stride: int, padding: Interval) -> ReceptiveField:
-    """What output elements `output` (not all of which need exist elsewhere) read of an input of `size` elements.
+    """The elements of an input of `size` that the output elements `output` read.
 
     Args:
         extent: from the first to the last tap, dilation included. padding: before and after the whole input.

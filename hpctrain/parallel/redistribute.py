@@ -1,4 +1,4 @@
-"""The operations that distribution inserts into a graph: moves of a tensor between layouts, and sums of partial tensors.
+"""The operations that partitioning inserts into a graph: moves of a tensor between layouts, and sums of partial tensors.
 
 They bring their own operators and work on plain memory. Their gradients are exact adjoints: a move's sends each gradient back
 to its owner and adds, a sum's hands out copies.
@@ -19,13 +19,13 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.parallel.transfer import TransferRunner, transfer
 
-# What a window reads beyond its own tile is kept for backward and put around the tile again, unless that saves little memory.
+# A halo is kept for backward and put around the rank's own tile again, instead of both together, unless that saves little memory.
 _RECOMPUTE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class RedistributeSpec:
-    """This rank's tensor of `source` becomes that of `target`. Collective over the ROW axis.
+    """This rank's tensor of `source` becomes that of `target`. Collective over the split group.
 
     early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
     """
@@ -33,8 +33,8 @@ class RedistributeSpec:
     source: Layout
     target: Layout
     rank: int
-    what: str
-    axis: SplitGroup = field(compare=False, repr=False)
+    purpose: str
+    group: SplitGroup = field(compare=False, repr=False)
     early: bool = False
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
@@ -50,10 +50,10 @@ class RedistributeSpec:
 
 
 class RedistributeOperator(Operator):
-    """Forward packs, sends, copies what stays while that travels, and unpacks; backward is the adjoint.
+    """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
 
     `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
-    target is little more than what this rank holds itself (a halo), it is built anew for backward instead of being kept.
+    target is little more than the source (a halo), it is recomputed for backward instead of being kept.
     """
 
     can_accumulate: ClassVar[bool] = True
@@ -73,27 +73,27 @@ class RedistributeOperator(Operator):
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         dtype = self.inputs[0].dtype
-        self._exchange = TransferRunner(self._transfer, self.spec.axis, dtype, self.spec.what, own_memory=self.spec.early)
+        self._runner = TransferRunner(self._transfer, self.spec.group, dtype, self.spec.purpose, own_memory=self.spec.early)
         self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
 
     def begin_forward(self) -> None:
-        self._sent = self._exchange.start(self.buffers.inputs[0])
+        self._sent = self._runner.start(self.buffers.inputs[0])
 
     def forward(self, context: StepContext) -> None:
         if self._sent is None:
             self.begin_forward()
         ticket, self._sent = self._sent, None
         assert ticket is not None
-        self._exchange.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
+        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
 
     def recompute_output(self) -> None:
         kept = np.zeros(0, self.inputs[0].dtype) if self._kept is None else self._kept
-        self._exchange.recompute(self.buffers.inputs[0], self.buffers.output, kept)
+        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, kept)
 
     def begin_backward(self) -> None:
         dy = self.buffers.output_grad
         assert dy is not None
-        self._returned = self._exchange.start_adjoint(dy)
+        self._returned = self._runner.start_adjoint(dy)
 
     def backward_input(self) -> None:
         if self._returned is None:
@@ -103,21 +103,21 @@ class RedistributeOperator(Operator):
         dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
         assert dy is not None
         assert dx is not None
-        self._exchange.finish_adjoint(ticket, dy, dx, accumulate=self.buffers.accumulate[0])
+        self._runner.finish_adjoint(ticket, dy, dx, accumulate=self.buffers.accumulate[0])
 
 
 @dataclass(frozen=True)
 class ReduceScatterSpec:
-    """Every rank holds a part of a sum for all elements; rank r gets the whole sum of its box of `target`, a partition.
+    """Every rank holds a summand of all elements; rank r gets the sum of its box of `target`, a partition.
 
-    The adjoint of a move from `target` to everybody. Collective over the ROW axis.
+    The adjoint of a move from `target` to everybody. Collective over the split group.
     """
 
     target: Layout
     everything: Layout
     rank: int
-    what: str
-    axis: SplitGroup = field(compare=False, repr=False)
+    purpose: str
+    group: SplitGroup = field(compare=False, repr=False)
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         (x,) = inputs
@@ -132,7 +132,7 @@ class ReduceScatterSpec:
 
 
 class ReduceScatterOperator(Operator):
-    """Forward sends each part to its owner, who adds in rank order; backward gathers the gradient everywhere."""
+    """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient."""
 
     def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
         self.spec: ReduceScatterSpec = spec
@@ -141,17 +141,17 @@ class ReduceScatterOperator(Operator):
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
-        self._exchange = TransferRunner(self._transfer, self.spec.axis, self.inputs[0].dtype, self.spec.what)
+        self._runner = TransferRunner(self._transfer, self.spec.group, self.inputs[0].dtype, self.spec.purpose)
 
     def forward(self, context: StepContext) -> None:
         x = self.buffers.inputs[0]
-        self._exchange.finish_adjoint(self._exchange.start_adjoint(x), x, self.buffers.output, accumulate=False)
+        self._runner.finish_adjoint(self._runner.start_adjoint(x), x, self.buffers.output, accumulate=False)
 
     def backward_input(self) -> None:
         dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
         assert dy is not None
         assert dx is not None
-        self._exchange.finish(self._exchange.start(dy), dy, dx)
+        self._runner.finish(self._runner.start(dy), dy, dx)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class PartialMeanSpec:
 
 
 class PartialMeanOperator(Operator):
-    """Zero for an empty tile."""
+    """The partial mean; zero for an empty tile."""
 
     def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
         self.inputs, self.output = (x,), spec.output(x)

@@ -1,7 +1,7 @@
-"""The rules of distribution: how one operation runs on the ranks of the ROW axis, by its kind and its use.
+"""The rules of sharding: how one operation runs on the ranks of a split group, by its kind and its use.
 
-Gholami et al. 2018: BATCH splits the samples; MODEL splits a weight's rows (output channels, section 2.2), with everything that
-works per channel done before the gather; DOMAIN splits the images (section 2.3). Pure data, the same on every rank.
+Gholami et al. 2018: BATCH splits the samples; MODEL splits a weight's output channels (section 2.2), with everything that works
+per channel done before the gather; DOMAIN splits the images (section 2.3). Pure data, the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.parallel.receptive_field import ReceptiveField, local_window, window_receptive_field
 from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec
 
-_ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)  # per element or per channel: any split keeps them whole
+_ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)  # per element or per channel: no element needs another rank's
 _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A spec whose spatial reach is a window; `window` None: it has none."""
+    """A spec whose receptive field is a window; `window` None: it has none."""
 
     @property
     def window(self) -> Window | None: ...
@@ -51,7 +51,7 @@ class Windowed(Protocol):
 
 @dataclass(frozen=True)
 class SplitContext:
-    """What the rules need beside the node: Pr, the samples of each rank of the column, and the tiles of an image."""
+    """The rules' input beside the node: the samples of each of the Pr ranks of a split group, and the tiles of an image."""
 
     counts: tuple[int, ...]
     tiles: Pair
@@ -63,122 +63,139 @@ class SplitContext:
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """One operation on all ranks: what each reads of every input, what it writes, and its own spec.
+    """One operation on all ranks: the layout of every input as it is read, that of the output, and each rank's own spec.
 
-    shard: for each rank, the interval of output channels that it holds of all parameters and statistics; None: all of them.
-    summed: the output is a partial sum on every rank; `writes` is its layout after the sum.
+    channel_intervals: for each rank, the interval of output channels that it holds of all parameters and statistics; None: all
+    of them. summed: every rank computes a summand of the whole output; `writes` is the layout after the sum.
     """
 
     reads: tuple[Layout, ...]
     writes: Layout
     specs: tuple[Spec, ...]
-    shard: tuple[Interval, ...] | None = None
+    channel_intervals: tuple[Interval, ...] | None = None
     summed: bool = False
 
 
-def shard(node: Node, inputs: Sequence[Layout], output: Shape, use: Parallelism, setting: SplitContext) -> OperatorSharding:
-    """How `node` runs. inputs: where its inputs lie; output: the whole output's shape."""
+def shard(node: Node, inputs: Sequence[Layout], output: Shape, use: Parallelism, context: SplitContext) -> OperatorSharding:
+    """How `node` runs. inputs: the layouts of its inputs; output: the whole output's shape.
+
+    Where a use has no rule for an operation, it runs on whole samples, as every operation can.
+    """
     images = len(inputs[0].shape) == 4
     if use is Parallelism.MODEL:
-        found = _model(node.spec, inputs, output, setting)
+        by_use = _model(node.spec, inputs, output, context)
     elif use is Parallelism.DOMAIN and images:
-        found = _domain(node.spec, inputs, output, setting)
+        by_use = _domain(node.spec, inputs, output, context)
     else:
-        found = None
-    placement = found if found is not None else _batch(node.spec, inputs, output, setting)
-    return replace(placement, specs=tuple(_local(spec, placement, rank) for rank, spec in enumerate(placement.specs)))
+        by_use = None
+    sharding = by_use if by_use is not None else _batch(node.spec, inputs, output, context)
+    return replace(sharding, specs=tuple(_local(spec, sharding, rank) for rank, spec in enumerate(sharding.specs)))
 
 
-def _batch(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitContext) -> OperatorSharding:
-    reads = tuple(layout.samples(each.shape, setting.counts) for each in inputs)
-    return OperatorSharding(reads, layout.samples(output, setting.counts), (spec,) * setting.ranks)
+def _batch(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding:
+    reads = tuple(layout.samples(x.shape, context.counts) for x in inputs)
+    return OperatorSharding(reads, layout.samples(output, context.counts), (spec,) * context.ranks)
 
 
-def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitContext) -> OperatorSharding | None:
+def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding | None:
     (first, *_) = inputs
     if isinstance(spec, LinearSpec):
-        parts = even_intervals(spec.features_out, setting.ranks)
-        specs: Any = tuple(replace(spec, features_out=stop - start) for start, stop in parts)
-        reads = layout.everything(first.shape, setting.ranks)
-        return OperatorSharding((reads,), layout.channels(output, parts), specs, parts)
+        # Each output feature reads all input features: they are gathered here, where they are read, and their gradient goes back
+        # to their owners as a sum.
+        intervals = even_intervals(spec.features_out, context.ranks)
+        specs: Any = tuple(replace(spec, features_out=stop - start) for start, stop in intervals)
+        reads = layout.everything(first.shape, context.ranks)
+        return OperatorSharding((reads,), layout.channels(output, intervals), specs, intervals)
     if isinstance(spec, Conv2dSpec):
-        return _model_conv(spec, first, output, setting)
+        return _model_conv(spec, first, output, context)
     if isinstance(spec, FlattenSpec):
+        # A flattened image of several pixels has the channels of each pixel side by side: an interval of channels is no interval
+        # of features there.
         vectors = first.kind is LayoutKind.CHANNELS and first.shape[1] * first.shape[2] == 1
-        return _per_channel(spec, inputs, output, setting) if vectors else None
-    return _per_channel(spec, inputs, output, setting) if isinstance(spec, _PER_CHANNEL) else None
+        return _per_channel(spec, inputs, output, context) if vectors else None
+    return _per_channel(spec, inputs, output, context) if isinstance(spec, _PER_CHANNEL) else None
 
 
-def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, setting: SplitContext) -> OperatorSharding:
+def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContext) -> OperatorSharding:
     """Output channels over the ranks; with groups, whole groups with the input channels that they read."""
     if spec.groups == 1:
-        parts = even_intervals(spec.channels_out, setting.ranks)
-        specs = tuple(replace(spec, channels_out=stop - start) for start, stop in parts)
-        return OperatorSharding((layout.everything(x.shape, setting.ranks),), layout.channels(output, parts), specs, parts)
+        intervals = even_intervals(spec.channels_out, context.ranks)
+        specs = tuple(replace(spec, channels_out=stop - start) for start, stop in intervals)
+        return OperatorSharding(
+            (layout.everything(x.shape, context.ranks),), layout.channels(output, intervals), specs, intervals
+        )
+    # Whole groups with the input channels that they read, so that nothing is gathered that is not read.
     inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
-    groups = even_intervals(spec.groups, setting.ranks)
+    groups = even_intervals(spec.groups, context.ranks)
     reads = layout.channels(x.shape, [(start * inside, stop * inside) for start, stop in groups])
-    parts = tuple((start * outside, stop * outside) for start, stop in groups)
+    intervals = tuple((start * outside, stop * outside) for start, stop in groups)
     specs = tuple(
         replace(spec, channels_in=max(1, n) * inside, channels_out=max(1, n) * outside, groups=max(1, n))
         for n in (stop - start for start, stop in groups)
     )
-    return OperatorSharding((reads,), layout.channels(output, parts), specs, parts)
+    return OperatorSharding((reads,), layout.channels(output, intervals), specs, intervals)
 
 
-def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitContext) -> OperatorSharding:
-    """Keeps the channels where its first input has them."""
+def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding:
+    """Each rank keeps the channels that it has of the first input, however uneven they are: nothing moves."""
     (first, *_) = inputs
-    parts = (
+    intervals = (
         tuple(box[-1] for box in first.boxes)
         if first.kind is LayoutKind.CHANNELS
-        else even_intervals(first.shape[-1], setting.ranks)
+        else even_intervals(first.shape[-1], context.ranks)
     )
-    reads = tuple(layout.channels(each.shape, parts) for each in inputs)
-    specs: Any = (spec,) * setting.ranks
+    reads = tuple(layout.channels(x.shape, intervals) for x in inputs)
+    specs: Any = (spec,) * context.ranks
     if isinstance(spec, BatchNormSpec):
-        specs = tuple(replace(spec, channels=stop - start) for start, stop in parts)
-    return OperatorSharding(reads, layout.channels(output, parts), specs, parts)
+        specs = tuple(replace(spec, channels=stop - start) for start, stop in intervals)
+    return OperatorSharding(reads, layout.channels(output, intervals), specs, intervals)
 
 
-def _domain(spec: Spec, inputs: Sequence[Layout], output: Shape, setting: SplitContext) -> OperatorSharding | None:
+def _domain(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding | None:
     window = getattr(spec, "window", None)
     if window is not None and isinstance(spec, Windowed):
-        return _domain_window(spec, window, inputs[0], output, setting)
-    tiled = tuple(layout.tiles(each.shape, setting.tiles) for each in inputs)
+        return _domain_window(spec, window, inputs[0], output, context)
+    tiled = tuple(layout.tiles(x.shape, context.tiles) for x in inputs)
     if isinstance(spec, AdaptiveAveragePoolSpec) and spec.size == (1, 1):
+        # Each rank sums its tile over the whole image's pixels; the sums go to the owners of the samples. Other sizes of the
+        # result have windows that overlap at tiles' edges, and run on whole samples.
         height, width = inputs[0].shape[1:3]
-        specs: Any = (PartialMeanSpec(height * width),) * setting.ranks
-        return OperatorSharding(tiled, layout.samples(output, setting.counts), specs, summed=True)
+        specs: Any = (PartialMeanSpec(height * width),) * context.ranks
+        return OperatorSharding(tiled, layout.samples(output, context.counts), specs, summed=True)
     if isinstance(spec, _ANY_CHANNELS):
-        return OperatorSharding(tiled, layout.tiles(output, setting.tiles), (spec,) * setting.ranks)
+        return OperatorSharding(tiled, layout.tiles(output, context.tiles), (spec,) * context.ranks)
     return None
 
 
-def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, setting: SplitContext) -> OperatorSharding:
-    writes = layout.tiles(output, setting.tiles)
-    reaches = [window_receptive_field(window, (x.shape[1], x.shape[2]), (box[1], box[2])) for box in writes.boxes]
+def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, context: SplitContext) -> OperatorSharding:
+    writes = layout.tiles(output, context.tiles)
+    fields = [window_receptive_field(window, (x.shape[1], x.shape[2]), (box[1], box[2])) for box in writes.boxes]
     if x.kind is LayoutKind.TILES:
-        reaches = [
+        fields = [
             (vertical, horizontal)
-            if vertical.ceil or horizontal.ceil  # of both dims, where the tail would give another window
-            else (_with_tail(vertical, own[1], window.stride[0]), _with_tail(horizontal, own[2], window.stride[1]))
-            for (vertical, horizontal), own in zip(reaches, x.boxes, strict=True)
+            # A spec has one ceil mode for both dims: with it a tail in the other dim would give one more window.
+            if vertical.ceil or horizontal.ceil
+            else (_with_tail(vertical, owned[1], window.stride[0]), _with_tail(horizontal, owned[2], window.stride[1]))
+            for (vertical, horizontal), owned in zip(fields, x.boxes, strict=True)
         ]
     boxes = []
-    for vertical, horizontal in reaches:
+    for vertical, horizontal in fields:
         box = replace_dim(whole(x.shape), 1, (vertical.start, vertical.stop))
         boxes.append(replace_dim(box, 2, (horizontal.start, horizontal.stop)))
-    specs = tuple(_with_receptive_field(spec, window, vertical, horizontal) for vertical, horizontal in reaches)
+    specs = tuple(_with_receptive_field(spec, window, vertical, horizontal) for vertical, horizontal in fields)
     return OperatorSharding((layout.needed(x.shape, boxes),), writes, specs)
 
 
-def _with_tail(reach: ReceptiveField, own: Interval, stride: int) -> ReceptiveField:
-    """Own elements behind the last window are read along, where that gives no further window: then nothing need be copied."""
-    ends_inside = reach.start < reach.stop < own[1] and reach.after == 0
-    if ends_inside and reach.start == own[0] and own[1] - reach.stop < stride:
-        return replace(reach, stop=own[1])
-    return reach
+def _with_tail(field: ReceptiveField, owned: Interval, stride: int) -> ReceptiveField:
+    """The field with the rank's own elements behind the last window, where they give no further window.
+
+    They are read by no window, but then the operation reads exactly the rank's own elements, and nothing need be copied. Fewer
+    than a stride of them leave no room for another window.
+    """
+    ends_inside = field.start < field.stop < owned[1] and field.after == 0
+    if ends_inside and field.start == owned[0] and owned[1] - field.stop < stride:
+        return replace(field, stop=owned[1])
+    return field
 
 
 def _with_receptive_field(spec: Windowed, window: Window, vertical: ReceptiveField, horizontal: ReceptiveField) -> Spec:
@@ -188,15 +205,17 @@ def _with_receptive_field(spec: Windowed, window: Window, vertical: ReceptiveFie
     return local
 
 
-def _local(spec: Spec, placement: OperatorSharding, rank: int) -> Spec:
-    """What depends on where the output lies: masks, the ranks that share statistics, and nothing at all."""
-    writes = placement.writes
+def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
+    """The spec with all that depends on the rank's box of the output: masks, the ranks that share statistics, and no work at all
+    where the box has no channels."""
+    writes = sharding.writes
     box = writes.boxes[rank]
     if writes.kind is LayoutKind.CHANNELS and box[-1][0] == box[-1][1]:
         return NothingSpec(spec, shape_of(box))
     if isinstance(spec, BatchNormSpec):
         return _merged(spec, writes.kind)
     if isinstance(spec, DropoutSpec):
+        # The mask is drawn by a sample's number and an element's place in the whole sample, so every sharding draws the same.
         split = writes.kind is not LayoutKind.SAMPLES
         return replace(
             spec,
@@ -208,9 +227,11 @@ def _local(spec: Spec, placement: OperatorSharding, rank: int) -> Spec:
 
 
 def _merged(spec: BatchNormSpec, kind: LayoutKind) -> BatchNormSpec:
-    """Whose statistics they are: of the ranks that hold samples, or parts of images, of these channels."""
+    """The spec with the group over which statistics are merged: the ranks that hold samples, or tiles, of these channels."""
     if kind is LayoutKind.TILES:
+        # The statistics of a tile alone would be those of no sample, so they are merged in the split group at least.
         return replace(spec, synchronised=True, merge="all" if spec.synchronised else "split")
     if kind is LayoutKind.CHANNELS:
+        # This rank has its channels of all the group's samples already; only other split groups have more of them.
         return replace(spec, merge="data")
     return spec

@@ -1,4 +1,4 @@
-"""The ROW axis as operators see it: a group that exchanges activations, and the memory that it does so in."""
+"""The split group as operators see it: the ranks that exchange activations, and the memory that they do so in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpctrain.comm.progress import ProgressEngine, Ticket
 
 
 class SplitGroup:
-    """The ranks that share samples, on a communicator of its own.
+    """The Pr ranks that share samples and split layers, on a communicator of their own.
 
-    Exchanges follow each other, so all of them share one buffer: what one leaves in it is valid until the next one starts.
+    Exchanges follow each other, so all of them share one buffer: the contents of one are valid until the next one starts.
 
     Attributes:
-        rank, size: r and Pr. waited_seconds: all waits for exchanges so far: what nothing hid.
+        rank, size: r and Pr. waited_seconds: all waits for exchanges so far, the time that no computation hid.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:
@@ -27,7 +27,7 @@ class SplitGroup:
         self.waited_seconds = 0.0
 
     def reserve(self, size_bytes: int) -> np.ndarray:
-        """The shared buffer, uint8, at least so large; a larger one is made where needed, who has the smaller one keeps it."""
+        """The shared buffer, uint8, at least so large. Operators that were bound to a smaller one keep that."""
         if self._buffer.size < size_bytes:
             self._buffer = np.zeros(size_bytes, np.uint8)
         return self._buffer[:size_bytes]
@@ -38,13 +38,13 @@ class SplitGroup:
         return self._buffer.size
 
     def alltoall(
-        self, send: np.ndarray, recv: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int], what: str
+        self, send: np.ndarray, recv: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str
     ) -> Ticket:
-        """Part r of `send` goes to rank r, part r of `recv` comes from it. Collective; does not wait."""
-        return self._queue.post(lambda: self._comm.ialltoall(send, recv, send_counts, recv_counts), what)
+        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait."""
+        return self._queue.post(lambda: self._comm.ialltoall(send, recv, send_counts, recv_counts), purpose)
 
     def wait(self, ticket: Ticket) -> None:
-        """Until the exchange is complete."""
+        """Wait until the exchange is complete."""
         begin = self._progress.waited_seconds
         self._progress.wait(ticket)
         self.waited_seconds += self._progress.waited_seconds - begin

@@ -1,4 +1,4 @@
-"""Moving a tensor from one layout to another along the ROW axis: what goes where, as data, and the engine that moves it.
+"""Moving a tensor from one layout to another inside a split group: the pieces as data, and the runner that moves them.
 
 One primitive serves all: halos, gathers, scatters and redistributions are all-to-alls of box intersections. The adjoint of a
 move sends every element's gradient back to its owner, where the parts are added in rank order.
@@ -21,7 +21,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that go to or come from `peer`: where they lie in the local array, and in the flat message buffer."""
+    """Elements that go to or come from rank `peer`: their place in the local array, and in the flat message buffer."""
 
     peer: int
     slices: Slices
@@ -32,10 +32,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rank's part of a move from `source` to `target`.
+    """One rank's share of a move from `source` to `target`.
 
     sends: pieces of the local source. receives: pieces of the local target. local: the same elements in both, None where there
-    are none. gaps: some element of the local target comes from nobody (it is zero). spare: some element of the local source is
+    are none. gaps: some element of the local target has no owner (it is zero). spare: some element of the local source is
     not in the local target.
     """
 
@@ -57,22 +57,22 @@ class Transfer:
 
 
 def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
-    """What rank `rank` sends, receives and copies. `source` is a partition."""
+    """The pieces that rank `rank` sends, receives and copies. `source` is a partition."""
     assert source.is_partition
     assert source.shape == target.shape
-    mine, wanted = source.boxes[rank], target.boxes[rank]
+    owned, wanted = source.boxes[rank], target.boxes[rank]
     sends: list[Piece] = []
     receives: list[Piece] = []
     for peer in range(len(source.boxes)):
         if peer == rank:
             continue
-        _append(sends, peer, intersect(mine, target.boxes[peer]), mine)
+        _append(sends, peer, intersect(owned, target.boxes[peer]), owned)
         _append(receives, peer, intersect(source.boxes[peer], wanted), wanted)
-    common = intersect(mine, wanted)
-    local = None if common is None else (relative(common, mine), relative(common, wanted))
+    common = intersect(owned, wanted)
+    local = None if common is None else (relative(common, owned), relative(common, wanted))
     kept = 0 if common is None else size_of(common)
-    got = sum(piece.stop - piece.start for piece in receives)
-    return Transfer(tuple(sends), tuple(receives), local, kept + got < size_of(wanted), kept < size_of(mine))
+    received = sum(piece.stop - piece.start for piece in receives)
+    return Transfer(tuple(sends), tuple(receives), local, kept + received < size_of(wanted), kept < size_of(owned))
 
 
 def _append(pieces: list[Piece], peer: int, box: tuple[tuple[int, int], ...] | None, origin: tuple[tuple[int, int], ...]) -> None:
@@ -89,7 +89,7 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Elements that each rank hands over in the adjoint: those that the move brought it."""
+    """Elements that each rank hands over in the adjoint: those that it received in the move."""
     ranks = range(len(source.boxes))
     return tuple(sum(_shared(source, target, peer, rank) for peer in ranks if peer != rank) for rank in ranks)
 
@@ -100,38 +100,38 @@ def _shared(source: Layout, target: Layout, owner: int, reader: int) -> int:
 
 
 class TransferRunner:
-    """Runs one rank's transfer, forward or as its adjoint. Collective over the ROW axis; one at a time per axis.
+    """Runs one rank's transfer, forward or as its adjoint. Collective over the split group; one at a time per group.
 
     Args:
-        transfer: this rank's part. axis: the group. dtype: of both tensors. what: for messages and traces.
-        own_memory: its messages do not lie in the axis's shared buffer, so others may start before this one ends.
+        transfer: this rank's share. group: the ranks. dtype: of both tensors. purpose: for messages and traces.
+        own_memory: its messages do not lie in the group's shared buffer, so others may start before this one ends.
     """
 
-    def __init__(self, transfer: Transfer, axis: SplitGroup, dtype: str, what: str, *, own_memory: bool = False) -> None:
-        self.transfer, self._axis, self._what = transfer, axis, what
+    def __init__(self, transfer: Transfer, group: SplitGroup, dtype: str, purpose: str, *, own_memory: bool = False) -> None:
+        self.transfer, self._group, self._purpose = transfer, group, purpose
         sizes = (transfer.send_size, transfer.receive_size)
         size_bytes = sum(sizes) * np.dtype(dtype).itemsize
-        memory = (np.zeros(size_bytes, np.uint8) if own_memory else axis.reserve(size_bytes)).view(dtype)
+        memory = (np.zeros(size_bytes, np.uint8) if own_memory else group.reserve(size_bytes)).view(dtype)
         self.source_side = memory[: sizes[0]]
         self.target_side = memory[sizes[0] : sum(sizes)]
-        self._source_counts = _counts(transfer.sends, axis.size)
-        self._target_counts = _counts(transfer.receives, axis.size)
+        self._source_counts = _counts(transfer.sends, group.size)
+        self._target_counts = _counts(transfer.receives, group.size)
 
     def start(self, x: np.ndarray) -> Ticket:
         """Send this rank's pieces of the source x."""
         _pack(x, self.transfer.sends, self.source_side)
-        return self._axis.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._what)
+        return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
     def finish(self, ticket: Ticket, x: np.ndarray, y: np.ndarray, kept: np.ndarray | None = None) -> None:
-        """Fill the target y; the copy of what is here already hides some of the wait. kept: gets what came from others."""
+        """Fill the target y; copying the local elements hides some of the wait. kept: gets the received ones."""
         self._copy_local(x, y)
-        self._axis.wait(ticket)
+        self._group.wait(ticket)
         _unpack(self.target_side, self.transfer.receives, y)
         if kept is not None:
             kept[...] = self.target_side
 
     def recompute(self, x: np.ndarray, y: np.ndarray, kept: np.ndarray) -> None:
-        """Fill y again from x and what `finish` kept. Not collective."""
+        """Fill y again from x and the elements that `finish` kept. Not collective."""
         self._copy_local(x, y)
         _unpack(kept, self.transfer.receives, y)
 
@@ -145,12 +145,12 @@ class TransferRunner:
     def start_adjoint(self, dy: np.ndarray) -> Ticket:
         """Send the gradients of received elements back to their owners."""
         _pack(dy, self.transfer.receives, self.target_side)
-        return self._axis.alltoall(
-            self.target_side, self.source_side, self._target_counts, self._source_counts, f"gradient of {self._what}"
+        return self._group.alltoall(
+            self.target_side, self.source_side, self._target_counts, self._source_counts, f"gradient of {self._purpose}"
         )
 
     def finish_adjoint(self, ticket: Ticket, dy: np.ndarray, dx: np.ndarray, *, accumulate: bool) -> None:
-        """Write, or add to, the gradient of the source: this rank's own part first, then the others' in rank order."""
+        """Write, or add to, the gradient of the source: this rank's own elements, then the others' in rank order."""
         local = self.transfer.local
         if self.transfer.spare and not accumulate:
             dx[...] = 0
@@ -159,7 +159,7 @@ class TransferRunner:
                 dx[local[0]] += dy[local[1]]
             else:
                 dx[local[0]] = dy[local[1]]
-        self._axis.wait(ticket)
+        self._group.wait(ticket)
         for piece in self.transfer.sends:
             dx[piece.slices] += self.source_side[piece.start : piece.stop].reshape(piece.shape)
 

@@ -17,9 +17,9 @@ def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_pe
         groups = GridGroups(ProcessGrid(comm, rows, cols))
         found = {name: group.allgather_object(groups.position) for name, group in groups.gradients.items()}
         found["messages"] = groups.messages.allgather_object(groups.position)
-        axis = groups.split_group(virtual_engine(comm))
-        assert (axis is None) == (rows == 1)
-        assert axis is None or (axis.rank, axis.size) == (groups.split_rank, rows)
+        group = groups.split_group(virtual_engine(comm))
+        assert (group is None) == (rows == 1)
+        assert group is None or (group.rank, group.size) == (groups.split_rank, rows)
         assert set(groups.mergers(virtual_engine(comm))) == ({"all"} if rows == 1 else {"all", "split", "data"})
         return groups.position, found
 

@@ -24,7 +24,7 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest() -> None:
 
 
 def test_tiles_must_multiply_to_the_rows() -> None:
-    with pytest.raises(ConfigError, match=r"2 x 2 make 4 parts, the grid has 6 rows; the nearest legal tiles are 6 x 1"):
+    with pytest.raises(ConfigError, match=r"2 x 2 make 4 parts, grid.rows is 6; the nearest legal tiles are 6 x 1"):
         ParallelPlan(6, 1, tiles=(2, 2))
     assert ParallelPlan(6, 1, tiles=(2, 3)).image_tiles == (2, 3)
     assert ParallelPlan(6, 1).image_tiles == (6, 1)
@@ -42,10 +42,10 @@ def test_uses_may_be_given_as_plain_strings() -> None:
     [
         ({"use": {"c": "domian"}}, r"'domian'; the nearest is .domain. \(of .batch., .model., .domain.\)\."),
         ({"default": None}, "cannot be None; there are .batch., .model., .domain."),
-        ({"rows": 0}, r"A grid of 0 rows is not possible; the smallest has 1 row\."),
-        ({"cols": -1}, "A grid of -1 columns"),
-        ({"rows": True}, "A grid of True rows"),
-        ({"cols": 2.0}, r"A grid of 2\.0 columns"),
+        ({"rows": 0}, r"A grid with grid.rows = 0 is not possible; the smallest is 1\."),
+        ({"cols": -1}, "A grid with grid.cols = -1"),
+        ({"rows": True}, "A grid with grid.rows = True"),
+        ({"cols": 2.0}, r"A grid with grid.cols = 2\.0"),
         ({"overlapped": "conv1"}, "must be a set of layer names"),
     ],
 )

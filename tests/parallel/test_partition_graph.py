@@ -1,4 +1,4 @@
-"""Distributed graphs: moves where layouts differ, none where they agree, and one for all readers of the same elements."""
+"""Partitioned graphs: moves where layouts differ, none where they agree, and one for all readers of the same elements."""
 
 import pytest
 
@@ -32,74 +32,74 @@ def _graph(model: Layer, shape: tuple[int, ...]) -> Graph:
     return builder.build(model.lower(builder, 0, ""))
 
 
-def _distributed(model: Layer, shape: tuple[int, ...], plan: ParallelPlan, counts: tuple[int, ...]) -> PartitionedGraph:
+def _partitioned(model: Layer, shape: tuple[int, ...], plan: ParallelPlan, counts: tuple[int, ...]) -> PartitionedGraph:
     return partition_graph(_graph(model, shape), plan, counts)
 
 
-def _moves(found: PartitionedGraph) -> list[str]:
-    return [step.name for step in found.steps if step.move is not None]
+def _moves(partitioned: PartitionedGraph) -> list[str]:
+    return [step.name for step in partitioned.steps if step.move is not None]
 
 
 def test_samples_alone_need_no_move() -> None:
     for name in ("vgg16_bn", "resnet50", "resnet20"):
-        found = _distributed(catalogue.build(name, {}), (5, 64, 64, 3), ParallelPlan(3, 1), (2, 2, 1))
-        assert _moves(found) == []
-        assert all(layout.kind is LayoutKind.SAMPLES for layout in found.layouts)
+        partitioned = _partitioned(catalogue.build(name, {}), (5, 64, 64, 3), ParallelPlan(3, 1), (2, 2, 1))
+        assert _moves(partitioned) == []
+        assert all(layout.kind is LayoutKind.SAMPLES for layout in partitioned.layouts)
 
 
 def test_halos_only_where_windows_reach_beyond_their_tile() -> None:
-    found = _distributed(catalogue.build("resnet18", {}), (4, 64, 64, 3), ParallelPlan(2, 1, _D), (2, 2))
-    names = _moves(found)
+    partitioned = _partitioned(catalogue.build("resnet18", {}), (4, 64, 64, 3), ParallelPlan(2, 1, _D), (2, 2))
+    names = _moves(partitioned)
     expected = {f"layer{stage}.{block}.conv{number}.halo" for stage in range(1, 5) for block in (0, 1) for number in (1, 2)}
     assert set(names) == {"maxpool.halo", "avgpool.sum", *expected}  # a 1x1 of stride 2 reads its own rows
     assert len(names) == len(set(names))
 
 
 def test_what_is_per_channel_is_done_before_the_gather() -> None:
-    found = _distributed(catalogue.build("vgg16_bn", {}), (4, 64, 64, 3), ParallelPlan(2, 1, _M), (2, 2))
-    gathers = [step for step in found.steps if step.move is not None and step.name.startswith("features")]
+    partitioned = _partitioned(catalogue.build("vgg16_bn", {}), (4, 64, 64, 3), ParallelPlan(2, 1, _M), (2, 2))
+    gathers = [step for step in partitioned.steps if step.move is not None and step.name.startswith("features")]
     assert len(gathers) == 12  # one for each convolution but the first, which reads images
     heights = [step.move[0].shape[1] for step in gathers if step.move is not None]
     assert heights == [64, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 4]  # pooled where a pool is
-    assert found.layouts[0].boxes == (((0, 4), (0, 64), (0, 64), (0, 3)),) * 2
+    assert partitioned.layouts[0].boxes == (((0, 4), (0, 64), (0, 64), (0, 3)),) * 2
 
 
 def test_both_branches_of_a_block_take_one_layout() -> None:
     for use in (_D, _M, _B):
-        found = _distributed(catalogue.build("resnet50", {}), (4, 65, 65, 3), ParallelPlan(3, 1, use), (2, 2, 0))
-        for step in found.steps:
+        partitioned = _partitioned(catalogue.build("resnet50", {}), (4, 65, 65, 3), ParallelPlan(3, 1, use), (2, 2, 0))
+        for step in partitioned.steps:
             if step.node is not None and len(step.inputs) == 2:
-                a, b = (found.layouts[tensor] for tensor in step.inputs)
+                a, b = (partitioned.layouts[tensor] for tensor in step.inputs)
                 assert a.boxes == b.boxes
-                assert found.layouts[step.output].kind is a.kind
-        assert not [name for name in _moves(found) if "add" in name]
+                assert partitioned.layouts[step.output].kind is a.kind
+        assert not [name for name in _moves(partitioned) if "add" in name]
 
 
 def test_readers_of_the_same_elements_share_a_move() -> None:
     """The projection of a block reads what its first convolution reads, wholly: gathered once."""
     block = Residual({"conv1": Conv2d(4, 6, 3, padding=1)}, Conv2d(4, 6, 1), activation=ReLU())
-    found = _distributed(Sequential({"double": Double(), "block": block}), (3, 5, 5, 4), ParallelPlan(3, 1, _M), (1, 1, 1))
-    assert sum(name != "output.move" for name in _moves(found)) == 1
+    partitioned = _partitioned(Sequential({"double": Double(), "block": block}), (3, 5, 5, 4), ParallelPlan(3, 1, _M), (1, 1, 1))
+    assert sum(name != "output.move" for name in _moves(partitioned)) == 1
 
 
 def test_images_are_read_with_the_halo_of_the_first_layer() -> None:
-    found = _distributed(catalogue.build("resnet18", {}), (3, 225, 225, 3), ParallelPlan(3, 1, _D), (1, 1, 1))
-    assert [box[1] for box in found.layouts[0].boxes] == [(0, 78), (73, 154), (149, 225)]  # 38, 38 and 37 of 113 rows
-    assert _moves(found)[0] == "maxpool.halo"
+    partitioned = _partitioned(catalogue.build("resnet18", {}), (3, 225, 225, 3), ParallelPlan(3, 1, _D), (1, 1, 1))
+    assert [box[1] for box in partitioned.layouts[0].boxes] == [(0, 78), (73, 154), (149, 225)]  # 38, 38 and 37 of 113 rows
+    assert _moves(partitioned)[0] == "maxpool.halo"
 
 
 def test_an_input_with_several_readers_lies_as_samples() -> None:
-    found = _distributed(
+    partitioned = _partitioned(
         Residual({"conv": Conv2d(3, 3, 1)}, None, activation=ReLU()), (2, 4, 4, 3), ParallelPlan(2, 1, _D), (1, 1)
     )
-    assert found.layouts[0].kind is LayoutKind.SAMPLES
+    assert partitioned.layouts[0].kind is LayoutKind.SAMPLES
 
 
 @pytest.mark.parametrize("use", Parallelism)
 @pytest.mark.parametrize("counts", [(4, 3), (0, 7), (0, 0), (3, 1, 2, 0, 0, 1)], ids=str)
 def test_the_output_ends_as_samples(use: Parallelism, counts: tuple[int, ...]) -> None:
-    found = _distributed(nets.residual(), (sum(counts), 9, 7, 3), ParallelPlan(len(counts), 1, use), counts)
-    output = found.layouts[found.output]
+    partitioned = _partitioned(nets.residual(), (sum(counts), 9, 7, 3), ParallelPlan(len(counts), 1, use), counts)
+    output = partitioned.layouts[partitioned.output]
     assert [shape_of(box) for box in output.boxes] == [(count, 5) for count in counts]
     assert output.is_partition
 
@@ -108,12 +108,12 @@ def test_the_output_ends_as_samples(use: Parallelism, counts: tuple[int, ...]) -
 def test_shards_do_not_depend_on_the_samples(use: Parallelism) -> None:
     """Parameters lie the same for a full batch, a short one, and none."""
     plan = ParallelPlan(3, 1, use, {"layer2.*": _M, "bn1": _M})
-    found = [
-        _distributed(nets.residual(), (sum(counts), 9, 7, 3), plan, counts).shards()
+    partitioned = [
+        _partitioned(nets.residual(), (sum(counts), 9, 7, 3), plan, counts).shards()
         for counts in ((5, 5, 5), (1, 0, 0), (0, 0, 0))
     ]
-    assert found[0] == found[1] == found[2]
-    assert found[0]["layer2.conv1.weight"] == ((0, 4), (4, 8), (8, 12))
+    assert partitioned[0] == partitioned[1] == partitioned[2]
+    assert partitioned[0]["layer2.conv1.weight"] == ((0, 4), (4, 8), (8, 12))
 
 
 def test_a_mixed_plan_moves_at_each_change_of_use_only() -> None:
@@ -124,12 +124,12 @@ def test_a_mixed_plan_moves_at_each_change_of_use_only() -> None:
         }
     )  # fmt: skip
     plan = ParallelPlan(2, 1, _D, {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _M, "fc2": _B})
-    found = _distributed(model, (4, 6, 6, 3), plan, (2, 2))
-    assert [name.split(".")[0] for name in _moves(found)] == ["conv2", "flatten", "fc1", "fc2"]
+    partitioned = _partitioned(model, (4, 6, 6, 3), plan, (2, 2))
+    assert [name.split(".")[0] for name in _moves(partitioned)] == ["conv2", "flatten", "fc1", "fc2"]
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     comm = SingleCommunicator()
-    axis = SplitGroup(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    group = SplitGroup(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
     with pytest.raises(ConfigError, match=r"'layer9\.\*'; the nearest is .layer"):
-        GridDistribution(ParallelPlan(1, 1, use={"layer9.*": _D}), axis).prepare(_graph(nets.residual(), (1, 9, 7, 3)))
+        GridDistribution(ParallelPlan(1, 1, use={"layer9.*": _D}), group).prepare(_graph(nets.residual(), (1, 9, 7, 3)))

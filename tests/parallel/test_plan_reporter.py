@@ -90,10 +90,10 @@ def test_words_of_every_layer_and_rank_are_those_of_a_step(
     words: list[tuple[SplitGroup, str, int]] = []
     post = SplitGroup.alltoall
 
-    def record(axis: SplitGroup, send: object, recv: object, sends: Sequence[int], receives: Sequence[int], what: str) -> Ticket:
-        assert sends[axis.rank] == 0
-        words.append((axis, what, sum(sends)))
-        return post(axis, send, recv, sends, receives, what)  # type: ignore[arg-type]
+    def record(group: SplitGroup, send: object, recv: object, sends: Sequence[int], receives: Sequence[int], what: str) -> Ticket:
+        assert sends[group.rank] == 0
+        words.append((group, what, sum(sends)))
+        return post(group, send, recv, sends, receives, what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SplitGroup, "alltoall", record)
     counters = [Counters() for _ in range(rows * cols)]
@@ -120,13 +120,13 @@ def by_layer(words: Sequence[tuple[SplitGroup, str, int]], found: PlanReport) ->
     """(rank, layer or redistribution, pass) -> words, as a step posted them; zeros left out. A sum's forward is an adjoint."""
     names = {entry.name for entry in found.redistributions}
     total: dict[tuple[int, str, str], int] = {}
-    for axis, what, size in words:
+    for group, what, size in words:
         backward = what.startswith("gradient of ")
         name = what.removeprefix("gradient of ")
         if name.endswith(".sum"):
             backward = not backward
         name = name if name in names else name.partition(".halo")[0]
-        key = (axis.rank, name, "backward" if backward else "forward")
+        key = (group.rank, name, "backward" if backward else "forward")
         total[key] = total.get(key, 0) + size
     return {key: size for key, size in total.items() if size}
 
@@ -152,9 +152,9 @@ def test_memory_and_parameters_are_those_of_the_program(name: str, kind: str) ->
     def body(comm: ThreadCommunicator) -> tuple[int, int, int]:
         engine = virtual_engine(comm)
         groups = GridGroups(ProcessGrid(comm, rows, 1))
-        axis = groups.split_group(engine)
-        assert axis is not None
-        distribution = GridDistribution(task.plan, axis)
+        group = groups.split_group(engine)
+        assert group is not None
+        distribution = GridDistribution(task.plan, group)
         mergers = groups.mergers(engine)
         network = Network(
             task.model(), task.image_shape, task.kernels, dtype=task.dtype, mergers=mergers, distribution=distribution
@@ -165,7 +165,7 @@ def test_memory_and_parameters_are_those_of_the_program(name: str, kind: str) ->
         assert {part.name: part.elements[comm.rank] for part in found.groups if part.elements[comm.rank]} == {
             name: each for name, each in sizes.items() if each
         }
-        return program.activation_bytes, axis.buffer_bytes, size
+        return program.activation_bytes, group.buffer_bytes, size
 
     for rank, (activations, shared, parameters) in enumerate(run_virtual(rows, body)):
         assert memory[rank].activations == activations

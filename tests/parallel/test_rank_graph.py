@@ -24,9 +24,9 @@ _D, _M = Parallelism.DOMAIN, Parallelism.MODEL
 def _network(comm: ThreadCommunicator, model: Layer, plan: ParallelPlan) -> tuple[Network, GridGroups, GridDistribution]:
     engine = virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
-    axis = groups.split_group(engine)
-    assert axis is not None
-    distribution = GridDistribution(plan, axis)
+    group = groups.split_group(engine)
+    assert group is not None
+    distribution = GridDistribution(plan, group)
     mergers = groups.mergers(engine)
     network = Network(model, SHAPE, NumpyKernelSet(), dtype="float64", seed=2, mergers=mergers, distribution=distribution)
     return network, groups, distribution
@@ -118,7 +118,7 @@ def test_evaluation_equals_one_rank(net: str, use: Parallelism, rows: int) -> No
         training.x[...] = 1.0
         training.forward(StepContext(sample_ids=np.arange(5), global_count=5))
         evaluation = network.program(counts, training=False)
-        evaluation.x[...] = cut(images, distribution.distributed(network.graph(5), counts).layouts[0].boxes[comm.rank])
+        evaluation.x[...] = cut(images, distribution.partitioned(network.graph(5), counts).layouts[0].boxes[comm.rank])
         return evaluation.forward(StepContext(training=False)).copy()
 
     for part, found in zip(consecutive(counts), run_virtual(rows, program), strict=True):

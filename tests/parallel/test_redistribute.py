@@ -93,11 +93,11 @@ def test_moves(ranks: int, early: bool, seed: int | None) -> None:
     tensors = [np.random.default_rng(number).standard_normal(source.shape) for number, (source, _) in enumerate(moves)]
 
     def program(comm: ThreadCommunicator) -> list[Pass]:
-        axis = SplitGroup(comm, virtual_engine(comm))
+        group = SplitGroup(comm, virtual_engine(comm))
         found = []
         for number, ((source, target), x) in enumerate(zip(moves, tensors, strict=True)):
             mine = x[relative(source.boxes[comm.rank], whole(x.shape))].copy()
-            spec = RedistributeSpec(source, target, comm.rank, "move", axis, early=early)
+            spec = RedistributeSpec(source, target, comm.rank, "move", group, early=early)
             found.append(_pass(_bound(spec, mine, 1000 * number + comm.rank, number % 2 == 1), early=early))
         return found
 
@@ -118,9 +118,9 @@ def test_several_early_moves_travel_at_one_time() -> None:
     x = np.random.default_rng(0).standard_normal(shape)
 
     def program(comm: ThreadCommunicator) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        axis = SplitGroup(comm, virtual_engine(comm))
+        group = SplitGroup(comm, virtual_engine(comm))
         mine = x[relative(tiles.boxes[comm.rank], whole(shape))].copy()
-        specs = [RedistributeSpec(tiles, target, comm.rank, "halo", axis, early=True) for target in targets]
+        specs = [RedistributeSpec(tiles, target, comm.rank, "halo", group, early=True) for target in targets]
         operators = [_bound(spec, mine, number, False) for number, spec in enumerate(specs)]
         for operator in operators:
             operator.begin_forward()
@@ -152,10 +152,10 @@ def test_sums_of_partial_tensors(ranks: int) -> None:
         return np.random.default_rng([number, rank]).standard_normal(targets[number].shape)
 
     def program(comm: ThreadCommunicator) -> list[Pass]:
-        axis = SplitGroup(comm, virtual_engine(comm))
+        group = SplitGroup(comm, virtual_engine(comm))
         found = []
         for number, target in enumerate(targets):
-            spec = ReduceScatterSpec(target, layout.everything(target.shape, ranks), comm.rank, "sum", axis)
+            spec = ReduceScatterSpec(target, layout.everything(target.shape, ranks), comm.rank, "sum", group)
             found.append(_pass(_bound(spec, partial(number, comm.rank), number + 7 * comm.rank, False)))
         return found
 
@@ -175,12 +175,15 @@ def test_a_move_and_its_sum_are_each_others_adjoint(ranks: int) -> None:
     everything = layout.everything(target.shape, ranks)
 
     def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray]:
-        axis = SplitGroup(comm, virtual_engine(comm))
+        group = SplitGroup(comm, virtual_engine(comm))
         partial = np.random.default_rng(comm.rank).standard_normal(target.shape)
-        summed = _bound(ReduceScatterSpec(target, everything, comm.rank, "sum", axis), partial, 0, False)
+        summed = _bound(ReduceScatterSpec(target, everything, comm.rank, "sum", group), partial, 0, False)
         summed.forward(StepContext())
         gather = _bound(
-            RedistributeSpec(target, everything, comm.rank, "gather", axis), np.zeros(shape_of(target.boxes[comm.rank])), 0, False
+            RedistributeSpec(target, everything, comm.rank, "gather", group),
+            np.zeros(shape_of(target.boxes[comm.rank])),
+            0,
+            False,
         )
         gather.buffers.output_grad[...] = partial
         gather.backward_input()
@@ -217,10 +220,12 @@ def test_little_is_rebuilt_and_much_is_kept(ranks: int) -> None:
     halo = layout.needed(shape, [(box[0], own, *box[2:]) for box, own in zip(tiles.boxes, rows, strict=True)])
 
     def program(comm: ThreadCommunicator) -> tuple[bool, int, bool]:
-        axis = SplitGroup(comm, virtual_engine(comm))
+        group = SplitGroup(comm, virtual_engine(comm))
         x = TensorSpec(shape_of(tiles.boxes[comm.rank]), _DTYPE)
-        around = RedistributeSpec(tiles, halo, comm.rank, "halo", axis).operator((x,), training=True)
-        gather = RedistributeSpec(tiles, layout.everything(shape, ranks), comm.rank, "gather", axis).operator((x,), training=True)
+        around = RedistributeSpec(tiles, halo, comm.rank, "halo", group).operator((x,), training=True)
+        gather = RedistributeSpec(tiles, layout.everything(shape, ranks), comm.rank, "gather", group).operator(
+            (x,), training=True
+        )
         return around.recomputes_output, around.saved_bytes, gather.recomputes_output
 
     for rank, (rebuilds, saved, keeps) in enumerate(run_virtual(ranks, program)):

@@ -48,7 +48,7 @@ ROWS = {"conv", "grouped", "max pool", "average pool", "batch norm", "relu", "ad
 CHANNELS = {*SPECS} - {"flatten"}
 
 
-def _place(
+def _shard(
     name: str, use: Parallelism, counts: tuple[int, ...] = (3, 0, 1), tiles: tuple[int, int] | None = None
 ) -> OperatorSharding:
     spec, shape = SPECS[name]
@@ -64,39 +64,39 @@ def _place(
 def test_every_rank_writes_what_its_layout_says(name: str, use: Parallelism) -> None:
     """Each rank's own spec, applied to what it reads, gives its part of the output: all shapes agree."""
     for counts, tiles in (((3, 0, 1), None), ((4, 0, 0, 0), (2, 2)), ((1, 1, 1, 1), (1, 4)), ((1,) * 4 + (0,) * 8, (12, 1))):
-        found = _place(name, use, counts, tiles)
-        for rank, spec in enumerate(found.specs):
-            reads = [TensorSpec(shape_of(read.boxes[rank]), "float64") for read in found.reads]
-            made = spec.output(*reads).shape
-            assert made == (found.writes.shape if found.summed else shape_of(found.writes.boxes[rank])), (name, rank)
+        sharding = _shard(name, use, counts, tiles)
+        for rank, spec in enumerate(sharding.specs):
+            reads = [TensorSpec(shape_of(read.boxes[rank]), "float64") for read in sharding.reads]
+            shape = spec.output(*reads).shape
+            assert shape == (sharding.writes.shape if sharding.summed else shape_of(sharding.writes.boxes[rank])), (name, rank)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_split_by_which_use(name: str) -> None:
-    assert _place(name, Parallelism.BATCH).writes.kind is LayoutKind.SAMPLES
-    assert _place(name, Parallelism.DOMAIN).writes.kind is (LayoutKind.TILES if name in ROWS else LayoutKind.SAMPLES)
-    assert _place(name, Parallelism.MODEL).writes.kind is (LayoutKind.CHANNELS if name in CHANNELS else LayoutKind.SAMPLES)
-    assert all(_place(name, use).writes.is_partition for use in Parallelism)
+    assert _shard(name, Parallelism.BATCH).writes.kind is LayoutKind.SAMPLES
+    assert _shard(name, Parallelism.DOMAIN).writes.kind is (LayoutKind.TILES if name in ROWS else LayoutKind.SAMPLES)
+    assert _shard(name, Parallelism.MODEL).writes.kind is (LayoutKind.CHANNELS if name in CHANNELS else LayoutKind.SAMPLES)
+    assert all(_shard(name, use).writes.is_partition for use in Parallelism)
 
 
 @pytest.mark.parametrize("name", ["conv", "grouped", "linear", "batch norm"])
 def test_shards_are_the_output_channels(name: str) -> None:
-    assert _place(name, Parallelism.BATCH).shard is None
-    assert _place(name, Parallelism.DOMAIN).shard is None
-    found = _place(name, Parallelism.MODEL)
-    assert found.shard == tuple(box[-1] for box in found.writes.boxes)
+    assert _shard(name, Parallelism.BATCH).channel_intervals is None
+    assert _shard(name, Parallelism.DOMAIN).channel_intervals is None
+    sharding = _shard(name, Parallelism.MODEL)
+    assert sharding.channel_intervals == tuple(box[-1] for box in sharding.writes.boxes)
 
 
 def test_groups_stay_whole_and_bring_their_input_channels() -> None:
-    found = _place("grouped", Parallelism.MODEL)  # 4 groups of 2 -> 4 channels over 3 ranks
-    assert [box[-1] for box in found.reads[0].boxes] == [(0, 4), (4, 6), (6, 8)]
-    assert found.shard == ((0, 8), (8, 12), (12, 16))
-    assert [spec.groups for spec in found.specs if isinstance(spec, Conv2dSpec)] == [2, 1, 1]
+    sharding = _shard("grouped", Parallelism.MODEL)  # 4 groups of 2 -> 4 channels over 3 ranks
+    assert [box[-1] for box in sharding.reads[0].boxes] == [(0, 4), (4, 6), (6, 8)]
+    assert sharding.channel_intervals == ((0, 8), (8, 12), (12, 16))
+    assert [spec.groups for spec in sharding.specs if isinstance(spec, Conv2dSpec)] == [2, 1, 1]
 
 
 def test_ranks_without_channels_compute_nothing() -> None:
-    found = _place("conv", Parallelism.MODEL, (1, 1, 1, 1, 0, 0, 0))  # 5 channels over 7 ranks
-    assert [isinstance(spec, NothingSpec) for spec in found.specs] == [False] * 5 + [True] * 2
+    sharding = _shard("conv", Parallelism.MODEL, (1, 1, 1, 1, 0, 0, 0))  # 5 channels over 7 ranks
+    assert [isinstance(spec, NothingSpec) for spec in sharding.specs] == [False] * 5 + [True] * 2
 
 
 def test_statistics_are_merged_over_who_shares_the_channels() -> None:
@@ -117,8 +117,8 @@ def test_statistics_are_merged_over_who_shares_the_channels() -> None:
 
 def test_masks_know_where_they_lie() -> None:
     for use in Parallelism:
-        found = _place("dropout", use)
-        for box, spec in zip(found.writes.boxes, found.specs, strict=True):
+        sharding = _shard("dropout", use)
+        for box, spec in zip(sharding.writes.boxes, sharding.specs, strict=True):
             assert isinstance(spec, DropoutSpec)
             assert spec.first_sample == box[0][0]
             if use is not Parallelism.BATCH:
@@ -127,17 +127,17 @@ def test_masks_know_where_they_lie() -> None:
 
 
 def test_global_pooling_of_tiles_is_a_sum_of_parts() -> None:
-    found = _place("global pool", Parallelism.DOMAIN)
-    assert found.summed
-    assert found.specs == (PartialMeanSpec(9 * 6),) * 3
+    sharding = _shard("global pool", Parallelism.DOMAIN)
+    assert sharding.summed
+    assert sharding.specs == (PartialMeanSpec(9 * 6),) * 3
 
 
 def test_only_the_last_tile_has_the_window_that_reaches_beyond() -> None:
     spec = PoolSpec("average", Window((3, 3), (2, 2), (0, 0, 0, 0)), ceil_mode=True)  # 6 rows: the third window has 2
     shape = (1, 6, 7, 2)
     node = Node("pool", spec, (0,), 1)
-    found = shard(node, [layout.tiles(shape, (3, 1))], (1, 3, 3, 2), Parallelism.DOMAIN, SplitContext((1, 0, 0), (3, 1)))
-    assert [spec.ceil_mode for spec in found.specs if isinstance(spec, PoolSpec)] == [False, False, True]
+    sharding = shard(node, [layout.tiles(shape, (3, 1))], (1, 3, 3, 2), Parallelism.DOMAIN, SplitContext((1, 0, 0), (3, 1)))
+    assert [spec.ceil_mode for spec in sharding.specs if isinstance(spec, PoolSpec)] == [False, False, True]
 
 
 def _split(shape: tuple[int, ...]) -> Layout:
@@ -151,6 +151,6 @@ def test_channels_stay_where_they_are() -> None:
         inputs = 2 if name == "add" else 1
         output = spec.output(*(TensorSpec(shape, "float64"),) * inputs).shape
         node = Node(name, spec, tuple(range(inputs)), inputs)
-        found = shard(node, [_split(shape)] * inputs, output, Parallelism.MODEL, SplitContext((4, 0), (2, 1)))
-        assert all(read.same_boxes(_split(shape)) for read in found.reads)
-        assert [box[-1] for box in found.writes.boxes] == [(0, 5), (5, 8)]
+        sharding = shard(node, [_split(shape)] * inputs, output, Parallelism.MODEL, SplitContext((4, 0), (2, 1)))
+        assert all(read.same_boxes(_split(shape)) for read in sharding.reads)
+        assert [box[-1] for box in sharding.writes.boxes] == [(0, 5), (5, 8)]

@@ -171,8 +171,10 @@ def splits_parameters(row: Row) -> bool:
     plan = parallel_plan(row)
     if plan.rows == 1:
         return False
-    placed = partition_graph(graph_of(row["net"]), plan, (1, *(0,) * (plan.rows - 1)))
-    return any(step.node and step.node.parameters and step.placement and step.placement.shard for step in placed.steps)
+    partitioned = partition_graph(graph_of(row["net"]), plan, (1, *(0,) * (plan.rows - 1)))
+    return any(
+        step.node and step.node.parameters and step.sharding and step.sharding.channel_intervals for step in partitioned.steps
+    )
 
 
 def task_of(row: Row) -> Task:

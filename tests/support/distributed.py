@@ -1,4 +1,4 @@
-"""Models of a few layers, distributed over the ROW axis and alone: output, input gradient and parameters' gradients, compared."""
+"""Models of a few layers, partitioned over a split group and alone: output, input gradient, parameters' gradients, compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Double(Layer):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model on images (sum(counts), *image_shape), its plan, and the samples of each rank of the column. Data by `seed`."""
+    """A model on images (sum(counts), *image_shape), its plan, the samples of each rank of the split group. Data by `seed`."""
 
     model: Layer
     image_shape: tuple[int, int, int]
@@ -83,15 +83,15 @@ def alone(trial: Trial) -> Outcome:
     return _run(trial, trial.graph(sum(trial.counts)), Undistributed(), {}, trial.images(), slice(None))
 
 
-def on_rank(trial: Trial, axis: SplitGroup, merger: StatisticsMerger) -> Outcome:
-    """This rank's part. Collective over the axis. merger: over its ranks, whatever group a batch norm names."""
-    distribution = GridDistribution(trial.plan, axis)
+def on_rank(trial: Trial, group: SplitGroup, merger: StatisticsMerger) -> Outcome:
+    """This rank's part. Collective over the group. merger: over its ranks, whatever group a batch norm names."""
+    distribution = GridDistribution(trial.plan, group)
     distribution.prepare(trial.graph(1))
-    distributed = distribution.distributed(trial.graph(sum(trial.counts)), trial.counts)
-    box = distributed.layouts[0].boxes[axis.rank]
-    own = slice(*consecutive(trial.counts)[axis.rank])
+    partitioned = distribution.partitioned(trial.graph(sum(trial.counts)), trial.counts)
+    box = partitioned.layouts[0].boxes[group.rank]
+    own = slice(*consecutive(trial.counts)[group.rank])
     mergers = {"all": merger, "split": merger, "data": LocalStatistics()}
-    outcome = _run(trial, distributed.local(axis.rank, axis), distribution, mergers, cut(trial.images(), box), own)
+    outcome = _run(trial, partitioned.local(group.rank, group), distribution, mergers, cut(trial.images(), box), own)
     outcome.read = box
     return outcome
 
@@ -166,8 +166,8 @@ def on_virtual_ranks(ranks: int, trials: Sequence[Trial], *, seed: int | None = 
         engine = virtual_engine(comm)
         statistics = comm.split(0, comm.rank, "statistics")
         assert statistics is not None
-        axis, merger = SplitGroup(comm, engine), RankStatistics(statistics, engine)
-        return [on_rank(trial, axis, merger) for trial in trials]
+        group, merger = SplitGroup(comm, engine), RankStatistics(statistics, engine)
+        return [on_rank(trial, group, merger) for trial in trials]
 
     found = run_virtual(ranks, program, seed=seed, deadline_seconds=300)
     return [joined(trial, [outcomes[number] for outcomes in found]) for number, trial in enumerate(trials)]

@@ -1,4 +1,4 @@
-"""Random layouts of small tensors along the ROW axis, for tests of what moves between them."""
+"""Random layouts of small tensors over a split group, for tests of what moves between them."""
 
 from __future__ import annotations
 
