@@ -24,6 +24,7 @@ def serve(step: EngineStep, asked: IO[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Serve steps of the workload that the first argument, JSON, describes; gives the exit code."""
     settings = json.loads(arguments[0])
     task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
     step = EngineStep(task, settings["backend"])

@@ -53,6 +53,7 @@ def block(inside: int, sizes: list[tuple[int, int, int]], shortcut: nn.Module | 
 
 
 def projection(inside: int, outside: int, stride: int) -> nn.Module:
+    """A shortcut that changes size and channels."""
     return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
 
@@ -180,6 +181,7 @@ def serve(step: Step, answer: Any) -> None:
 
 
 def main() -> int:
+    """Serve steps of the network that the command line describes; gives the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled")
     settings = json.loads(parser.parse_args().settings)

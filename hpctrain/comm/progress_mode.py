@@ -34,6 +34,8 @@ _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
+    """The way in which messages are moved while kernels run: not at all, by tests after operators, or by a thread as well."""
+
     NONE = "none"
     TEST = "test"
     THREAD = "thread"

@@ -132,6 +132,14 @@ def check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -> None:
+    """Refuse labels outside 0 .. classes - 1.
+
+    Args:
+        first: number of the sample that `labels` begins with, for the message.
+
+    Raises:
+        DataError: the first label that is outside, and how many are.
+    """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         raise DataError(

@@ -15,20 +15,18 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpctrain.virtual.operations import (
+from hpctrain.virtual.collectives import (
     Allgather,
     Allreduce,
     Alltoall,
-    Array,
     Barrier,
     Broadcast,
     Message,
     ObjectExchange,
-    Operation,
-    Posting,
     ReduceScatter,
 )
-from hpctrain.virtual.rank import RankEnded, RankState, source_line
+from hpctrain.virtual.operations import Array, PostedOperation, Posting, RankState
+from hpctrain.virtual.rank import RankEnded, source_line
 from hpctrain.virtual.scheduler import Scheduler
 
 _DTYPES = ("float32", "float64", "int32", "int64", "uint8")
@@ -64,10 +62,32 @@ class Group:
         self.name = name
         self.members = tuple(members)
         self.parts: dict[tuple[int, int], Group] = {}
-        self._collectives: dict[int, Operation] = {}
-        self._messages: dict[tuple[int, int, int], tuple[deque[Operation], deque[Operation]]] = {}
+        self._collectives: dict[int, PostedOperation] = {}
+        self._messages: dict[tuple[int, int, int], tuple[deque[PostedOperation], deque[PostedOperation]]] = {}
 
-    def collective(self, sequence: int, make: Callable[[], Operation]) -> Operation:
+    def counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Counts as plain integers.
+
+        Raises:
+            ValueError: not one for each member, or a negative one.
+        """
+        parts = tuple(int(count) for count in counts)
+        if len(parts) != len(self.members) or min(parts) < 0:
+            needed = f"{self.name} has {len(self.members)} ranks and needs as many counts of 0 or more"
+            raise ValueError(f"{needed}, but got {_short(parts)}.")
+        return parts
+
+    def world_rank(self, rank: int) -> int:
+        """The number in the world of the member with this number here.
+
+        Raises:
+            ValueError: there is no such member.
+        """
+        if not 0 <= rank < len(self.members):
+            raise ValueError(f"{self.name} has ranks 0 to {len(self.members) - 1}, but got rank {rank}.")
+        return self.members[rank].rank
+
+    def collective(self, sequence: int, make: Callable[[], PostedOperation]) -> PostedOperation:
         """The operation with this sequence number, made by the rank that posts it first."""
         if sequence not in self._collectives:
             self._collectives[sequence] = make()
@@ -76,7 +96,7 @@ class Group:
             del self._collectives[sequence]
         return operation
 
-    def message(self, source: int, dest: int, tag: int, party: int, make: Callable[[], Operation]) -> Operation:
+    def message(self, source: int, dest: int, tag: int, party: int, make: Callable[[], PostedOperation]) -> PostedOperation:
         """The oldest message of this channel that lacks this party (0 sender, 1 receiver): they never overtake."""
         lacking = self._messages.setdefault((source, dest, tag), (deque(), deque()))
         if lacking[party]:
@@ -124,7 +144,7 @@ class ThreadCommunicator:
         return self._collect(posting, Allreduce)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> VirtualHandle:
-        parts = self._counts(counts)
+        parts = self._group.counts(counts)
         contribution, target = _flat(send, sum(parts)), _flat(recv, parts[self.rank])
         _check_apart(contribution, target)
         text = f"{_sizes(contribution)} in parts {_short(parts)}"
@@ -133,7 +153,7 @@ class ThreadCommunicator:
         return self._collect(posting, ReduceScatter)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> VirtualHandle:
-        parts = self._counts(counts)
+        parts = self._group.counts(counts)
         target = _flat(recv, sum(parts))
         if send is None:
             start = sum(parts[: self.rank])
@@ -145,7 +165,7 @@ class ThreadCommunicator:
         return self._collect(self._posting("iallgather", text, (target.dtype, parts), contribution, target), Allgather)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> VirtualHandle:
-        sent, received = self._counts(send_counts), self._counts(recv_counts)
+        sent, received = self._group.counts(send_counts), self._group.counts(recv_counts)
         contribution, target = _flat(send, sum(sent)), _flat(recv, sum(received))
         _check_apart(contribution, target)
         text = f"{contribution.dtype}, sending {_short(sent)}, receiving {_short(received)}"
@@ -154,10 +174,10 @@ class ThreadCommunicator:
         return self._collect(posting, Alltoall)
 
     def ibroadcast(self, buffer: Array, root: int) -> VirtualHandle:
-        self._check_rank(root)
+        self._group.world_rank(root)
         flat = _flat(buffer)
         contribution, target = (flat, None) if self.rank == root else (None, flat)
-        text = f"{_sizes(flat)} from rank {self._world_rank(root)}"
+        text = f"{_sizes(flat)} from rank {self._group.world_rank(root)}"
         posting = self._posting("ibroadcast", text, (flat.dtype, flat.size, root), contribution, target)
         return self._collect(posting, Broadcast, root=root)
 
@@ -166,12 +186,12 @@ class ThreadCommunicator:
 
     def isend(self, buffer: Array, dest: int, tag: int) -> VirtualHandle:
         flat = _flat(buffer)
-        text = f"{_sizes(flat)} to rank {self._world_rank(dest)}, tag {tag}"
+        text = f"{_sizes(flat)} to rank {self._group.world_rank(dest)}, tag {tag}"
         return self._exchange_message(self._posting("isend", text, (flat.dtype, flat.size), flat), self.rank, dest, tag)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> VirtualHandle:
         flat = _flat(buffer)
-        text = f"{_sizes(flat)} from rank {self._world_rank(source)}, tag {tag}"
+        text = f"{_sizes(flat)} from rank {self._group.world_rank(source)}, tag {tag}"
         return self._exchange_message(self._posting("irecv", text, (flat.dtype, flat.size), None, flat), source, self.rank, tag)
 
     def split(self, color: int | None, key: int, name: str) -> ThreadCommunicator | None:
@@ -194,7 +214,7 @@ class ThreadCommunicator:
         return self._exchange_objects("allgather_object", value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        self._check_rank(root)
+        self._group.world_rank(root)
         return self._exchange_objects("broadcast_object", value if self.rank == root else None, root)[root]
 
     def abort(self, code: int) -> NoReturn:
@@ -216,13 +236,13 @@ class ThreadCommunicator:
             raise ValueError(f"{kind} writes to its buffer, but this one is read-only.")
         return Posting(kind, self._state, text, source_line(), agreed, contribution, target)
 
-    def _collect(self, posting: Posting, kind: type[Operation], root: int | None = None) -> VirtualHandle:
+    def _collect(self, posting: Posting, kind: type[PostedOperation], root: int | None = None) -> VirtualHandle:
         """Post to the collective that is next on this communicator."""
         sequence = self._sequence
         self._sequence += 1
 
-        def make() -> Operation:
-            synchronous = root is None or self._scheduler.synchronous()
+        def make() -> PostedOperation:
+            synchronous = root is None or self._scheduler.policy.synchronous()
             return kind(self._group.members, f"{sequence} on {self.name}", root=root, synchronous=synchronous)
 
         operation = self._group.collective(sequence, make)
@@ -233,9 +253,9 @@ class ThreadCommunicator:
         if tag < 0:
             raise ValueError(f"A tag is not negative, but this one is {tag}.")
 
-        def make() -> Operation:
+        def make() -> PostedOperation:
             members = self._group.members[source], self._group.members[dest]
-            return Message(members, f"on {self.name}", root=0, synchronous=self._scheduler.synchronous())
+            return Message(members, f"on {self.name}", root=0, synchronous=self._scheduler.policy.synchronous())
 
         party = 0 if posting.kind == "isend" else 1
         operation = self._group.message(source, dest, tag, party, make)
@@ -250,20 +270,6 @@ class ThreadCommunicator:
         self._scheduler.wait(self._state, posting)
         assert posting.operation is not None
         return [pickle.loads(part.tobytes()) for part in posting.operation.parts()]
-
-    def _counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        parts = tuple(int(count) for count in counts)
-        if len(parts) != self.size or min(parts) < 0:
-            raise ValueError(f"{self.name} has {self.size} ranks and needs as many counts of 0 or more, but got {_short(parts)}.")
-        return parts
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{self.name} has ranks 0 to {self.size - 1}, but got rank {rank}.")
-
-    def _world_rank(self, rank: int) -> int:
-        self._check_rank(rank)
-        return self._group.members[rank].rank
 
 
 def _flat(buffer: Array, size: int | None = None) -> Array:

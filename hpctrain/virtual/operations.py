@@ -7,8 +7,10 @@ completion, so the moments are the caller's choice.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import CollectiveMismatchError
-from hpctrain.virtual.rank import RankState, SourceLine
+from hpctrain.virtual.rank import SourceLine, Status
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -34,6 +36,48 @@ class Moments:
     read_early: bool = False
     write_early: bool = True
     scramble: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """One virtual rank as the scheduler sees it: whether it may run, its clock, and what it waits for.
+
+    Attributes:
+        baton: released by whoever hands over to this rank; the rank itself acquires it.
+        clock_seconds: this rank's virtual time. wake_seconds: heap of completion times that it may be waiting for.
+        polled: what it has tested in vain in this pass over its handles. stuck_on: the same of the last whole pass.
+        passes: how many whole passes were in vain since something last happened to this rank.
+        line: where it stood when it stopped. thread: identity of its thread.
+    """
+
+    rank: int
+    status: Status = Status.READY
+    baton: threading.Lock = field(default_factory=threading.Lock)
+    clock_seconds: float = 0.0
+    wake_seconds: list[float] = field(default_factory=list)
+    polled: dict[Posting, None] = field(default_factory=dict)
+    stuck_on: tuple[Posting, ...] = ()
+    passes: int = 0
+    line: SourceLine | None = None
+    thread: int | None = None
+
+    def resume(self) -> None:
+        """Give this rank the baton."""
+        with suppress(RuntimeError):  # a failure elsewhere has just released everyone
+            self.baton.release()
+
+    def polls_in_vain(self, posting: Posting) -> None:
+        """Count a test that found nothing."""
+        if posting in self.polled:
+            self.passes += 1
+            self.stuck_on = tuple(self.polled)
+            self.polled = {}
+        self.polled[posting] = None
+
+    def moves_on(self) -> None:
+        """Something happened to this rank: what it polls is worth polling again."""
+        self.passes = 0
+        self.polled.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +104,7 @@ class Posting:
     taken: Array | None = None
     written: bool = False
     posted_seconds: float = 0.0
-    operation: Operation | None = None
+    operation: PostedOperation | None = None
     complete: bool = False
     end_seconds: float | None = None
 
@@ -87,7 +131,7 @@ class Posting:
         return f"{self.kind}{where} ({self.text}), posted at {self.line}"
 
 
-class Operation(ABC):
+class PostedOperation(ABC):
     """A collective or a message among `members`.
 
     Args:
@@ -185,135 +229,3 @@ class Operation(ABC):
         both = ", but ".join(f"rank {p.owner.rank} posted {p.kind} of {p.text} at {p.line}" for p in postings)
         rule = "every rank of a communicator must post the same collectives in the same order."
         return f"Collective {self.label} does not match: {both}; {rule}"
-
-
-class Allreduce(Operation):
-    """The sum in rank order, the same bits for everyone."""
-
-    _sum: Array | None = None
-
-    def result(self, party: int) -> Array:
-        if self._sum is None:
-            self._sum = _sum_in_order(self.parts())
-        return self._sum
-
-    def seconds(self, link: LinkModel) -> float:
-        return link.allreduce_seconds(self.parts_bytes(), len(self.members))
-
-    def parts_bytes(self) -> int:
-        return max(p.contribution.nbytes for p in self.postings if p is not None and p.contribution is not None)
-
-
-class ReduceScatter(Allreduce):
-    """Party r receives part r of the sum."""
-
-    def result(self, party: int) -> Array:
-        posting = self.postings[party]
-        assert posting is not None
-        start = sum(posting.send_counts[:party])
-        return super().result(party)[start : start + posting.send_counts[party]]
-
-    def seconds(self, link: LinkModel) -> float:
-        return link.reduce_scatter_seconds(self.parts_bytes(), len(self.members))
-
-
-class Allgather(Operation):
-    """All parts in rank order."""
-
-    _gathered: Array | None = None
-
-    def result(self, party: int) -> Array:
-        if self._gathered is None:
-            self._gathered = np.concatenate(self.parts())
-        return self._gathered
-
-    def seconds(self, link: LinkModel) -> float:
-        gathered_bytes = max(p.target.nbytes for p in self.postings if p is not None and p.target is not None)
-        return link.allgather_seconds(gathered_bytes, len(self.members))
-
-
-class Alltoall(Operation):
-    """Part p of every party's buffer goes to party p. Counts agree in pairs."""
-
-    def post(self, party: int, posting: Posting, moments: Moments) -> None:
-        for other, first in enumerate(self.postings):
-            if first is not None and first.kind == posting.kind:
-                there = first.send_counts[party], first.recv_counts[party]
-                here = posting.recv_counts[other], posting.send_counts[other]
-                if there != here:
-                    raise CollectiveMismatchError(self._mismatch(first, posting))
-        super().post(party, posting, moments)
-
-    def result(self, party: int) -> Array:
-        pieces = []
-        for posting in self.postings:
-            assert posting is not None
-            assert posting.taken is not None
-            start = sum(posting.send_counts[:party])
-            pieces.append(posting.taken[start : start + posting.send_counts[party]])
-        return np.concatenate(pieces)
-
-    def seconds(self, link: LinkModel) -> float:
-        buffers = [buffer for p in self.postings if p for buffer in (p.contribution, p.target) if buffer is not None]
-        return link.alltoall_seconds(max(buffer.nbytes for buffer in buffers), len(self.members))
-
-
-class Broadcast(Operation):
-    """The root's buffer to everyone."""
-
-    def result(self, party: int) -> Array | None:
-        assert self.root is not None
-        root = self.postings[self.root]
-        assert root is not None
-        return root.taken
-
-    def bytes(self) -> int:
-        root = self.postings[self.root or 0]
-        assert root is not None
-        assert root.contribution is not None
-        return root.contribution.nbytes
-
-    def seconds(self, link: LinkModel) -> float:
-        return link.broadcast_seconds(self.bytes(), len(self.members))
-
-
-class Message(Broadcast):
-    """From party 0, the root, to party 1. Lengths must agree, as the receiver has no other way to know."""
-
-    def fits(self, first: Posting, second: Posting) -> bool:
-        return first.agreed == second.agreed
-
-    def seconds(self, link: LinkModel) -> float:
-        return 0.0 if self.members[0] is self.members[1] else link.point_to_point_seconds(self.bytes())
-
-    def _mismatch(self, first: Posting, second: Posting) -> str:
-        both = " and ".join(f"{p.kind} of rank {p.owner.rank} ({p.text}) at {p.line}" for p in (first, second))
-        return f"A message and its receive must have the same length and type, but these differ: {both}."
-
-
-class Barrier(Operation):
-    """Nothing is moved."""
-
-    def result(self, party: int) -> None:
-        return None
-
-    def seconds(self, link: LinkModel) -> float:
-        return link.barrier_seconds(len(self.members))
-
-
-class ObjectExchange(Operation):
-    """Pickled values of all parties, read through `parts`. Set-up only, so it costs nothing."""
-
-    def result(self, party: int) -> None:
-        return None
-
-    def seconds(self, link: LinkModel) -> float:
-        return 0.0
-
-
-def _sum_in_order(parts: Sequence[Array]) -> Array:
-    total = parts[0].copy()
-    with np.errstate(all="ignore"):  # a transport does not warn of overflow
-        for part in parts[1:]:
-            total += part
-    return total

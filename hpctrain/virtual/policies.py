@@ -12,8 +12,9 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from hpctrain.comm.link import LinkModel
-from hpctrain.virtual.operations import Message, Moments, Operation, Posting
-from hpctrain.virtual.rank import RankState, Status
+from hpctrain.virtual.collectives import Message
+from hpctrain.virtual.operations import Moments, PostedOperation, Posting, RankState
+from hpctrain.virtual.rank import Status
 
 
 class Policy(Protocol):
@@ -27,7 +28,7 @@ class Policy(Protocol):
         """Whether the root of the next message or broadcast waits for the others."""
         ...
 
-    def posted(self, operation: Operation, party: int) -> Sequence[Posting]:
+    def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
         """A party has posted. Returns what completed by that."""
         ...
 
@@ -61,7 +62,7 @@ class Prompt:
     def synchronous(self) -> bool:
         return True
 
-    def posted(self, operation: Operation, party: int) -> Sequence[Posting]:
+    def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
         return [operation.deliver(p) for p in range(len(operation.members))] if operation.may_move() else []
 
     def preempts(self) -> bool:
@@ -97,8 +98,8 @@ class Adversary:
         self._late = draw((0.0, 0.1, 0.5))
         self._oldest_last = draw((False, True))
         self._speeds = [draw((1.0, 0.3, 0.05)) for _ in range(size)]
-        self._pending: list[tuple[Operation, int | None]] = []  # a party's completion, or (None) the moving of the data
-        self._starved: list[tuple[Operation, int | None]] = []  # the same, when nothing else is left
+        self._pending: list[tuple[PostedOperation, int | None]] = []  # a party's completion, or (None) the moving of the data
+        self._starved: list[tuple[PostedOperation, int | None]] = []  # the same, when nothing else is left
 
     def moments(self) -> Moments:
         draw = self._random.random
@@ -107,7 +108,7 @@ class Adversary:
     def synchronous(self) -> bool:
         return self._random.random() >= self._eager
 
-    def posted(self, operation: Operation, party: int) -> Sequence[Posting]:
+    def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
         if operation.moved:
             self._add(operation, party)
         elif operation.may_move() and not operation.announced:
@@ -143,15 +144,15 @@ class Adversary:
             return self._let(*self._starved.pop())
         return self._happen(self._starved)
 
-    def _add(self, operation: Operation, party: int | None) -> None:
+    def _add(self, operation: PostedOperation, party: int | None) -> None:
         (self._starved if self._random.random() < self._late else self._pending).append((operation, party))
 
-    def _happen(self, events: list[tuple[Operation, int | None]]) -> list[Posting]:
+    def _happen(self, events: list[tuple[PostedOperation, int | None]]) -> list[Posting]:
         index = self._random.randrange(len(events))
         events[index], events[-1] = events[-1], events[index]
         return self._let(*events.pop())
 
-    def _let(self, operation: Operation, party: int | None) -> list[Posting]:
+    def _let(self, operation: PostedOperation, party: int | None) -> list[Posting]:
         if party is not None:
             return [operation.deliver(party)]
         operation.move()
@@ -188,7 +189,7 @@ class Clocked:
     def synchronous(self) -> bool:
         return True
 
-    def posted(self, operation: Operation, party: int) -> Sequence[Posting]:
+    def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
         if operation.missing:
             return ()
         end_seconds = self._transfer(operation)
@@ -232,7 +233,7 @@ class Clocked:
     def settle(self) -> Sequence[Posting] | None:
         return None
 
-    def _transfer(self, operation: Operation) -> float:
+    def _transfer(self, operation: PostedOperation) -> float:
         """Reserve the links; returns when the transfer ends."""
         start = max(posting.posted_seconds for posting in operation.postings if posting is not None)
         members = [member.rank for member in operation.members]

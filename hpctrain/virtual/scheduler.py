@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 
-from hpctrain.errors import DeadlockError
-from hpctrain.virtual.operations import Operation, Posting
+from hpctrain.virtual.operations import PostedOperation, Posting, RankState
 from hpctrain.virtual.policies import Policy
-from hpctrain.virtual.rank import RankEnded, RankState, Status, source_line
-from hpctrain.virtual.wait_graph import describe_ranks
+from hpctrain.virtual.rank import RankEnded, Status, source_line
+from hpctrain.virtual.wait_graph import deadlock_of
 
 #: Passes in vain after which a rank is parked.
 _PASSES_BEFORE_PARKING = 2
@@ -24,13 +22,17 @@ _PATIENCE = 500
 
 
 class Scheduler:
-    """Attributes: ranks: by number. failure: the first error of the run. over: set when all have ended or one has failed."""
+    """Hands the baton from rank to rank.
+
+    Attributes: ranks: by number. policy: what decides. failure: the first error of the run. over: set when all have ended or one
+    has failed.
+    """
 
     def __init__(self, size: int, policy: Policy) -> None:
         self.ranks = [RankState(rank) for rank in range(size)]
         self.failure: BaseException | None = None
         self.over = threading.Event()
-        self._policy = policy
+        self.policy = policy
         self._ready = list(self.ranks)
         self._tried_again = False  # since anything last happened
         for state in self.ranks:
@@ -42,7 +44,7 @@ class Scheduler:
         """Give the baton to the first rank; all threads stand in `enter`."""
         first = self._choose()
         assert first is not None
-        self._give_to(first)
+        first.resume()
 
     def fail(self, failure: BaseException, state: RankState | None = None) -> None:
         """End the run because of what happened, on one rank where that is given. The first failure counts. From any thread."""
@@ -51,7 +53,7 @@ class Scheduler:
             if state is not None:
                 failure.add_note(f"raised on virtual rank {state.rank} of {len(self.ranks)}")
             for state in self.ranks:
-                self._give_to(state)
+                state.resume()
             self.over.set()
 
     # Of a rank's own thread.
@@ -72,28 +74,24 @@ class Scheduler:
             return
         chosen = self._choose()
         if chosen is None:
-            self.fail(self._deadlock())
+            self.fail(deadlock_of(self.ranks))
         else:
-            self._give_to(chosen)
+            chosen.resume()
 
-    def post(self, state: RankState, operation: Operation, party: int, posting: Posting) -> None:
+    def post(self, state: RankState, operation: PostedOperation, party: int, posting: Posting) -> None:
         """Add a posting to its operation. Another rank may run meanwhile."""
         self._check(state)
         posting.posted_seconds = state.clock_seconds
-        operation.post(party, posting, self._policy.moments())
+        operation.post(party, posting, self.policy.moments())
         self._progress(state)
-        self._wake(self._policy.posted(operation, party))
-        if self._policy.preempts():
+        self._wake(self.policy.posted(operation, party))
+        if self.policy.preempts():
             self._yield(state)
-
-    def synchronous(self) -> bool:
-        """Whether the next message or broadcast makes its root wait for the others."""
-        return self._policy.synchronous()
 
     def poll(self, state: RankState, posting: Posting) -> bool:
         """Whether `posting` is complete; where it is not, other ranks run first."""
         self._check(state)
-        if not self._policy.arrived(posting):
+        if not self.policy.arrived(posting):
             state.polls_in_vain(posting)
             if state.passes < 0:
                 return False
@@ -101,7 +99,7 @@ class Scheduler:
                 self._yield(state)
             else:
                 self._stop(state, Status.PARKED)
-            if not self._policy.arrived(posting):
+            if not self.policy.arrived(posting):
                 return False
         self._progress(state)
         return True
@@ -109,7 +107,7 @@ class Scheduler:
     def wait(self, state: RankState, posting: Posting) -> None:
         """Other ranks run until `posting` is complete."""
         self._check(state)
-        while not self._policy.arrived(posting):
+        while not self.policy.arrived(posting):
             state.stuck_on = (posting,)
             self._stop(state, Status.BLOCKED)
         self._progress(state)
@@ -152,16 +150,12 @@ class Scheduler:
         if chosen is None:
             if self.failure is not None:
                 raise RankEnded
-            deadlock = self._deadlock()
+            deadlock = deadlock_of(self.ranks)
             self.fail(deadlock)
             raise deadlock
         if chosen is not state:
-            self._give_to(chosen)
+            chosen.resume()
             self._wait_for_turn(state)
-
-    def _give_to(self, chosen: RankState) -> None:
-        with suppress(RuntimeError):  # a failure elsewhere has just released everyone
-            chosen.baton.release()
 
     def _wait_for_turn(self, state: RankState) -> None:
         state.baton.acquire()
@@ -171,14 +165,14 @@ class Scheduler:
     def _choose(self) -> RankState | None:
         """The next rank to run, made running; None where the run cannot go on."""
         while self.failure is None:
-            self._wake(self._policy.stir())
-            chosen = self._policy.choose(self._ready, self.ranks)
+            self._wake(self.policy.stir())
+            chosen = self.policy.choose(self._ready, self.ranks)
             if chosen is not None:
                 if chosen.status is Status.READY:
                     self._ready.remove(chosen)
                 chosen.status = Status.RUNNING
                 return chosen
-            completed = self._policy.settle()
+            completed = self.policy.settle()
             if completed is not None:
                 self._wake(completed)
             elif not self._try_again():
@@ -208,7 +202,3 @@ class Scheduler:
     def _make_ready(self, state: RankState) -> None:
         state.status = Status.READY
         self._ready.append(state)
-
-    def _deadlock(self) -> DeadlockError:
-        where = describe_ranks(self.ranks)
-        return DeadlockError(f"Deadlock of {len(self.ranks)} virtual ranks, none of which can go on:\n{where}")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpctrain.virtual.operations import Posting
-from hpctrain.virtual.rank import RankState, SourceLine, Status, source_line
+from hpctrain.errors import DeadlockError
+from hpctrain.virtual.operations import Posting, RankState
+from hpctrain.virtual.rank import SourceLine, Status, source_line
 
 _MOST_POSTINGS = 4
+
+
+def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
+    """The error of a run in which no rank can go on."""
+    return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can go on:\n{describe_ranks(ranks)}")
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:

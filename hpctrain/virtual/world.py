@@ -10,8 +10,9 @@ from typing import TypeVar
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import CommunicationTimeoutError, DeadlockError
 from hpctrain.virtual.communicator import Group, ThreadCommunicator
+from hpctrain.virtual.operations import RankState
 from hpctrain.virtual.policies import Adversary, Clocked, Policy, Prompt
-from hpctrain.virtual.rank import RankEnded, RankState
+from hpctrain.virtual.rank import RankEnded
 from hpctrain.virtual.scheduler import Scheduler
 from hpctrain.virtual.wait_graph import describe_ranks
 

@@ -5,8 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hpctrain.virtual.operations import Allgather, Allreduce, Broadcast, Moments, Posting
-from hpctrain.virtual.rank import RankState, SourceLine
+from hpctrain.virtual.collectives import Allgather, Allreduce, Broadcast
+from hpctrain.virtual.operations import Moments, Posting, RankState
+from hpctrain.virtual.rank import SourceLine
 
 LINE = SourceLine("program.py", 1)
 choices = pytest.mark.parametrize("moments", [Moments(*flags) for flags in product((False, True), repeat=3)])

@@ -16,11 +16,11 @@ seeded = pytest.mark.parametrize("seed", SEEDS)
 
 
 def line(offset: int = 0) -> str:
-    """ "test_virtual_scheduler.py:LINE" of the call, as messages name it."""
+    """ "test_scheduler.py:LINE" of the call, as messages name it."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
-    return f"test_virtual_scheduler.py:{frame.f_back.f_lineno + offset}"
+    return f"test_scheduler.py:{frame.f_back.f_lineno + offset}"
 
 
 @seeded

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_ALIGNMENT = 64
+from hpctrain.backend.alignment import aligned
+
 _HUGE_PAGE = 2 << 20
 
 Shape = tuple[int, ...]
@@ -27,8 +28,7 @@ def allocate(size_bytes: int) -> np.ndarray:
 
 def _aligned_bytes(request: Request) -> int:
     shape, dtype = request
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return aligned(math.prod(shape) * np.dtype(dtype).itemsize)
 
 
 def total_bytes(requests: Iterable[Request]) -> int:

@@ -7,8 +7,9 @@ import mmap
 
 import numpy as np
 
+from hpctrain.backend.alignment import ALIGNMENT_BYTES
+
 _HUGE_PAGE_BYTES = 2 << 20
-_LINE_BYTES = 64
 
 
 def allocate(size_bytes: int) -> np.ndarray:
@@ -17,7 +18,7 @@ def allocate(size_bytes: int) -> np.ndarray:
     Zeroed pages are the operating system's: they take memory when they are first touched.
     """
     if size_bytes < _HUGE_PAGE_BYTES:
-        return _aligned(np.zeros(size_bytes + _LINE_BYTES, np.uint8), size_bytes, _LINE_BYTES)
+        return _aligned(np.zeros(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes, ALIGNMENT_BYTES)
     room = mmap.mmap(-1, size_bytes + 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones do

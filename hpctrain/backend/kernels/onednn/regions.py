@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.alignment import aligned
 from hpctrain.backend.kernels.base import Array
-
-_ALIGNMENT_BYTES = 64
 
 
 class Regions:
@@ -20,7 +19,7 @@ class Regions:
     def add(self, size_bytes: int) -> slice:
         """The place of the next part."""
         start = self.total_bytes
-        self.total_bytes = start + -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.total_bytes = start + aligned(size_bytes)
         return slice(start, start + size_bytes)
 
 

@@ -1,0 +1,327 @@
+"""Rules that every module of the package keeps, read from the sources. Lists of exceptions may only shrink.
+
+The layers that imports follow are contracts of import-linter, in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[1]
+MOST_METHODS = 20
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_MODULE = 400
+ONLY_IMPORTER_OF_MPI4PY = "hpctrain.comm.mpi"
+
+LARGE_CLASSES = {
+    "hpctrain.averaging.sharding.ShardedAverager",
+}
+CLASSES_WITH_LATE_ATTRIBUTES = {
+    "hpctrain.averaging.reduction.AllreduceAverager",
+    "hpctrain.averaging.sharding.ShardedAverager",
+    "hpctrain.averaging.sufficient_factors.SufficientFactorExchange",
+    "hpctrain.averaging.timing.StepClock",
+    "hpctrain.backend.kernels.base.Operator",
+    "hpctrain.backend.kernels.numpy.adaptive_pool.AdaptiveAveragePool",
+    "hpctrain.backend.kernels.numpy.batch_norm.BatchNorm",
+    "hpctrain.backend.kernels.numpy.conv2d.Conv2d",
+    "hpctrain.backend.kernels.numpy.conv2d._Flipped",
+    "hpctrain.backend.kernels.numpy.conv2d._Scattered",
+    "hpctrain.backend.kernels.numpy.dropout.Dropout",
+    "hpctrain.backend.kernels.numpy.elementwise.Add",
+    "hpctrain.backend.kernels.numpy.elementwise.Relu",
+    "hpctrain.backend.kernels.numpy.operator.NumpyOperator",
+    "hpctrain.backend.kernels.numpy.pool._Pool",
+    "hpctrain.backend.kernels.onednn.batch_norm.BatchNormOperator",
+    "hpctrain.backend.kernels.onednn.conv2d.Conv2dOperator",
+    "hpctrain.backend.kernels.onednn.convolution.Convolution",
+    "hpctrain.backend.kernels.onednn.elementwise.AddOperator",
+    "hpctrain.backend.kernels.onednn.elementwise.ReluOperator",
+    "hpctrain.backend.kernels.onednn.linear.LinearOperator",
+    "hpctrain.backend.kernels.onednn.pool.PoolOperator",
+    "hpctrain.backend.kernels.onednn.rectified.RectifiedOperator",
+    "hpctrain.backend.kernels.onednn.reorder.ReorderOperator",
+    "hpctrain.backend.kernels.onednn.winograd._Winograd",
+    "hpctrain.parallel.redistribute.RedistributeOperator",
+    "hpctrain.parallel.redistribute.ReduceScatterOperator",
+    "hpctrain.train.metrics.Rate",
+    "hpctrain.train.reporter.ConsoleReporter",
+}
+SHARED_CLASS_NAMES = {
+    "AdaptiveAveragePool",
+    "AveragePool",
+    "BatchNorm",
+    "Block",
+    "Chunk",
+    "Conv2d",
+    "Dropout",
+    "Linear",
+    "MaxPool",
+    "Overlap",
+    "Step",
+    "Task",
+}
+MODULES_WITHOUT_A_TEST = {
+    "hpctrain.__main__",
+    "hpctrain.averaging.base",
+    "hpctrain.averaging.local_event",
+    "hpctrain.averaging.ownership",
+    "hpctrain.averaging.reduction",
+    "hpctrain.averaging.sharding",
+    "hpctrain.averaging.strategies.bucketed",
+    "hpctrain.averaging.strategies.overlap",
+    "hpctrain.averaging.strategies.priority",
+    "hpctrain.averaging.strategies.sharded",
+    "hpctrain.averaging.sufficient_factors",
+    "hpctrain.averaging.timing",
+    "hpctrain.backend.kernels.base",
+    "hpctrain.backend.kernels.graph",
+    "hpctrain.backend.kernels.numpy.flatten",
+    "hpctrain.backend.kernels.numpy.operator",
+    "hpctrain.backend.kernels.onednn.binding",
+    "hpctrain.backend.kernels.onednn.constants",
+    "hpctrain.backend.kernels.onednn.convolution",
+    "hpctrain.backend.kernels.onednn.fused_specs",
+    "hpctrain.backend.kernels.onednn.fusion",
+    "hpctrain.backend.kernels.onednn.geometry",
+    "hpctrain.backend.kernels.onednn.layouts",
+    "hpctrain.backend.kernels.onednn.memory",
+    "hpctrain.backend.kernels.onednn.rectified",
+    "hpctrain.backend.kernels.onednn.regions",
+    "hpctrain.backend.kernels.onednn.reorder",
+    "hpctrain.backend.kernels.onednn.tiles",
+    "hpctrain.backend.kernels.specs",
+    "hpctrain.bench.engine",
+    "hpctrain.bench.engine_child",
+    "hpctrain.bench.engine_profile",
+    "hpctrain.bench.engine_step",
+    "hpctrain.bench.torch_peer",
+    "hpctrain.cli.bench",
+    "hpctrain.cli.bench_scaling",
+    "hpctrain.cli.failure",
+    "hpctrain.cli.loading",
+    "hpctrain.cli.main",
+    "hpctrain.cli.plan_tables",
+    "hpctrain.comm.base",
+    "hpctrain.comm.mpi",
+    "hpctrain.comm.objects",
+    "hpctrain.data.augmentations.base",
+    "hpctrain.data.augmentations.center_crop",
+    "hpctrain.data.augmentations.flip",
+    "hpctrain.data.augmentations.pad_crop",
+    "hpctrain.data.augmentations.random_resized_crop",
+    "hpctrain.data.facts",
+    "hpctrain.data.files",
+    "hpctrain.data.image_writer",
+    "hpctrain.data.stored",
+    "hpctrain.errors",
+    "hpctrain.experiment.build",
+    "hpctrain.experiment.compute_only",
+    "hpctrain.experiment.evaluation",
+    "hpctrain.experiment.grid",
+    "hpctrain.experiment.images",
+    "hpctrain.experiment.model",
+    "hpctrain.experiment.options_schema",
+    "hpctrain.experiment.oversubscription",
+    "hpctrain.experiment.resume",
+    "hpctrain.experiment.run",
+    "hpctrain.experiment.session",
+    "hpctrain.experiment.stop",
+    "hpctrain.experiment.trace_report",
+    "hpctrain.launch.exit_codes",
+    "hpctrain.log",
+    "hpctrain.nn.custom",
+    "hpctrain.nn.distribution",
+    "hpctrain.nn.finite",
+    "hpctrain.nn.hooks",
+    "hpctrain.nn.layer",
+    "hpctrain.nn.network",
+    "hpctrain.nn.order",
+    "hpctrain.nn.parameter",
+    "hpctrain.nn.plan",
+    "hpctrain.optim.base",
+    "hpctrain.optim.momentum",
+    "hpctrain.optim.schedules._decay",
+    "hpctrain.optim.schedules.base",
+    "hpctrain.optim.schedules.constant",
+    "hpctrain.optim.schedules.cosine",
+    "hpctrain.optim.schedules.polynomial",
+    "hpctrain.optim.schedules.step",
+    "hpctrain.parallel.plan_report",
+    "hpctrain.parallel.split_group",
+    "hpctrain.rules",
+    "hpctrain.storage.guarded_file",
+    "hpctrain.testing.models",
+    "hpctrain.testing.operators",
+    "hpctrain.trace.time_table_text",
+    "hpctrain.train.evaluator",
+    "hpctrain.train.replica",
+    "hpctrain.train.shards",
+    "hpctrain.train.step",
+    "hpctrain.train.trainer",
+    "hpctrain.virtual.collectives",
+    "hpctrain.virtual.rank",
+    "hpctrain.virtual.run",
+    "hpctrain.virtual.world",
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The package's modules by dotted name; a package's is that of its __init__."""
+    trees = {}
+    for path in sorted((TOP / "hpctrain").rglob("*.py")):
+        parts = path.relative_to(TOP).with_suffix("").parts
+        trees[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text(), str(path))
+    return trees
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """(dotted name, class) of every class at the top of a module."""
+    for module, tree in modules().items():
+        yield from ((f"{module}.{node.name}", node) for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def imports(module: str, tree: ast.Module) -> set[str]:
+    """The package's modules that a module imports, anywhere in it, for types alone included."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            source = str(node.module)
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            submodules = members & modules().keys()
+            names |= submodules
+            if submodules != members:
+                names.add(source)
+    return names
+
+
+def check_exceptions(breaking: Iterable[str], known: set[str], rule: str) -> None:
+    """Fail where something new breaks a rule, and where something known keeps it by now."""
+    names = set(breaking)
+    assert names <= known, f"{rule}, but this does not: {sorted(names - known)}"
+    assert known <= names, f"take out of the list of exceptions what keeps the rule now: {sorted(known - names)}"
+
+
+def test_no_class_has_too_many_methods() -> None:
+    large = (name for name, node in classes() if sum(isinstance(item, ast.FunctionDef) for item in node.body) > MOST_METHODS)
+    check_exceptions(large, LARGE_CLASSES, f"a class has {MOST_METHODS} methods at most")
+
+
+def _assigned(function: ast.FunctionDef) -> set[str]:
+    """Attributes of self that a method assigns."""
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _born(node: ast.ClassDef) -> set[str]:
+    """Names that the body of a class, or its construction, defines."""
+    names: set[str] = set()
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            names.add(item.target.id)
+        elif isinstance(item, ast.Assign):
+            names |= {target.id for target in item.targets if isinstance(target, ast.Name)}
+        elif isinstance(item, ast.FunctionDef):
+            names |= _assigned(item) if item.name in ("__init__", "__post_init__") else {item.name}
+    return names
+
+
+def _name_of(base: ast.expr) -> str:
+    """The last word of a base class's name, without its type parameters."""
+    return ast.unparse(base).partition("[")[0].rpartition(".")[2]
+
+
+def late_attributes() -> dict[str, set[str]]:
+    """By class: attributes that are assigned outside its construction, or its bases', for the first time."""
+    by_word: dict[str, list[ast.ClassDef]] = defaultdict(list)
+    for name, node in classes():
+        by_word[name.rpartition(".")[2]].append(node)
+
+    def inherited(node: ast.ClassDef) -> set[str]:
+        bases = [other for base in node.bases for other in by_word[_name_of(base)] if other is not node]
+        return _born(node).union(*map(inherited, bases))
+
+    late = {}
+    for name, node in classes():
+        assigned = set().union(*(_assigned(item) for item in node.body if isinstance(item, ast.FunctionDef)))
+        if extra := assigned - inherited(node):
+            late[name] = extra
+    return late
+
+
+def test_no_attribute_is_born_outside_of_the_construction() -> None:
+    check_exceptions(late_attributes(), CLASSES_WITH_LATE_ATTRIBUTES, "__init__ defines every attribute")
+
+
+def test_functions_and_modules_are_short() -> None:
+    long_functions, long_modules = [], []
+    for path in (*(TOP / "hpctrain").rglob("*.py"), *(TOP / "benchmarks").rglob("*.py")):
+        text = path.read_text()
+        if text.count("\n") > MOST_LINES_OF_A_MODULE:
+            long_modules.append(path.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION:
+                long_functions.append(f"{path.name}:{node.name}")
+    assert not long_functions
+    assert not long_modules
+
+
+def test_one_module_imports_mpi4py() -> None:
+    importers = [
+        module for module, tree in modules().items() if any(name.split(".")[0] == "mpi4py" for name in imports(module, tree))
+    ]
+    assert importers == [ONLY_IMPORTER_OF_MPI4PY]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Neither when the program runs, nor for types alone, nor inside functions."""
+    graph = {module: imports(module, tree) & modules().keys() for module, tree in modules().items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_modules_and_what_is_public_have_docstrings() -> None:
+    silent = [module for module, tree in modules().items() if tree.body and ast.get_docstring(tree) is None]
+    for module, tree in modules().items():
+        public = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_")
+        silent += [f"{module}.{node.name}" for node in public if ast.get_docstring(node) is None]
+    assert not silent
+
+
+def test_names_of_public_classes_are_unique() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for name, node in classes():
+        if not node.name.startswith("_"):
+            owners[node.name].append(name)
+    shared = (word for word, names in owners.items() if len(names) > 1)
+    check_exceptions(shared, SHARED_CLASS_NAMES, "a class has a name of its own")
+
+
+def test_every_module_has_a_test_of_its_name() -> None:
+    tests = {path.relative_to(TOP / "tests") for path in (TOP / "tests").rglob("test_*.py")}
+    tested = tests | {Path(*path.parts[1:]) for path in tests if path.parts[0] == "mpi"}
+    untested = []
+    for module, tree in modules().items():
+        *folders, name = module.split(".")[1:] or [""]
+        is_package = (TOP / Path(*module.split("."))).is_dir()
+        if not is_package and tree.body and Path(*folders, f"test_{name.strip('_')}.py") not in tested:
+            untested.append(module)
+    rule = "a module has a test of its name in the folder of tests that mirrors its own, or below tests/mpi"
+    check_exceptions(untested, MODULES_WITHOUT_A_TEST, rule)
