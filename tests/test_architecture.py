@@ -6,6 +6,7 @@ The layers that imports follow are contracts of import-linter, in pyproject.toml
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -64,7 +65,6 @@ SHARED_CLASS_NAMES = {
     "Dropout",
     "Linear",
     "MaxPool",
-    "Overlap",
     "Step",
     "Task",
 }
@@ -286,6 +286,14 @@ def test_one_module_imports_mpi4py() -> None:
         module for module, tree in modules().items() if any(name.split(".")[0] == "mpi4py" for name in imports(module, tree))
     ]
     assert importers == [ONLY_IMPORTER_OF_MPI4PY]
+
+
+def test_the_contracts_of_imports_lack_no_module() -> None:
+    contracts = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    _, without_mpi, production = (set(contract.get("source_modules", ())) for contract in contracts)
+    all_modules = {module for module in modules() if module.count(".") == 1}
+    assert production == all_modules - {"hpctrain.virtual", "hpctrain.testing"}
+    assert all_modules - without_mpi == {f"hpctrain.{name}" for name in ("__main__", "bench", "cli", "comm", "experiment")}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
