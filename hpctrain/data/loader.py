@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -53,6 +54,15 @@ class Batch:
     epoch: int
     step: int
     share: Share
+
+
+class BatchSource(Protocol):
+    """Anything that gives this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
+
+    sampler: Sampler
+
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch from its sample `first` on; every rank yields the same number of them."""
 
 
 def cut(images: np.ndarray, box: Box) -> np.ndarray:

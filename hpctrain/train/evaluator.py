@@ -7,12 +7,12 @@ import numpy as np
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Loader
+from hpctrain.data.loader import BatchSource
 from hpctrain.nn.network import Network
 from hpctrain.train.metrics import RunningSums
 
 
-def evaluate(network: Network, loader: Loader, comm: Communicator, progress: ProgressEngine) -> RunningSums:
+def evaluate(network: Network, loader: BatchSource, comm: Communicator, progress: ProgressEngine) -> RunningSums:
     """Sums over all samples of all ranks, each sample once. Collective.
 
     Args:

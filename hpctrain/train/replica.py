@@ -14,7 +14,7 @@ from hpctrain.averaging.norms import JointNorms
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, Loader, TileOfRank
+from hpctrain.data.loader import Batch, BatchSource, TileOfRank
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.nn.parameter import FlatGroup
@@ -221,7 +221,7 @@ class Replica:
             self._finite_at_step = self.global_step
 
     @_without_warnings
-    def evaluate(self, loader: Loader) -> RunningSums:
+    def evaluate(self, loader: BatchSource) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
         The last step's sums, where they are wanted, are to be had from `settle` before.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.data.loader import Batch, Loader
+from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
@@ -58,8 +58,8 @@ class Trainer:
         self,
         *,
         replica: Replica,
-        loader: Loader,
-        test_loader: Loader | None,
+        loader: BatchSource,
+        test_loader: BatchSource | None,
         schedule: LearningRateSchedule,
         cadence: Cadence,
         reporter: Reporter,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, Share, TileOfRank, cut
-from hpctrain.data.sampler import Sampler, counts, share_of
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.loader import Batch, TileOfRank
+from hpctrain.data.sampler import Sampler
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
@@ -68,19 +70,8 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
-    images, labels, sampler = made_up(task)
-    split_size = task.plan.rows
-    for step in range(task.steps):
-        epoch, inside = divmod(step, sampler.steps_per_epoch)
-        total = sampler.global_count(inside)
-        ids = sampler.ids(epoch, inside)
-        every = counts(total, positions, split_size)
-        first = position - position % split_size
-        share = Share(tuple(every[first:][:split_size]), position % split_size)
-        own = share_of(ids, position, positions, split_size)
-        shared = np.concatenate([share_of(ids, first + rank, positions, split_size) for rank in range(split_size)])
-        x = images[own] if tiles is None else cut(images[shared], tiles(share.counts)[share.split_rank])
-        yield Batch(x, labels[own], shared, every, total, epoch, inside, share)
+    loader = ArrayLoader(*made_up(task), rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles)
+    yield from islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)
 
 
 def replica_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,21 +18,22 @@ from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch
-from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DivergedError
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.train.metrics import SilentReporter
+from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.training import Task, batches, replica_of
+from tests.support.training import Task, made_up, replica_of
 
 POISONED_STEP = 3
 STEPS = 7
@@ -76,17 +77,20 @@ class Run:
     kept_poison: list[str] = field(default_factory=list)
 
 
-class _Loader:
+class _Loader(ArrayLoader):
     """A task's batches; what is to be poisoned before a step is handed to `before`."""
 
-    def __init__(self, task: Task, position: int, positions: int, boxes: Any, before: Callable[[int, Batch], Batch]) -> None:
-        self.sampler = Sampler(task.samples, task.batch, seed=task.seed)
-        self._batches = list(batches(task, position, positions, boxes))
-        self._before = before
+    def __init__(self, task: Task, replica: Replica, before: Callable[[int, Batch], Batch]) -> None:
+        place = replica.groups
+        super().__init__(
+            *made_up(task), rank=place.position, ranks=place.all_ranks.size, split_size=place.split_size, tiles=replica.tiles
+        )
+        self._steps, self._before = task.steps, before
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        for number, batch in enumerate(self._batches):
-            if batch.epoch == epoch and batch.step * self.sampler.batch >= first:
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        for batch in super().epoch(epoch, first):
+            number = epoch * len(self) + batch.step
+            if number < self._steps:
                 yield self._before(number, batch)
 
 
@@ -122,7 +126,7 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
 
     trainer = Trainer(
         replica=replica,
-        loader=_Loader(task, replica.groups.position, comm.size, replica.tiles, before),  # type: ignore[arg-type]
+        loader=_Loader(task, replica, before),
         test_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
