@@ -100,7 +100,7 @@ def as_dict(series: Series) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, and with what."""
+    """The machine and the software of a measurement."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}

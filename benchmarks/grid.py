@@ -97,7 +97,7 @@ def averager_of(chosen: argparse.Namespace) -> str:
 
 
 def column(turns: Sequence[Sequence[dict[str, Any]]], key: str) -> list[float]:
-    """Of each round, the mean over the ranks."""
+    """The mean over the ranks, by round."""
     return [sum(rank[key] for rank in each) / len(each) for each in turns]
 
 

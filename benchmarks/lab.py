@@ -133,7 +133,7 @@ class Lab:
                     _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
     def bytes_sent(self) -> list[int]:
-        """What each host has sent over its link since it stands."""
+        """Bytes that each host has sent over its link since it stands."""
         found = []
         for host in range(self.hosts):
             link = json.loads(_run("ip", "-n", self._name(host), "-s", "-j", "link", "show", "eth0"))[0]

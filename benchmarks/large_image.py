@@ -100,7 +100,7 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
 
 
 def data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process now."""
+    """Bytes of this process that RLIMIT_DATA counts now."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["VmData"].split()[0]) * 1024
 

@@ -169,7 +169,7 @@ def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> t
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured with."""
+    """The machine and the software that the figures were measured with."""
     model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     versions = {}
     for package in _PACKAGES:

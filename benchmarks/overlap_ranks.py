@@ -49,7 +49,7 @@ _PEER_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What `overlap.py` asks for.
+    """The request of `overlap.py`.
 
     variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: steps that open a turn
     and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
@@ -237,7 +237,7 @@ class Rank:
         return {"seconds": seconds, "cpu_seconds": cpu}
 
     def link_bytes_per_second(self) -> float:
-        """What a large message from rank 0 to the last rank reaches, alone on the link; on rank 0."""
+        """The rate of a large message from rank 0 to the last rank, alone on the link; on rank 0."""
         buffer = np.ones(_LINK_BYTES, np.uint8)
         comm, last = self.bare_comm, self.world.size - 1
         rates = []
@@ -271,7 +271,7 @@ class Rank:
         return {kind: float(np.median(seconds)) for kind, seconds in found.items()}
 
     def formula_bytes(self, parties: int) -> dict[str, int]:
-        """What each of so many ranks exchanges in a step by formula: of gradients, and with factors where these are less.
+        """Bytes that each of so many ranks exchanges in a step by formula: of gradients, and with factors where these are less.
 
         With n words of a layer and P ranks: 2 (P-1)/P n; for the inputs, errors and weights of a layer of K inputs and M outputs
         at b samples a rank (P-1)/P (K b + M b P + K M). In two levels a node sends what one rank of as many as nodes would.
@@ -358,7 +358,7 @@ def measure(rank: Rank) -> dict[str, Any]:
 
 
 def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:
-    """What the ranks measured of the same turn, averaged: one that starts its timed steps late ends them early."""
+    """The ranks' measurements of the same turn, averaged: one that starts its timed steps late ends them early."""
     return {
         name: [
             {key: float(np.mean([each[name][number][key] for each in all_ranks])) for key in turn}

@@ -1,4 +1,4 @@
-"""What `overlap.py` measured, as a table and a plot: how near each strategy comes to the limit, and what it hides."""
+"""The measurements of `overlap.py` as a table and a plot: how near each strategy comes to the limit, and what it hides."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Analysis:
         return interval(self.column(name))
 
     def wire_seconds(self, kind: str) -> float:
-        """Of "gradients" or "factors"."""
+        """The payload's time on the wire, of "gradients" or "factors"."""
         return self._wire_bytes[kind] / self.rate
 
     def kind(self, name: str) -> str:
-        """Which payload a strategy sends."""
+        """The payload that a strategy sends."""
         return "factors" if name in _FACTORED else "gradients"
 
     def limit(self, kind: str) -> Interval:

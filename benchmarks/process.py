@@ -1,4 +1,4 @@
-"""What a rank of a benchmark asks the system about itself. Standard library only: the peer imports it without hpctrain."""
+"""Questions of a benchmark's rank to the system about itself. Standard library only: the peer imports it without hpctrain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sent_bytes() -> int:
-    """What eth0 has sent; 0 where there is no eth0."""
+    """Bytes that eth0 has sent; 0 where there is no eth0."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":
@@ -27,6 +27,6 @@ def be_nice(nice: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, all threads, in user and kernel mode."""
+    """CPU time of this process, of all threads, in user and kernel mode."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

@@ -1,4 +1,4 @@
-"""What tracing costs: CPU time of one event, with all that a traced step does for it, times the events of a step.
+"""The cost of tracing: CPU time of one event, with all that a traced step does for it, times the events of a step.
 
     python benchmarks/trace_overhead.py [--json FILE]
 
@@ -38,7 +38,7 @@ def _least(work: Callable[[], None], prepare: Callable[[], None]) -> float:
 
 
 def hook_seconds() -> float:
-    """What tracing adds to one operator: its own record, the record of the hooks before it, and the calls in between."""
+    """CPU time that tracing adds to one operator: its own record, the record of the hooks before it, and the calls in between."""
     tracer = Tracer(2 * _EVENTS + 2)
     plain = StepHooks()
     traced = TracingHooks(plain, tracer)
@@ -61,7 +61,7 @@ def hook_seconds() -> float:
 
 
 def ticket_seconds() -> float:
-    """What tracing adds to one posted operation that completes at once."""
+    """CPU time that tracing adds to one posted operation that completes at once."""
     tracer = Tracer(_EVENTS + 1)
     comm = SingleCommunicator()
     buffer = np.zeros(4)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """What one package offers under names.
+    """The classes and functions that one package offers under names.
 
     Each module of `package` defines one public class that subclasses `base`, or, where `base` is None, a function `build`.
     "base" and modules whose name starts with "_" are helpers.
@@ -184,7 +184,7 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
 
 
 def _choices(name: str, names: Iterable[str]) -> str:
-    """Which names there are, the nearest one first."""
+    """The names that there are, the nearest one first."""
     names = tuple(names)
     if len(names) < 2:
         return f'there is only "{names[0]}"' if names else "there are none"

@@ -117,7 +117,7 @@ class ModelConfig(Named):
 
 
 class OptimizerConfig(Named):
-    """How a gradient becomes an update."""
+    """The optimiser: how a gradient becomes an update."""
 
     name: Text = Field(description='Name of an optimiser: "sgd" or "lars"; further keys are its options, such as momentum.')
     lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
@@ -135,7 +135,7 @@ class ScheduleConfig(Named):
 
 
 class AveragerConfig(Named):
-    """How gradients are averaged over the ranks."""
+    """The averaging of gradients over the ranks."""
 
     name: Text = Field(default="sharded", description="Name of an averaging strategy; further keys are its options.")
 

@@ -87,7 +87,7 @@ class MomentumDescent:
         return {"momentum": self._momentum[low : low + segment.size]}
 
     def _offset(self, start: int, stop: int) -> int:
-        """What to add to a place in the flat buffers to get the place in the state."""
+        """The number to add to a place in the flat buffers to get the place in the state."""
         i = bisect_right(self._starts, start) - 1
         owned = i >= 0 and stop <= self._stops[i]
         assert owned, f"elements [{start}, {stop}) are not owned here"

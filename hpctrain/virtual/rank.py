@@ -1,4 +1,4 @@
-"""What a virtual rank does, and where in the program it stands."""
+"""The state of a virtual rank, and where in the program it stands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The pages are in plain English: none of the words and beginnings that make a reader stop."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def test_words(page: str) -> None:
         assert match is None, f"{page}: {text[max(0, match.start() - 40) : match.end() + 40]!r}; write {instead}"
 
 
+#: a docstring begins with the thing or the deed, not with a pronoun
+_PRONOUNS = re.compile(r"(What|Who|Whoever|Of|That|Which)\b")
+#: packages whose docstrings are still to be looked through
+_UNREAD = ("hpctrain/averaging/", "hpctrain/nn/", "hpctrain/experiment/dry_run.py")
+
 SOURCES = [path for top in ("hpctrain", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))]
 NAMES = [f"/{path.relative_to(ROOT)}" for top in ("hpctrain", "benchmarks", "tests") for path in (ROOT / top).rglob("*.py")]
 
@@ -44,3 +50,12 @@ def test_files_that_modules_name_exist(path: Path) -> None:
     """In docstrings and comments: `interleaved.py`, comm/clock.py."""
     for name in re.findall(r"(?<![\w/.\"'{}-])([a-z_][\w/]*\.py)\b", path.read_text(encoding="utf-8")):
         assert name == "program.py" or any(known.endswith(f"/{name}") for known in NAMES), f"{path} names {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_the_thing(path: Path) -> None:
+    if str(path.relative_to(ROOT)).startswith(_UNREAD):
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            assert not _PRONOUNS.match(text), f"{path}, line {getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"

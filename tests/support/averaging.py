@@ -1,4 +1,4 @@
-"""What tests of averagers share: all strategies with options, a tiny network driven by hand, and doubles that watch.
+"""Support for tests of averagers: all strategies with options, a tiny network driven by hand, and doubles that watch.
 
 The network is y = tanh(x A + a) s B + b with half the squared error, in plain array code, so that hundreds of trainings take
 seconds. Beside its layers the group holds a linear layer and a parameter that no step uses, and an empty one.

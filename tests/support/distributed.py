@@ -63,7 +63,7 @@ class Trial:
         return random.standard_normal(graph.tensors[graph.output].shape).astype(self.dtype)
 
     def value(self, parameter: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Of a whole parameter."""
+        """The value of a whole parameter."""
         return np.random.default_rng([self.seed + 2, *parameter.encode()]).standard_normal(shape).astype(self.dtype)
 
 
@@ -174,7 +174,7 @@ def on_virtual_ranks(ranks: int, trials: Sequence[Trial], *, seed: int | None = 
 
 
 def largest_difference(a: Outcome, b: Outcome) -> float:
-    """Of all elements of all tensors, relative to the tensor's largest element where that is above 1."""
+    """The largest difference of all elements of all tensors, relative to the tensor's largest element where that is above 1."""
     pairs = [(a.y, b.y), (a.dx, b.dx), *((a.gradients[name], b.gradients[name]) for name in b.gradients)]
     assert a.gradients.keys() == b.gradients.keys()
     assert all(x.shape == y.shape for x, y in pairs)

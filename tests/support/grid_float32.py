@@ -34,7 +34,7 @@ FIELDS = ("gradients", "parameters")
 
 @dataclass(frozen=True)
 class Medians:
-    """Of one rank and of the farthest of many, for one of FIELDS."""
+    """Distances of one rank and of the farthest of many, for one of FIELDS."""
 
     one: float
     many: float

@@ -43,7 +43,7 @@ class Example:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all parameters, whole."""
+        """Shapes of all parameters, whole."""
         return {name: spec.shape for name, spec in declared(self.model, self.graph(1))[0].items()}
 
     @property

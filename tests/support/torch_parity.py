@@ -149,7 +149,7 @@ _FIRST = {"vgg16": "features.0.weight"}  # the first convolution: its channels o
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step gives: the mean loss, and arrays by name in torchvision's layouts.
+    """The results of one training step: the mean loss, and arrays by name in torchvision's layouts.
 
     arrays: "logits", "grad/..." for every parameter, "running/..." for every running statistic after the step, and
     "evaluation", the logits in evaluation mode with those statistics.

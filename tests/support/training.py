@@ -28,7 +28,7 @@ from hpctrain.train.step_reduction import StepTotals
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks."""
+    """A training: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks."""
 
     model: Callable[[], Layer]
     kernels: KernelSet

@@ -43,7 +43,7 @@ class Augmentation(ABC):
         """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
-        """What of an image of `size` (H, W) is needed for a region of its result.
+        """The part of an image of `size` (H, W) that is needed for a region of its result.
 
         Args:
             u: (draws,), the sample's; None: whatever is drawn.
