@@ -57,7 +57,7 @@ CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with i
 
 #: (page, words in a ```text block) -> why nothing can be checked
 TEXTS = {
-    ("README.md", "cli            train  eval"): "a picture of the packages",
+    ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
 }
