@@ -116,13 +116,13 @@ def show(
     from hpctrain.cli import plan_tables
     from hpctrain.experiment import dry_run
 
-    found = dry_run.description(task)
+    report = dry_run.description(task)
     averaged = dry_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
     places = dry_run.rank_map(task.plan, ranks_per_node)
     if as_json:
-        click.echo(json.dumps(plan_tables.as_dict(task, found, averaged, places), indent=1))
+        click.echo(json.dumps(plan_tables.as_dict(task, report, averaged, places), indent=1))
         return
-    plan_tables.print_plan(task, found, averaged, places)
+    plan_tables.print_plan(task, report, averaged, places)
 
 
 @plan.command()

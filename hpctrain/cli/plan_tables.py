@@ -28,13 +28,13 @@ _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean po
 Places = Sequence[tuple[int, int, int]]
 
 
-def print_plan(task: Task, found: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
-    """The head, the layers, totals, gradients and the map of ranks, on stdout; no column is ever cut."""
+def print_plan(task: Task, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
+    """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
     for line in _head(task):
         console.print(line)
-    _print_layers(console, task, found)
-    for line in (*_totals(found), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
+    _print_layers(console, task, report)
+    for line in (*_totals(report), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
         console.print(line)
 
 
@@ -50,16 +50,16 @@ def _head(task: Task) -> Iterator[str]:
     if task.assumption:
         yield task.assumption
     yield (
-        "Owned, and halo: by the ranks r = 0, 1, ... of a column (the first). Sent: bytes that a rank hands over for others in a "
-        "pass, least..most over the ranks. MB: parameters, and activations as tensors, of the rank with most."
+        "Owned, and halo: by the ranks r = 0, 1, ... of a split group (the first). Sent: bytes that a rank hands over for others "
+        "in a pass, least..most over the ranks. MB: parameters, and activations as tensors, of the rank with most."
     )
     yield ""
 
 
-def _print_layers(console: Console, task: Task, found: PlanReport) -> None:
+def _print_layers(console: Console, task: Task, report: PlanReport) -> None:
     """As wide as there is room: what is sent stands side by side or one below the other."""
     for narrow in (False, True):
-        table = _layers(task, found, narrow=narrow)
+        table = _layers(task, report, narrow=narrow)
         least = _least_width(console, table)
         if least <= console.width:
             break
@@ -73,7 +73,7 @@ def _least_width(console: Console, table: Table) -> int:
     return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
 
 
-def _layers(task: Task, found: PlanReport, *, narrow: bool) -> Table:
+def _layers(task: Task, report: PlanReport, *, narrow: bool) -> Table:
     """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
@@ -83,27 +83,27 @@ def _layers(task: Task, found: PlanReport, *, narrow: bool) -> Table:
     titles = ("sent\nforward,\nbackward",) if narrow else ("sent\nforward", "sent\nbackward")
     for title in (*titles, "param.\nMB", "activ.\nMB"):
         table.add_column(title, justify="right", no_wrap=True)
-    item = found.item_bytes
-    for entry in found.entries:
+    item = report.item_bytes
+    for entry in report.entries:
         sent = _sent_cells(entry.traffic, item, narrow=narrow)
         activations = _megabytes([max(entry.activations)], item)
         if isinstance(entry, RedistributionReport):
             table.add_row("  [italic]redistribute[/]", "", f"{entry.source} -> {entry.target}", "", *sent, "", activations)
             continue
-        rows = task.plan.rows
+        split_size = task.plan.rows
         table.add_row(
             f"{entry.name} {_operation(entry)}",
             entry.use.value,
-            _owned(entry, rows),
-            _halo(entry, rows),
+            _owned(entry, split_size),
+            _halo(entry, split_size),
             *sent,
             _megabytes([max(entry.parameters)], item) if any(entry.parameters) else "",
             activations,
         )
-    total = found.traffic
+    total = report.traffic
     sums = _sent_cells(total, item, narrow=narrow)
     table.add_section()
-    table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(found.parameters)], item), "")
+    table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(report.parameters)], item), "")
     return table
 
 
@@ -127,15 +127,15 @@ def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str
     return ("0" if forward == backward == "0" else f"{forward}\n{backward}",)
 
 
-def _totals(found: PlanReport) -> Iterator[str]:
+def _totals(report: PlanReport) -> Iterator[str]:
     yield ""
-    if found.memory is not None:
-        arena = _megabytes([each.activations for each in found.memory], 1)
-        messages = _megabytes([each.messages for each in found.memory], 1)
-        parameters = _megabytes([each.parameters for each in found.memory], 1)
+    if report.memory is not None:
+        arena = _megabytes([each.activations for each in report.memory], 1)
+        messages = _megabytes([each.messages for each in report.memory], 1)
+        parameters = _megabytes([each.parameters for each in report.memory], 1)
         yield (
             f"Memory of a rank: {arena} MB for a step's activations and their gradients, as the program plans them; "
-            f"{messages} MB for messages along the column; {parameters} MB for parameters and as many for their gradients."
+            f"{messages} MB for messages inside its split group; {parameters} MB for parameters and as many for their gradients."
         )
 
 
@@ -143,9 +143,9 @@ def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
     item = 8 if task.config.dtype == "float64" else 4
     for each in averaged:
         exchanged = _range([item * words for words in each.exchanged])
-        rows = f" (r = {', '.join(map(str, each.rows))})" if len(each.rows) < task.plan.rows else ""
+        which = f" (r = {', '.join(map(str, each.rows))})" if len(each.rows) < task.plan.rows else ""
         yield (
-            f"Gradients of group {each.group}{rows}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes per "
+            f"Gradients of group {each.group}{which}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes per "
             f"rank and step by {task.config.averager.name}."
         )
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
@@ -153,12 +153,12 @@ def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
 
 def _map(task: Task, places: Places) -> Iterator[str]:
     yield ""
-    yield "Ranks of each column, r = 0, 1, ... (they share samples):"
+    yield "Ranks of each split group, r = 0, 1, ... (they share samples):"
     by_place = {(r, c): (rank, node) for rank, (r, c, node) in enumerate(places)}
     for c in range(min(task.plan.cols, _MOST_LISTED)):
         cells = [by_place[r, c] for r in range(task.plan.rows)]
         nodes = sorted({node for _, node in cells})
-        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: a column leaves its node"
+        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: a split group leaves its node"
         yield f"  c = {c}: {' '.join(str(rank) for rank, _ in cells)}   {where}"
     if task.plan.cols > _MOST_LISTED:
         yield f"  ... and {task.plan.cols - _MOST_LISTED} more; --json lists them all."
@@ -169,16 +169,16 @@ def _operation(layer: LayerReport) -> str:
     return f"{_SHORT.get(word, word)} {rest}".strip()
 
 
-def _owned(layer: LayerReport, rows: int) -> str:
-    boxes = layer.owns[:rows]
+def _owned(layer: LayerReport, split_size: int) -> str:
+    boxes = layer.owns[:split_size]
     if layer.kind is LayoutKind.TILES and len({box[2] for box in boxes}) > 1:
         return "tiles " + " ".join(f"{_interval(box[1])}x{_interval(box[2])}" for box in boxes)
     dim = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}[layer.kind]
     return f"{layer.kind.value} " + " ".join(_interval(box[dim]) for box in boxes)
 
 
-def _halo(layer: LayerReport, rows: int) -> str:
-    halo = layer.halo[:rows]
+def _halo(layer: LayerReport, split_size: int) -> str:
+    halo = layer.halo[:split_size]
     if not any(map(any, halo)):
         return ""
     tiled = any(columns for _, columns in halo)
@@ -259,21 +259,21 @@ def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
     }
 
 
-def as_dict(task: Task, found: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
+def as_dict(task: Task, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
     """Everything that `print_plan` shows, by position, in integers."""
-    item = found.item_bytes
-    memory = found.memory or ()
+    item = report.item_bytes
+    memory = report.memory or ()
     return {
         "model": task.config.model.name,
         "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
         "image": list(task.image_shape),
         "assumption": task.assumption or None,
         "batch": task.config.batch,
-        "samples": list(found.counts),
-        "dtype": found.dtype,
+        "samples": list(report.counts),
+        "dtype": report.dtype,
         "kernels": task.kernels.name,
-        "entries": [_entry(entry, item) for entry in found.entries],
-        "total": _sent(found.traffic.bytes_forward(item), found.traffic.bytes_backward(item)),
+        "entries": [_entry(entry, item) for entry in report.entries],
+        "total": _sent(report.traffic.bytes_forward(item), report.traffic.bytes_backward(item)),
         "memory_bytes": [
             {"activations": each.activations, "messages": each.messages, "parameters": each.parameters} for each in memory
         ],

@@ -36,15 +36,15 @@ class Communicator(Protocol):
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Rank r receives the sum of everyone's r-th part of `send` (parts of `counts` elements). Collective."""
+        """Rank r receives the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
         ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Everyone receives all parts in rank order; `send` None: this rank's part is already in place. Collective."""
+        """Every rank receives all pieces in rank order; `send` None: this rank's piece is already in place. Collective."""
         ...
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        """Part r of `send` goes to rank r, part r of `recv` comes from rank r. Collective."""
+        """Piece r of `send` goes to rank r, piece r of `recv` comes from rank r. Collective."""
         ...
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
@@ -68,7 +68,7 @@ class Communicator(Protocol):
         ...
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Everyone's picklable value, in rank order. Collective; waits."""
+        """Every rank's picklable value, in rank order. Collective; waits."""
         ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:

@@ -1,7 +1,7 @@
 """One clock for all ranks: offsets to rank 0 from the quickest of many round trips, with the bound that it proves.
 
-Rank 0 sends at t0, rank r reads its clock c, the answer is back at t1. Whatever the ways there and back took, rank r read c at
-some instant of [t0, t1], so c - (t0 + t1) / 2 is its offset to within (t1 - t0) / 2 (Cristian, "Probabilistic clock
+Rank 0 sends at t0, rank r reads its clock c, the answer is back at t1. However long the ways were, rank r read c at some
+instant of [t0, t1], so c - (t0 + t1) / 2 is its offset to within (t1 - t0) / 2 (Cristian, "Probabilistic clock
 synchronization", Distributed Computing 3, 1989). The quickest round trip has the least bound.
 """
 
@@ -69,7 +69,7 @@ def measure_offset(
 
 
 def _serve(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: int, rounds: int) -> None:
-    """Rank 0's part: keeps the quickest round trip and tells rank `rank` what it found."""
+    """Rank 0's part: keeps the quickest round trip and sends its offset to rank `rank`."""
     ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     best = (0, 0, 0)
     for number in range(rounds):
@@ -81,8 +81,8 @@ def _serve(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: in
         if number == 0 or end - begin < best[1] - best[0]:
             best = (begin, end, int(pong[0]))
     begin, end, theirs = best
-    found = np.array([theirs, theirs - (begin + end) // 2, -(-(end - begin) // 2) + 1], np.int64)
-    wait(comm.isend(found, rank, _TAG), "a clock's offset")
+    measured = np.array([theirs, theirs - (begin + end) // 2, -(-(end - begin) // 2) + 1], np.int64)
+    wait(comm.isend(measured, rank, _TAG), "a clock's offset")
 
 
 def _answer(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rounds: int) -> Offset:
@@ -91,7 +91,7 @@ def _answer(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rounds:
         wait(comm.irecv(ping, 0, _TAG), "a clock's question")
         pong[0] = clock_ns()
         wait(comm.isend(pong, 0, _TAG), "a clock's answer")
-    found = np.zeros(3, np.int64)
-    wait(comm.irecv(found, 0, _TAG), "a clock's offset")
-    at_ns, offset_ns, error_ns = (int(value) for value in found)
+    measured = np.zeros(3, np.int64)
+    wait(comm.irecv(measured, 0, _TAG), "a clock's offset")
+    at_ns, offset_ns, error_ns = (int(value) for value in measured)
     return Offset(at_ns, offset_ns, error_ns)

@@ -1,8 +1,9 @@
 """The Pr x Pc grid of processes.
 
-Rank (r, c) of Pr rows and Pc columns. The Pr ranks of a column share samples and exchange activations, on the critical path; the
-Pc ranks of a row share weights and exchange gradients, which hide. So the ranks of a column are neighbours: positions count down
-the columns, position = c * Pr + r, over the ranks ordered by node, and a column lies inside a node where Pr divides its ranks.
+Rank (r, c) of a grid of Pr (`grid.rows`) by Pc (`grid.cols`) ranks belongs to two groups. The Pr ranks of equal c are a split
+group: they share samples and exchange activations, on the critical path. The Pc ranks of equal r are a data group: they hold the
+same weights and exchange gradients, which hide. So the ranks of a split group are neighbours: position = c * Pr + r, over the
+ranks ordered by node, and a split group lies inside a node where Pr divides the node's ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from hpctrain.errors import ShapeError
 
 
 class GridAxis(StrEnum):
-    """Along which axis of the grid a group runs.
+    """The axis of the grid along which a group runs, and the name of the group's communicator.
 
-    SPLIT: the Pr ranks of one column, r = 0 .. Pr-1: they share samples (model, domain).
-    DATA: the Pc ranks of one row, c = 0 .. Pc-1: they share weights (batch).
+    SPLIT: the Pr ranks of equal c, r = 0 .. Pr-1: they share samples and split layers (model, domain).
+    DATA: the Pc ranks of equal r, c = 0 .. Pc-1: they hold the same weights and split the batch.
     """
 
     SPLIT = "split"
@@ -33,7 +34,7 @@ class ProcessGrid:
             nodes counted by their lowest rank.
 
     Raises:
-        ShapeError: rows * cols is not the world's size; on every rank alike, before any communication.
+        ShapeError: `rows` times `cols` is not the world's size; on every rank alike, before any communication.
     """
 
     def __init__(self, world: Communicator, rows: int, cols: int) -> None:
@@ -44,11 +45,11 @@ class ProcessGrid:
         self.node = world.split_shared_memory("node")
         self.node_of = node_numbers(world, self.node)
         self.row, self.col = coordinates(self.node_of, rows)[world.rank]
-        down = world.split(self.col, self.row, GridAxis.SPLIT.value)
-        across = world.split(self.row, self.col, GridAxis.DATA.value)
-        assert down is not None
-        assert across is not None
-        self._along = {GridAxis.SPLIT: down, GridAxis.DATA: across}
+        split = world.split(self.col, self.row, GridAxis.SPLIT.value)
+        data = world.split(self.row, self.col, GridAxis.DATA.value)
+        assert split is not None
+        assert data is not None
+        self._along = {GridAxis.SPLIT: split, GridAxis.DATA: data}
 
     def along(self, axis: GridAxis) -> Communicator:
         """This rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
@@ -66,18 +67,18 @@ def check_grid(rows: int, cols: int, size: int) -> None:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = min(divisors, key=lambda n: (abs(n - rows), n))
     raise ShapeError(
-        f"A grid of {rows} x {cols} has {rows * cols} places, the world has {size} ranks; rows * cols must be {size}, "
+        f"A grid of {rows} x {cols} has {rows * cols} places, the world has {size} ranks; grid.rows * grid.cols must be {size}, "
         f"the nearest legal grid is {nearest} x {size // nearest}."
     )
 
 
 def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
-    """(r, c) of each world rank: down the columns over the ranks ordered by (node, rank).
+    """(r, c) of each world rank: split group after split group of `rows` ranks, over the ranks ordered by (node, rank).
 
-    The identity, c * rows + r, where nodes hold consecutive ranks; rank 0 is always (0, 0).
+    World rank c * rows + r is (r, c) where nodes hold consecutive ranks; rank 0 is always (0, 0).
     """
     order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
-    places = [(0, 0)] * len(order)
+    by_rank = [(0, 0)] * len(order)
     for position, rank in enumerate(order):
-        places[rank] = (position % rows, position // rows)
-    return places
+        by_rank[rank] = (position % rows, position // rows)
+    return by_rank

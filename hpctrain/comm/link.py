@@ -66,8 +66,8 @@ def _rounds(ranks: int) -> int:
 def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
     """alpha and beta of `comm`, from timed reduce-scatters and allgathers of two sizes on rank 0; all ranks get the same.
 
-    A few tens of milliseconds on a fast network, half a second at 0.5 Gb/s. What collectives cost, as they are here: their own
-    overhead is in alpha, sharing of a node's link in beta. One rank: zeros. Collective; set-up only.
+    A few tens of milliseconds on a fast network, half a second at 0.5 Gb/s. The costs are those of collectives as they are
+    here: their own overhead is in alpha, sharing of a node's link in beta. One rank: zeros. Collective; set-up only.
     """
     if comm.size == 1:
         return LinkModel(0.0, 0.0)
@@ -80,12 +80,13 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
 
 
 def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
-    """(bytes of a part, half the median time of a reduce-scatter and an allgather of about `whole_bytes`).
+    """(bytes of a rank's piece, half the median time of a reduce-scatter and an allgather of about `whole_bytes`).
 
-    The first pair warms up."""
+    The first pair warms up.
+    """
     elements = max(1, whole_bytes // 4 // comm.size)
     counts = [elements] * comm.size
-    whole, part = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
+    whole, piece = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
 
     def wait(handle: Handle) -> None:
         progress.wait_handle(handle, "measurement of the link")
@@ -94,7 +95,7 @@ def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -
     for _ in range(1 + _REPEATS):
         wait(comm.ibarrier())
         begin = progress.now()
-        wait(comm.ireduce_scatter(whole, part, counts))
+        wait(comm.ireduce_scatter(whole, piece, counts))
         wait(comm.iallgather(None, whole, counts))
         seconds.append(progress.now() - begin)
-    return part.nbytes, median(seconds[1:]) / 2
+    return piece.nbytes, median(seconds[1:]) / 2

@@ -29,7 +29,7 @@ _ABORT_SECONDS = 10.0
 
 
 def world(deadline_seconds: float) -> MpiCommunicator:
-    """Start MPI and give all ranks of the job, on a communicator of our own. Collective; once a process.
+    """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
 
     Args:
         deadline_seconds: the longest that start-up, splits and object operations may take.
@@ -178,13 +178,13 @@ class MpiCommunicator:
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self._wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
-        part = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        return None if part == self._mpi.COMM_NULL else MpiCommunicator(part, name, self._deadline_seconds)
+        group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
+        return None if group == self._mpi.COMM_NULL else MpiCommunicator(group, name, self._deadline_seconds)
 
     def split_shared_memory(self, name: str) -> MpiCommunicator:
         self._wait(self.ibarrier(), f"split into {name}")
-        part = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        return MpiCommunicator(part, name, self._deadline_seconds)
+        group = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
+        return MpiCommunicator(group, name, self._deadline_seconds)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return objects.allgather_object(self, value, self._wait)
@@ -201,13 +201,13 @@ class MpiCommunicator:
         backstop.start()
         self._mpi.COMM_WORLD.Abort(code)
 
-    def _wait(self, handle: Handle, what: str) -> None:
-        self._waits.wait_handle(handle, f"{what} (communicator {self.name})")
+    def _wait(self, handle: Handle, purpose: str) -> None:
+        self._waits.wait_handle(handle, f"{purpose} (communicator {self.name})")
 
     def _whole(self, array: Array) -> tuple[Array, MPI.Datatype]:
         assert array.flags.c_contiguous, "a buffer is C-contiguous"
         return array, self._types[array.dtype.char]
 
     def _parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, list[int], MPI.Datatype]:
-        whole, kind = self._whole(array)
-        return whole, list(counts), kind
+        buffer, datatype = self._whole(array)
+        return buffer, list(counts), datatype

@@ -14,20 +14,20 @@ Wait = Callable[[Handle, str], None]
 
 
 def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
-    """Everyone's value, in rank order. Collective; waits through `wait(handle, what)`."""
-    part = np.frombuffer(pickle.dumps(value), np.uint8)
+    """Every rank's value, in rank order. Collective; waits through `wait(handle, purpose)`."""
+    pickled = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = np.zeros(comm.size, np.int64)
-    sizes[comm.rank] = part.size
+    sizes[comm.rank] = pickled.size
     wait(comm.iallgather(None, sizes, [1] * comm.size), "sizes of gathered objects")
     counts = [int(size) for size in sizes]
     whole = np.empty(sum(counts), np.uint8)
-    wait(comm.iallgather(part, whole, counts), "gathered objects")
+    wait(comm.iallgather(pickled, whole, counts), "gathered objects")
     ends = np.cumsum(sizes)
     return [pickle.loads(whole[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:
-    """`root`'s value; root gets its own object back. Collective; waits through `wait(handle, what)`."""
+    """`root`'s value; root gets its own object back. Collective; waits through `wait(handle, purpose)`."""
     data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if comm.rank == root else np.empty(0, np.uint8)
     size = np.array([data.size], np.int64)
     wait(comm.ibroadcast(size, root), "size of a broadcast object")

@@ -38,14 +38,16 @@ class Ticket:
     """An operation given to a queue: waiting for its turn, in flight, or done.
 
     Attributes:
-        what: what it is for, usually the parameter's name. sequence: its position in its queue, counted from 0 at start-up.
+        purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
         done: complete; stays True.
     """
 
-    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "queue_name", "sequence", "what")
+    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "purpose", "queue_name", "sequence")
 
-    def __init__(self, start: Callable[[], Handle], what: str, after: Sequence[Ticket], queue_name: str, sequence: int) -> None:
-        self.what = what
+    def __init__(
+        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
+    ) -> None:
+        self.purpose = purpose
         self.queue_name = queue_name
         self.sequence = sequence
         self.done = False
@@ -73,12 +75,12 @@ class Ticket:
         return self.done
 
     def __str__(self) -> str:
-        head = f"{self.what}: queue {self.queue_name}, sequence number {self.sequence}"
+        head = f"{self.purpose}: queue {self.queue_name}, sequence number {self.sequence}"
         if self.done:
             return f"{head}, complete"
         if self.handle is not None:
             return f"{head}, operation {self.handle}, in flight"
-        blockers = [f"{ticket.what} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
+        blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
         return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
 
 
@@ -108,17 +110,17 @@ class PostingQueue:
         self._posted = 0
         self.starting = False
 
-    def post(self, start: Callable[[], Handle], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
         """Queue an operation; it starts at once where it may.
 
         Args:
             start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
                 all of `after` are complete. May compute (a shard's update) and may post; must not wait.
-            what: what it is for, as a message names it: the parameter.
+            purpose: its name in messages and traces, usually the parameter's.
             after: tickets of any queue.
         """
         with self._lock:
-            ticket = Ticket(start, what, after, self.name, self._posted)
+            ticket = Ticket(start, purpose, after, self.name, self._posted)
             self._posted += 1
             self._waiting.append(ticket)
             self.start_heads()
@@ -178,7 +180,7 @@ class PostingQueue:
         ticket.begun_ns = begun_ns if len(trace) == recorded else max(begun_ns, trace.last_stop_ns)
 
     def _record(self, ticket: Ticket, trace: Tracer) -> None:
-        trace.add(Category.COMMUNICATION, ticket.what, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
+        trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
 
 
 class ProgressEngine:
@@ -259,7 +261,7 @@ class ProgressEngine:
     def start_thread(self) -> None:
         """From now on a thread polls inside `computing`. The transport must allow calls from several threads, one at a time."""
         if self._thread is None:
-            self._thread = ProgressThread(self._nudge, self._lock)
+            self._thread = ProgressThread(self._progress_once, self._lock)
 
     def stop_thread(self) -> None:
         """End that thread, if any."""
@@ -271,7 +273,7 @@ class ProgressEngine:
         """While this lasts, this process reaches the transport through this engine only, so a thread may drive it as well."""
         return _ALONE if self._thread is None else self._thread
 
-    def _nudge(self) -> None:
+    def _progress_once(self) -> None:
         for queue in self._queues.values():
             queue.progress_once()
 
@@ -280,15 +282,15 @@ class ProgressEngine:
         for ticket in (tickets,) if isinstance(tickets, Ticket) else tickets:
             self._wait_one(ticket)
 
-    def wait_handle(self, handle: Handle, what: str) -> None:
+    def wait_handle(self, handle: Handle, purpose: str) -> None:
         """Drive all queues until an operation outside them is complete."""
         with self._lock:
             if handle.test():
                 return
             begun_ns = self.trace.clock_ns() if self.trace is not None else 0
-            self._drive(handle.test, f"{what}: outside the queues, operation {handle}")
+            self._drive(handle.test, f"{purpose}: outside the queues, operation {handle}")
             if self.trace is not None:
-                self.trace.add(Category.WAIT, what, begun_ns, self.trace.clock_ns(), "outside the queues")
+                self.trace.add(Category.WAIT, purpose, begun_ns, self.trace.clock_ns(), "outside the queues")
 
     def drain(self) -> None:
         """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
@@ -303,9 +305,9 @@ class ProgressEngine:
             begun_ns = self.trace.clock_ns() if self.trace is not None else 0
             self._drive(lambda: ticket.done, ticket)
             if self.trace is not None:
-                self.trace.add(Category.WAIT, ticket.what, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence)
+                self.trace.add(Category.WAIT, ticket.purpose, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence)
 
-    def _drive(self, finished: Callable[[], bool], what: object) -> None:
+    def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
         begin = self._clock()
         while True:
@@ -314,17 +316,17 @@ class ProgressEngine:
                 break
             now = self._clock()
             if now - begin > self.deadline_seconds:
-                self._give_up(what)
+                self._give_up(awaited)
             if now - begin > _YIELD_SECONDS:
                 self._sleep(_SLEEP_SECONDS)
             else:
                 self._offer_core()
         self.waited_seconds += self._clock() - begin
 
-    def _give_up(self, what: object) -> NoReturn:
+    def _give_up(self, awaited: object) -> NoReturn:
         """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
         stream = self._stream or _open_stderr()
-        sentence = f"[rank {self.rank}] no completion within the deadline of {self.deadline_seconds:g} s: {what}"
+        sentence = f"[rank {self.rank}] no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
         lines = [sentence, f"[rank {self.rank}] unfinished on this rank:"]
         lines += [f"[rank {self.rank}]   {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
         stream.write("\n".join([*lines, f"[rank {self.rank}] stacks of all threads:", ""]))

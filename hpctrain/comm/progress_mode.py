@@ -1,4 +1,4 @@
-"""Ways to move messages while kernels run, and a measurement of how much each way hides with this MPI on these machines.
+"""Modes of progress: how messages move while kernels run, and a measurement of how much each hides, here and with this MPI.
 
 none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
 test    the program tests what is in flight after each operator
@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 
-#: a way other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
+#: a mode other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
 #: that two runs on the same machine differ
 CLEARLY_BETTER = 0.9
 #: of the one-sided interval that says "surely"
@@ -28,7 +28,7 @@ _MESSAGES = 4
 _WIRE_SECONDS = 20e-3  # an exchange is at least so long: long beside a scheduler's tick, short beside a run
 _BUDGET_SECONDS = 2.0
 _MOST_ROUNDS = 25
-_LOOKS = 3  # at an exchange alone: other work on the machine can only make it longer
+_TRIALS = 3  # of an exchange alone: other work on the machine can only make it longer
 _WIDTH = 256  # of the multiplied matrices
 _FIRST_BYTES = 1 << 16
 
@@ -107,14 +107,14 @@ def _at_most(successes: int, trials: int) -> float:
     return outcomes / float(2**trials)
 
 
-def choose(hiding: OverlapMeasurement) -> ProgressMode:
+def choose(measured: OverlapMeasurement) -> ProgressMode:
     """`test`, unless other modes are surely and clearly better; then the best of them."""
-    better = [mode for mode in hiding.by_round if mode is not ProgressMode.TEST and hiding.ratio_limit(mode) < CLEARLY_BETTER]
-    return min(better, key=hiding.ratio, default=ProgressMode.TEST)
+    better = [mode for mode in measured.by_round if mode is not ProgressMode.TEST and measured.ratio_limit(mode) < CLEARLY_BETTER]
+    return min(better, key=measured.ratio, default=ProgressMode.TEST)
 
 
 def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
-    """Let `progress` work that way from now on."""
+    """Let `progress` work in this mode from now on."""
     progress.polls_between_operators = mode is not ProgressMode.NONE
     if mode is ProgressMode.THREAD:
         progress.start_thread()
@@ -134,8 +134,8 @@ def measure(
 ) -> OverlapMeasurement | None:
     """How much each mode hides, in about two seconds: rounds of all modes in turn, until the time is up. Collective over `comm`.
 
-    None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first mode's
-    way; call `apply` afterwards.
+    None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first
+    mode; call `apply` afterwards.
 
     Args:
         operator_seconds: length of a typical operator of the run: messages move between operators only, under `test`.
@@ -148,7 +148,7 @@ def measure(
     wire_alone = probe.grow_messages(most_bytes)
     if wire_alone < worth_seconds:
         return None
-    rows, operators = probe.make_operators(operator_seconds, wire_alone)
+    left_rows, operators = probe.make_operators(operator_seconds, wire_alone)
     wire: list[float] = []
     compute: list[float] = []
     together: dict[ProgressMode, list[float]] = {mode: [] for mode in modes}
@@ -157,11 +157,11 @@ def measure(
         round_begin = clock()
         apply(progress, ProgressMode.TEST)
         wire.append(probe.run(0, 0))
-        compute.append(probe.run(rows, operators, messages=0))
+        compute.append(probe.run(left_rows, operators, messages=0))
         first = len(wire) % len(modes)  # each mode comes first, second, ... equally often
         for mode in (*modes[first:], *modes[:first]):
             apply(progress, mode)
-            together[mode].append(probe.run(rows, operators))
+            together[mode].append(probe.run(left_rows, operators))
         now = clock()
         in_time = now - begin + (now - round_begin) < _BUDGET_SECONDS
         more = comm.broadcast_object(in_time and len(wire) < _MOST_ROUNDS)
@@ -197,7 +197,7 @@ class _Probe:
         size, wire, grows = _FIRST_BYTES, 0.0, True
         while grows:
             self._buffers = self._make_buffers(min(size, most_bytes))
-            wire = min(self.run(0, 0) for _ in range(_LOOKS))
+            wire = min(self.run(0, 0) for _ in range(_TRIALS))
             wire, grows = self._comm.broadcast_object((wire, wire < _WIRE_SECONDS and size < most_bytes))
             size *= 2
         return wire

@@ -1,7 +1,7 @@
 """A thread that lets messages move while kernels run. It tests, and does nothing else: no operation begins, completes or computes
 in it. One of two stages may come to its second.
 
-So no averager ever runs on it, and what the process's own thread sees changes only when that thread looks.
+So no averager ever runs on it, and the process's own thread sees a change only when it polls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERVAL_SECONDS = 200e-6
 class ProgressThread:
     """Calls `progress_once` again and again inside of its `with` block, and never outside of it.
 
-    A block does not nest. What `progress_once` raises is raised at the end of the block.
+    A block does not nest. An exception of `progress_once` is raised at the end of the block.
 
     Args:
         progress_once: one pass over what is in flight.
@@ -30,10 +30,10 @@ class ProgressThread:
     def __init__(
         self, progress_once: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
     ) -> None:
-        self._nudge = progress_once
+        self._progress_once = progress_once
         self._lock = lock
         self._interval_seconds = interval_seconds
-        self._gate = threading.Event()
+        self._open = threading.Event()
         self._inside = False
         self._ended = False
         self._failure: BaseException | None = None
@@ -43,10 +43,10 @@ class ProgressThread:
     def __enter__(self) -> None:
         assert not self._inside, "the block of a progress thread does not nest"
         self._inside = True
-        self._gate.set()
+        self._open.set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._gate.clear()
+        self._open.clear()
         with self._lock:  # a pass under way ends first; the next one finds the block closed
             self._inside = False
         if self._failure is not None and error is None:
@@ -57,19 +57,19 @@ class ProgressThread:
         """End the thread; outside of the block."""
         assert not self._inside
         self._ended = True
-        self._gate.set()
+        self._open.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            self._gate.wait()
+            self._open.wait()
             if self._ended:
                 return
             try:
                 with self._lock:
                     if self._inside:
-                        self._nudge()
+                        self._progress_once()
             except BaseException as failure:  # the block's owner gets it
                 self._failure = failure
-                self._gate.clear()
+                self._open.clear()
             time.sleep(self._interval_seconds)

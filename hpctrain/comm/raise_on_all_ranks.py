@@ -23,7 +23,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     failure: HpctrainError | None = None
     try:
         result = work()
-    except CommunicationTimeoutError:  # nobody would answer
+    except CommunicationTimeoutError:  # no other rank would answer
         raise
     except HpctrainError as error:
         failure = error
@@ -34,11 +34,11 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     if failure is not None and len(failed) == comm.size and comm.rank == 0:
         raise failure
     kind, message = outcomes[failed[0]]
-    raise kind(message + place(failed, comm.size)) from failure
+    raise kind(message + on_ranks(failed, comm.size)) from failure
 
 
-def place(failed: Sequence[int], size: int) -> str:
-    """' (on ranks 1 and 2 of 4)'; nothing where it is all of them."""
+def on_ranks(failed: Sequence[int], size: int) -> str:
+    """The end of a sentence that names the ranks, ' (on ranks 1 and 2 of 4)'; empty where it is all of them."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:

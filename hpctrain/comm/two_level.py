@@ -1,4 +1,4 @@
-"""Collectives in two levels, for nodes with several ranks each: within a node, and across nodes between ranks of equal place.
+"""Collectives in two levels, for nodes with several ranks each: within a node, and across nodes between ranks of equal number.
 
 A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two levels sums are made
 within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one rank (Cho, Finkler, Kung
@@ -22,7 +22,7 @@ class Levels:
     """Ranks that are the same number on each of several nodes.
 
     Attributes:
-        order: the ranks by (place on the node, node): those of one place, whose parts of a buffer cross nodes together, are
+        order: the ranks by (number on the node, node): those of one number, whose pieces of a buffer cross nodes together, are
             neighbours. nodes: N. per_node: ranks of a node.
     """
 
@@ -35,7 +35,7 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
     """For each rank of `comm` the number of its node, nodes counted by their lowest rank. Collective; set-up only.
 
     Args:
-        node: this rank's part of `comm`, by `split_shared_memory`.
+        node: the ranks of `comm` on this rank's node, by `split_shared_memory`.
     """
     leaders = comm.allgather_object(node.broadcast_object(comm.rank))
     numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
@@ -45,7 +45,8 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
 def levels(nodes: Sequence[Hashable]) -> Levels | None:
     """The levels of ranks whose nodes these are; None where there is one level.
 
-    That is: one node, one rank per node, or nodes of unlike numbers of ranks, whose parts would not be of equal size.
+    There is one where all ranks are on one node, where each has its own, and where nodes have unlike numbers of ranks, whose
+    pieces would differ in size.
     """
     members: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -54,16 +55,16 @@ def levels(nodes: Sequence[Hashable]) -> Levels | None:
     if len(members) == 1 or len(sizes) != 1 or sizes == {1}:
         return None
     per_node = sizes.pop()
-    order = tuple(ranks[place] for place in range(per_node) for ranks in members.values())
+    order = tuple(ranks[number] for number in range(per_node) for ranks in members.values())
     return Levels(order, len(members), per_node)
 
 
-def in_levels(comm: Communicator, found: Levels | None, name: str) -> Communicator:
-    """A communicator of the ranks of `comm`: in `found.order` and in two levels, or as they are. Collective; set-up."""
-    position = comm.rank if found is None else found.order.index(comm.rank)
-    made = comm.split(0, position, name)
-    assert made is not None
-    return made if found is None else TwoLevel(made, found)
+def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator:
+    """A communicator of the ranks of `comm`: in `two.order` and in two levels, or as they are. Collective; set-up."""
+    position = comm.rank if two is None else two.order.index(comm.rank)
+    flat = comm.split(0, position, name)
+    assert flat is not None
+    return flat if two is None else TwoLevel(flat, two)
 
 
 class TwoLevel:
@@ -74,44 +75,44 @@ class TwoLevel:
     communicator sees the same order on every rank, whatever is complete first. Making it is collective.
     """
 
-    def __init__(self, flat: Communicator, found: Levels) -> None:
+    def __init__(self, flat: Communicator, two: Levels) -> None:
         self.rank, self.size, self.name = flat.rank, flat.size, flat.name
         self._flat = flat
-        self._place, self._node = divmod(flat.rank, found.nodes)
-        self._runs = [slice(place * found.nodes, (place + 1) * found.nodes) for place in range(found.per_node)]
+        self._local_rank, self._node = divmod(flat.rank, two.nodes)
+        self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
         self._reduce_within = self._split(self._node, f"{flat.name} within nodes")
-        self._reduce_across = self._split(self._place, f"{flat.name} across nodes")
+        self._reduce_across = self._split(self._local_rank, f"{flat.name} across nodes")
         self._gather_within = self._split(self._node, f"{flat.name} within nodes")
-        self._gather_across = self._split(self._place, f"{flat.name} across nodes")
+        self._gather_across = self._split(self._local_rank, f"{flat.name} across nodes")
         self._reductions, self._gathers = _Stages(), _Stages()
         self._spare: dict[tuple[int, Any], list[Array]] = {}
 
     def _split(self, color: int, name: str) -> Communicator:
-        made = self._flat.split(color, self.rank, name)
-        assert made is not None
-        return made
+        group = self._flat.split(color, self.rank, name)
+        assert group is not None
+        return group
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum over the node, whose ranks get the parts of all ranks of their place; then sum of those over the nodes."""
-        parts = [sum(counts[run]) for run in self._runs]
-        of_node = self._take(parts[self._place], send)
+        """Sum over the node, whose ranks get the pieces of all ranks of their number; then sum of those over the nodes."""
+        run_sizes = [sum(counts[run]) for run in self._runs]
+        of_node = self._take(run_sizes[self._local_rank], send)
 
         def across() -> Handle:
-            return self._reduce_across.ireduce_scatter(of_node, recv, counts[self._runs[self._place]])
+            return self._reduce_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
 
-        within = self._reduce_within.ireduce_scatter(send, of_node, parts)
+        within = self._reduce_within.ireduce_scatter(send, of_node, run_sizes)
         return self._reductions.add(within, across, lambda: self._give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Parts of all ranks of this place from the other nodes; then those of the other places from within the node."""
-        parts = [sum(counts[run]) for run in self._runs]
-        begin = sum(parts[: self._place])
-        of_place = recv[begin : begin + parts[self._place]]
+        """Gather the pieces of all ranks of this number from the other nodes; then those of the other numbers from the node."""
+        run_sizes = [sum(counts[run]) for run in self._runs]
+        begin = sum(run_sizes[: self._local_rank])
+        own_run = recv[begin : begin + run_sizes[self._local_rank]]
 
         def within() -> Handle:
-            return self._gather_within.iallgather(None, recv, parts)
+            return self._gather_within.iallgather(None, recv, run_sizes)
 
-        across = self._gather_across.iallgather(send, of_place, counts[self._runs[self._place]])
+        across = self._gather_across.iallgather(send, own_run, counts[self._runs[self._local_rank]])
         return self._gathers.add(across, within)
 
     def iallreduce(self, buffer: Array) -> Handle:

@@ -16,14 +16,14 @@ _BACKSTOP_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def guard(what: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
+def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
     """End this process where the block takes longer than the deadline; the launcher then ends the job.
 
     Prints rank, phase and all stacks on stderr. Exit code 124, or 1 where the phase holds the interpreter lock. Not to be
     nested: there is one such timer in a process.
     """
     assert sys.__stderr__ is not None
-    timer = threading.Timer(deadline_seconds, _give_up, (what, deadline_seconds, rank))
+    timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
     timer.daemon = True
     faulthandler.dump_traceback_later(deadline_seconds + _BACKSTOP_SECONDS, exit=True, file=sys.__stderr__)
     timer.start()
@@ -34,11 +34,11 @@ def guard(what: str, deadline_seconds: float, *, rank: int | None = None) -> Ite
         faulthandler.cancel_dump_traceback_later()
 
 
-def _give_up(what: str, deadline_seconds: float, rank: int | None) -> None:
+def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
     stream = sys.__stderr__
     assert stream is not None
-    place = "" if rank is None else f"[rank {rank}] "
-    stream.write(f"{place}{what} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:\n")
+    prefix = "" if rank is None else f"[rank {rank}] "
+    stream.write(f"{prefix}{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:\n")
     stream.flush()
     faulthandler.dump_traceback(stream, all_threads=True)
     stream.flush()

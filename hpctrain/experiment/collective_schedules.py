@@ -97,9 +97,9 @@ def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, o
     return {_META: texts}
 
 
-def _key(group: str, row: int) -> str:
-    """Split parameters have other sizes in each row of the grid."""
-    return group if row == 0 else f"{group}-row{row}"
+def _key(group: str, split_rank: int) -> str:
+    """The name of a parameter group's schedule: each rank of a split group has split parameters of other sizes."""
+    return group if split_rank == 0 else f"{group}-row{split_rank}"
 
 
 def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:

@@ -29,9 +29,9 @@ _REPEATS = 5
 
 
 def without_communication(session: Session) -> Session:
-    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay in its column.
+    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay in its split group.
 
-    Collective. The ranks of a column go on exchanging activations: without them there is nothing to compute on.
+    Collective. The ranks of a split group go on exchanging activations: without them there is nothing to compute on.
     """
     config = session.config.model_copy(
         update={

@@ -64,8 +64,8 @@ class Task:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """What the averager of one parameter group posts. rows: the r that it is the same for. schedule: None for a strategy that
-    has none: one allreduce of all gradients after backward.
+    """The operations that the averager of one parameter group posts. rows: the ranks r of a split group that post them. schedule:
+    None for a strategy that has none: one allreduce of all gradients after backward.
 
     samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
     exchanged: elements that each rank of the group exchanges in a step.
@@ -102,7 +102,7 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     """The configured plan on so many ranks; None: on as many as the configured grid has.
 
     Raises:
-        ConfigError: neither the grid nor anybody says how many columns there are, or a batch that cannot be shared.
+        ConfigError: neither the grid nor anybody says what grid.cols is, or a batch that cannot be shared.
         ShapeError: a grid that does not multiply to the ranks; the message gives the nearest one that does.
     """
     cols = config.grid.cols
@@ -199,7 +199,7 @@ def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = No
     """
     found: list[GroupSchedule] = []
     for row in range(task.plan.rows):
-        for made in _row_schedules(task, row, link, ranks_per_node):
+        for made in _schedules_of(task, row, link, ranks_per_node):
             same = next((k for k, each in enumerate(found) if replace(each, rows=made.rows) == made), None)
             if same is None:
                 found.append(made)
@@ -209,7 +209,7 @@ def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = No
     return tuple(sorted(found, key=lambda each: each.group))
 
 
-def _row_schedules(task: Task, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
+def _schedules_of(task: Task, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
     config, plan = task.config, task.plan
     node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
     progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
@@ -223,7 +223,7 @@ def _row_schedules(task: Task, row: int, link: LinkModel, ranks_per_node: int | 
         places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
         nodes = [node_of[place] for place in places]
         averager = make_averager(config, group, optimizer, comm, progress, norms=norms, nodes=nodes)
-        samples = task.counts if name == ALL else _by_column(task.counts, plan.rows)
+        samples = task.counts if name == ALL else _by_split_group(task.counts, plan.rows)
         made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link), averager.order))
     return made
 
@@ -249,7 +249,7 @@ class _Unbound(Optimizer):
 
 
 def _groups(task: Task, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
-    """The parameter groups of a rank of this row, which take no memory."""
+    """The parameter groups of rank `row` of a split group, which take no memory."""
     distribution = GridDistribution(task.plan, SplitGroup(_imagined(row, task.plan.rows), progress))
     distribution.prepare(task.graph_of(1))
     members: dict[str, dict[str, ParameterSpec]] = {}
@@ -271,7 +271,7 @@ def _imagined(rank: int, size: int) -> Communicator:
     return ThreadCommunicator(scheduler, Group("planned", scheduler.ranks), rank, size)
 
 
-def _by_column(counts: Sequence[int], rows: int) -> tuple[int, ...]:
+def _by_split_group(counts: Sequence[int], rows: int) -> tuple[int, ...]:
     return tuple(sum(counts[first : first + rows]) for first in range(0, len(counts), rows))
 
 

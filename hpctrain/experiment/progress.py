@@ -1,4 +1,4 @@
-"""The way of progress of a run: as configured, or measured at its start."""
+"""The progress mode of a run: as configured, or measured at its start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Chosen:
     mode: ProgressMode
     reason: str
     matters: bool = True
-    hiding: OverlapMeasurement | None = None
+    measurement: OverlapMeasurement | None = None
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -39,25 +39,25 @@ class Chosen:
     def facts(self) -> dict[str, object]:
         """For the run directory."""
         facts: dict[str, object] = {"mode": str(self.mode), "reason": self.reason}
-        if self.hiding is not None:
-            modes = tuple(self.hiding.by_round)
+        if self.measurement is not None:
+            modes = tuple(self.measurement.by_round)
             facts |= {
-                "wire_seconds": self.hiding.wire_seconds,
-                "compute_seconds": self.hiding.compute_seconds,
-                "operator_seconds": self.hiding.operator_seconds,
-                "message_bytes": self.hiding.message_bytes,
-                "rounds": len(self.hiding.by_round[ProgressMode.TEST]),
-                "together_seconds": {str(mode): value for mode, value in self.hiding.together_seconds.items()},
-                "hidden": {str(mode): self.hiding.hidden(mode) for mode in modes},
-                "ratio_to_test": {str(mode): self.hiding.ratio(mode) for mode in modes},
-                "ratio_to_test_limit": {str(mode): self.hiding.ratio_limit(mode) for mode in modes},
+                "wire_seconds": self.measurement.wire_seconds,
+                "compute_seconds": self.measurement.compute_seconds,
+                "operator_seconds": self.measurement.operator_seconds,
+                "message_bytes": self.measurement.message_bytes,
+                "rounds": len(self.measurement.by_round[ProgressMode.TEST]),
+                "together_seconds": {str(mode): value for mode, value in self.measurement.together_seconds.items()},
+                "hidden": {str(mode): self.measurement.hidden(mode) for mode in modes},
+                "ratio_to_test": {str(mode): self.measurement.ratio(mode) for mode in modes},
+                "ratio_to_test_limit": {str(mode): self.measurement.ratio_limit(mode) for mode in modes},
                 "measurement_seconds": self.seconds,
             }
         return facts
 
 
 def set_progress(session: Session, network: Network) -> Chosen:
-    """Choose the mode and make the engine work that way. Collective over the world; after the averagers are made.
+    """Choose the mode and make the engine work in it. Collective over the world; after the averagers are made.
 
     Raises:
         ConfigError: `progress: thread` where MPI does not let a second thread call.
@@ -83,26 +83,26 @@ def _measured(session: Session, network: Network) -> Chosen:
     begin = time.perf_counter()
     messages = session.groups.messages
     first_group = int(messages.broadcast_object(session.world.rank)) == 0
-    shared, hiding = False, None
+    shared, measurement = False, None
     if first_group and messages.size > 1:
-        shared, hiding = True, _measure(session, network)
-    shared, hiding = session.world.broadcast_object((shared, hiding))
+        shared, measurement = True, _measure(session, network)
+    shared, measurement = session.world.broadcast_object((shared, measurement))
     if not shared:
         return Chosen(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
-    if hiding is None:
+    if measurement is None:
         reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
         return Chosen(ProgressMode.TEST, reason, matters=False)
-    return from_measurement(hiding, time.perf_counter() - begin)
+    return from_measurement(measurement, time.perf_counter() - begin)
 
 
-def from_measurement(hiding: OverlapMeasurement, seconds: float) -> Chosen:
+def from_measurement(measurement: OverlapMeasurement, seconds: float) -> Chosen:
     """The choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
-    mode = progress_mode.choose(hiding)
+    mode = progress_mode.choose(measurement)
     if mode is ProgressMode.TEST:
-        reason = "the usual way; no other was clearly faster here"
+        reason = "the usual mode; no other was clearly faster here"
     else:
-        reason = f"measured: {1 - hiding.ratio(mode):.0%} less time than the usual way"
-    return Chosen(mode, reason, hiding=hiding, seconds=seconds)
+        reason = f"measured: {1 - measurement.ratio(mode):.0%} less time than the usual mode"
+    return Chosen(mode, reason, measurement=measurement, seconds=seconds)
 
 
 def _measure(session: Session, network: Network) -> OverlapMeasurement | None:

@@ -211,7 +211,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
 
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
-    """Choose the way of progress; say it where it matters, and record it. Collective."""
+    """Choose the progress mode; say it where it matters, and record it. Collective."""
     chosen = set_progress(session, parts.replica.network)
     if chosen.matters:
         reporter.say(str(chosen))

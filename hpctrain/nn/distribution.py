@@ -11,7 +11,7 @@ from hpctrain.backend.kernels.graph import Graph
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter or statistic that a rank holds: elements [start, stop) of one dim."""
+    """A rank's part of a split parameter or statistic: elements [start, stop) of one dim."""
 
     dim: int
     interval: tuple[int, int]
@@ -19,8 +19,8 @@ class Shard:
     @property
     def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
         """The index of this part in an array that holds the whole."""
-        part = slice(*self.interval)
-        return (part,) if self.dim == 0 else (Ellipsis, part)
+        interval = slice(*self.interval)
+        return (interval,) if self.dim == 0 else (Ellipsis, interval)
 
 
 class Distribution(Protocol):
@@ -31,7 +31,7 @@ class Distribution(Protocol):
         ...
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
-        """This rank's graph, where the ranks of its column hold `counts` samples of `graph`."""
+        """This rank's graph, where the ranks of its split group hold `counts` samples of `graph`."""
         ...
 
     def shard(self, name: str) -> Shard | None:
@@ -39,7 +39,7 @@ class Distribution(Protocol):
         ...
 
     def contributes(self, name: str) -> tuple[bool, bool]:
-        """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its whole column."""
+        """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its split group."""
         ...
 
 

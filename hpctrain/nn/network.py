@@ -101,7 +101,7 @@ class Network:
     def program(self, batch: int | Sequence[int], *, training: bool, input_gradient: bool = False) -> Program:
         """The program for N = batch, from a small cache; made at first use.
 
-        batch: where the model is distributed, the samples of each rank of the column.
+        batch: N; where the model is split, the samples of each rank of the split group.
         """
         counts = (batch,) if isinstance(batch, int) else tuple(batch)
         key = (counts, training, input_gradient)

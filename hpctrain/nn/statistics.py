@@ -52,7 +52,7 @@ class FlatStatistics:
         self.batch = np.zeros(self.size, dtype)
         self.momentum = np.zeros(self.size, np.float64)
         self._own_share = np.zeros(self.size, bool)
-        self._column_share = np.zeros(self.size, bool)
+        self._group_share = np.zeros(self.size, bool)
         self.views: dict[str, np.ndarray] = {}
         self._batch_views: dict[str, np.ndarray] = {}
         start = 0
@@ -64,7 +64,7 @@ class FlatStatistics:
             self._batch_views[name] = self.batch[part].reshape(spec.shape)
             low, high = parts.get(name, (0, size))
             own = slice(start + low, start + high)
-            self._own_share[own], self._column_share[own] = contributes(name)
+            self._own_share[own], self._group_share[own] = contributes(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -73,12 +73,12 @@ class FlatStatistics:
         views = {role: self.views[name][parts[name]] for role, name in names.items()}
         return views | {_BATCH_ROLE[role]: self._batch_views[name][parts[name]] for role, name in names.items()}
 
-    def weighted(self, count: int, column_count: int) -> np.ndarray:
+    def weighted(self, count: int, group_count: int) -> np.ndarray:
         """This rank's terms of the step's sums (float64, flat): batch statistics times the samples that it contributes for.
 
-        count: samples of its own. column_count: of all ranks that it shares samples with.
+        count: samples of its own. group_count: those of its split group.
         """
-        weights = count * self._own_share + column_count * self._column_share
+        weights = count * self._own_share + group_count * self._group_share
         found = np.zeros(self.size)
         np.multiply(self.batch, weights, out=found, where=weights > 0)
         return found

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import Array
-from hpctrain.comm.raise_on_all_ranks import place
+from hpctrain.comm.raise_on_all_ranks import on_ranks
 from hpctrain.errors import DivergedError
 from hpctrain.nn.finite import all_finite
 from hpctrain.nn.network import Network
@@ -112,7 +112,7 @@ class Finiteness:
         gathered = gather((self._rank, min(self._faults(Held.GRADIENTS), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
         where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
-        return DivergedError(f"The loss of step {step + 1} is not finite{place(losses, len(findings))}{where}; {advice}")
+        return DivergedError(f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}")
 
     def _parameters_are_finite(self) -> bool:
         if self._owned is None:  # who updates which part is agreed on after this is made
@@ -156,4 +156,6 @@ def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> st
     when = f"in step {step + 1}"
     if fault.held is Held.PARAMETERS:
         when = f"after step {step}" if step else "before the first step"
-    return f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{place(holders, ranks)}"
+    return (
+        f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{on_ranks(holders, ranks)}"
+    )

@@ -16,11 +16,11 @@ class Shards:
     """The tensors of one network, parameters or anything of their shape.
 
     Args:
-        row: the ranks that hold the parts, in order; None where nothing is split.
+        holders: the ranks that hold the parts, in order; None where nothing is split.
     """
 
-    def __init__(self, network: Network, row: Communicator | None, progress: ProgressEngine) -> None:
-        self._network, self._row, self._progress = network, row, progress
+    def __init__(self, network: Network, holders: Communicator | None, progress: ProgressEngine) -> None:
+        self._network, self._holders, self._progress = network, holders, progress
         self._lengths: dict[str, list[int]] | None = None
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
@@ -37,22 +37,22 @@ class Shards:
         shard = self._network.shards[name]
         if shard is None:
             return part
-        assert self._row is not None, f"{name} is split, but there is nobody who holds the rest"
+        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
         if self._lengths is None:
-            self._lengths = self._agree(self._row)
+            self._lengths = self._agree(self._holders)
         lengths = self._lengths[name]
         # The split dim first, so that every rank's part is one block.
         own = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
         found = np.empty((sum(lengths), *own.shape[1:]), own.dtype)
         block = int(np.prod(own.shape[1:]))
-        handle = self._row.iallgather(own.reshape(-1), found.reshape(-1), [length * block for length in lengths])
+        handle = self._holders.iallgather(own.reshape(-1), found.reshape(-1), [length * block for length in lengths])
         self._progress.wait_handle(handle, f"parts of {name}")
         return np.ascontiguousarray(np.moveaxis(found, 0, shard.dim))
 
-    def _agree(self, row: Communicator) -> dict[str, list[int]]:
+    def _agree(self, holders: Communicator) -> dict[str, list[int]]:
         """For each split parameter, how much each rank holds."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
-        every: list[dict[str, Shard]] = row.allgather_object(split)
+        every: list[dict[str, Shard]] = holders.allgather_object(split)
         for name in split:
             intervals = [each[name].interval for each in every]
             assert all(before[1] == after[0] for before, after in pairwise(intervals)), f"parts of {name}: {intervals}"

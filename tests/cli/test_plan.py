@@ -106,7 +106,7 @@ def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> 
 
 def test_a_column_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
-    assert "  c = 1: 3 4 5   nodes 0, 1: a column leaves its node" in result.output.splitlines()
+    assert "  c = 1: 3 4 5   nodes 0, 1: a split group leaves its node" in result.output.splitlines()
 
 
 def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:

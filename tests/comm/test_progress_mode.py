@@ -1,4 +1,4 @@
-"""Which way of progress is chosen from what was measured, and that a measurement is the same on all ranks."""
+"""The progress mode that is chosen by a measurement, and that a measurement is the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says about its way of progress, and keeps."""
+"""The progress mode that a run tells and records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _hiding(thread_seconds: float) -> OverlapMeasurement:
 @pytest.mark.parametrize(
     ("thread_seconds", "line"),
     [
-        (0.079, "progress test: messages move whenever a layer is done (the usual way; no other was clearly faster here)"),
-        (0.06, "progress thread: a thread moves messages while layers compute (measured: 25% less time than the usual way)"),
+        (0.079, "progress test: messages move whenever a layer is done (the usual mode; no other was clearly faster here)"),
+        (0.06, "progress thread: a thread moves messages while layers compute (measured: 25% less time than the usual mode)"),
     ],
 )
 def test_one_line_says_the_choice_in_words(thread_seconds: float, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Ways of progress over MPI: measured alike on all ranks, and training under each gives the same bits."""
+"""Progress modes over MPI: measured alike on all ranks, and training under each gives the same bits."""
 
 from functools import partial
 
@@ -19,12 +19,12 @@ from tests.support.training import Task, train
 @pytest.mark.parallel([1, 2, 3])
 def test_all_ways_are_measured_and_all_ranks_agree(world: Communicator, progress: ProgressEngine) -> None:
     assert mpi.threads_may_call()
-    hiding = progress_mode.measure(world, progress, tuple(ProgressMode), operator_seconds=1e-3, most_bytes=100_000)
-    assert hiding is not None
-    everyone = world.allgather_object(hiding)
-    assert all(each == hiding for each in everyone)
-    assert hiding.by_round.keys() == set(ProgressMode)
-    assert progress_mode.choose(hiding) in ProgressMode
+    measured = progress_mode.measure(world, progress, tuple(ProgressMode), operator_seconds=1e-3, most_bytes=100_000)
+    assert measured is not None
+    everyone = world.allgather_object(measured)
+    assert all(each == measured for each in everyone)
+    assert measured.by_round.keys() == set(ProgressMode)
+    assert progress_mode.choose(measured) in ProgressMode
     progress.stop_thread()
 
 
