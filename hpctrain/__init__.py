@@ -3,4 +3,4 @@
 Importing this package imports nothing heavy: no NumPy, no MPI (thread counts must be set before NumPy loads).
 """
 
-__version__ = "0.1.0"
+from hpctrain.version import __version__ as __version__

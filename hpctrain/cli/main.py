@@ -6,8 +6,8 @@ import importlib
 
 import click
 
-from hpctrain import __version__
 from hpctrain.cli.failure import Commands
+from hpctrain.version import __version__
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpctrain.comm import progress_mode
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.errors import ConfigError
-from hpctrain.experiment.session import Session
+from hpctrain.experiment.session import StartedRank
 from hpctrain.nn.network import Network
 
 _SHORTEST_OPERATOR_SECONDS = 0.5e-3
@@ -56,37 +56,39 @@ class Chosen:
         return facts
 
 
-def set_progress(session: Session, network: Network) -> Chosen:
+def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int) -> Chosen:
     """Choose the mode and make the engine work in it. Collective over the world; after the averagers are made.
+
+    Args:
+        wanted: a mode's name, or "auto". samples: that this rank passes through the network at once.
 
     Raises:
         ConfigError: `progress: thread` where MPI does not let a second thread call.
     """
-    wanted = session.config.progress
     if wanted == "auto":
-        chosen = _measured(session, network)
+        chosen = _measured(rank, network, samples)
     else:
-        if wanted == "thread" and not session.threads_may_communicate:
+        if wanted == "thread" and not rank.threads_may_communicate:
             raise ConfigError(
-                f'progress is thread, but MPI has started at {session.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
+                f'progress is thread, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
                 f'or "multiple": set progress to test, or use an MPI that gives it.'
             )
-        chosen = Chosen(ProgressMode(wanted), "as configured", matters=session.world.size > 1)
-    progress_mode.apply(session.progress, chosen.mode)
+        chosen = Chosen(ProgressMode(wanted), "as configured", matters=rank.world.size > 1)
+    progress_mode.apply(rank.progress, chosen.mode)
     return chosen
 
 
-def _measured(session: Session, network: Network) -> Chosen:
+def _measured(rank: StartedRank, network: Network, samples: int) -> Chosen:
     """By rule `test`; another mode where a measurement leaves no doubt. Collective over the world."""
-    if session.world.size == 1:
+    if rank.world.size == 1:
         return Chosen(ProgressMode.TEST, "one rank: nothing travels", matters=False)
     begin = time.perf_counter()
-    messages = session.groups.messages
-    first_group = int(messages.broadcast_object(session.world.rank)) == 0
+    messages = rank.groups.messages
+    first_group = int(messages.broadcast_object(rank.world.rank)) == 0
     shared, measurement = False, None
     if first_group and messages.size > 1:
-        shared, measurement = True, _measure(session, network)
-    shared, measurement = session.world.broadcast_object((shared, measurement))
+        shared, measurement = True, _measure(rank, network, samples)
+    shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
         return Chosen(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
     if measurement is None:
@@ -105,33 +107,32 @@ def from_measurement(measurement: OverlapMeasurement, seconds: float) -> Chosen:
     return Chosen(mode, reason, measurement=measurement, seconds=seconds)
 
 
-def _measure(session: Session, network: Network) -> OverlapMeasurement | None:
+def _measure(rank: StartedRank, network: Network, samples: int) -> OverlapMeasurement | None:
     """Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
-    messages = session.groups.messages
+    messages = rank.groups.messages
     gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))
     return progress_mode.measure(
         messages,
-        session.progress,
-        _allowed(session),
-        operator_seconds=_operator_seconds(session, network),
+        rank.progress,
+        _allowed(rank),
+        operator_seconds=_operator_seconds(network, samples, rank.threads.threads),
         most_bytes=gradient_bytes,
         worth_seconds=_WORTH_SECONDS,
     )
 
 
-def _allowed(session: Session) -> Sequence[ProgressMode]:
+def _allowed(rank: StartedRank) -> Sequence[ProgressMode]:
     modes = (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD)
-    return modes if session.threads_may_communicate else modes[:2]
+    return modes if rank.threads_may_communicate else modes[:2]
 
 
-def _operator_seconds(session: Session, network: Network) -> float:
-    """About how long an operator runs in which most of the time is spent, on the nominal batch."""
-    share = -(-session.config.batch // session.groups.all_ranks.size // session.config.micro_batches)
-    graph = network.graph(max(1, share))
+def _operator_seconds(network: Network, samples: int, threads: int) -> float:
+    """About how long an operator runs in which most of the time is spent."""
+    graph = network.graph(samples)
     specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)
     if total == 0:
         return _SHORTEST_OPERATOR_SECONDS
     typical = sum(flops * flops for flops in specs) / total
-    seconds = typical / (_FLOPS_PER_CORE * session.threads.threads)
+    seconds = typical / (_FLOPS_PER_CORE * threads)
     return min(max(seconds, _SHORTEST_OPERATOR_SECONDS), _LONGEST_OPERATOR_SECONDS)

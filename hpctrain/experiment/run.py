@@ -212,7 +212,9 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
-    chosen = set_progress(session, parts.replica.network)
+    config = session.config
+    samples = -(-config.batch // session.groups.all_ranks.size // config.micro_batches)
+    chosen = set_progress(session, parts.replica.network, config.progress, samples)
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())

@@ -20,39 +20,18 @@ from hpctrain.trace.tracer import Tracer, capacity_for
 
 
 @dataclass(frozen=True)
-class Session:
-    """The state that every command that communicates starts with.
+class StartedRank:
+    """A started process of a job: its world, its place on the grid, and its progress engine.
 
-    groups: the grid's communicators, each with one use. revision: of the repository around the working directory, on rank 0.
+    groups: the grid's communicators, each with one use.
     """
 
-    config: Config
     launcher: Launcher
     threads: ThreadPlan
     world: Communicator
     grid: ProcessGrid
     groups: GridGroups
     progress: ProgressEngine
-    revision: Mapping[str, object]
-
-    @classmethod
-    def start(
-        cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
-    ) -> Session:
-        """Make the groups and the progress engine over a started world. Collective.
-
-        Raises:
-            ShapeError: a grid that does not multiply to it.
-            ConfigError: fewer samples in a batch than ranks that share them.
-        """
-        log.configure(world.rank)
-        rows, cols = config.grid.rows, columns(config, world.size)
-        check_grid(rows, cols, world.size)
-        check_batch(config.batch, rows, cols)
-        grid = ProcessGrid(world, rows, cols)
-        trace = Tracer(capacity_for(world.size)) if config.trace else None
-        progress = ProgressEngine(rank=world.rank, deadline_seconds=config.deadline_seconds, abort=world.abort, trace=trace)
-        return cls(config, launcher, threads, world, grid, GridGroups(grid), progress, revision)
 
     @property
     def mpi_library(self) -> str:
@@ -76,6 +55,50 @@ class Session:
     def is_root(self) -> bool:
         """True on the rank that writes files and prints."""
         return self.world.rank == 0
+
+
+@dataclass(frozen=True)
+class Session(StartedRank):
+    """A started process of a configured job. revision: of the repository around the working directory, on rank 0."""
+
+    config: Config
+    revision: Mapping[str, object]
+
+    @classmethod
+    def start(
+        cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
+    ) -> Session:
+        """Make the groups and the progress engine over a started world. Collective.
+
+        Raises:
+            ShapeError: a grid that does not multiply to it.
+            ConfigError: fewer samples in a batch than ranks that share them.
+        """
+        grid, progress = on_grid(
+            world,
+            config.grid.rows,
+            columns(config, world.size),
+            batch=config.batch,
+            deadline_seconds=config.deadline_seconds,
+            trace=Tracer(capacity_for(world.size)) if config.trace else None,
+        )
+        return cls(launcher, threads, world, grid, GridGroups(grid), progress, config, revision)
+
+
+def on_grid(
+    world: Communicator, rows: int, cols: int, *, batch: int, deadline_seconds: float, trace: Tracer | None = None
+) -> tuple[ProcessGrid, ProgressEngine]:
+    """This rank's place on a grid of all ranks, and its progress engine; its log lines have its rank. Collective.
+
+    Raises:
+        ShapeError: a grid that does not multiply to the world's size.
+        ConfigError: fewer samples in a batch than ranks that share them.
+    """
+    log.configure(world.rank)
+    check_grid(rows, cols, world.size)
+    check_batch(batch, rows, cols)
+    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, trace=trace)
+    return ProcessGrid(world, rows, cols), progress
 
 
 def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:

@@ -17,9 +17,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain import __version__
 from hpctrain.errors import CheckpointError
 from hpctrain.storage.guarded_file import GuardedFile
+from hpctrain.version import __version__
 
 FORMAT = "hpctrain-checkpoint"
 FORMAT_VERSION = 2

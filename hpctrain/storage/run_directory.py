@@ -30,12 +30,12 @@ from pathlib import Path
 
 import yaml
 
-from hpctrain import __version__
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
 from hpctrain.storage.checkpoint import CheckpointContent, read_newest
+from hpctrain.version import __version__
 
 _STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")

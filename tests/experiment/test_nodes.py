@@ -90,7 +90,7 @@ def alone(file: Path) -> Trained:
 
 def _session(config: Config, world: Communicator, progress: ProgressEngine) -> Session:
     grid = ProcessGrid(world, config.grid.rows, world.size // config.grid.rows)
-    return Session(config, Launcher("none"), ThreadPlan(1, 1, "virtual ranks"), world, grid, GridGroups(grid), progress, {})
+    return Session(Launcher("none"), ThreadPlan(1, 1, "virtual ranks"), world, grid, GridGroups(grid), progress, config, {})
 
 
 def _train(
