@@ -21,73 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "hpctrain" / "bench"))  # hpctrain is not installed here
+
 import torch
 from process import be_nice, cpu_seconds, sent_bytes  # beside this file: there is no package to import from
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_models import build
 
-_VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-_RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _TRIAL_STEPS = 3
-
-
-def scaled(channels: int, width: float) -> int:
-    return max(1, round(channels * width))
-
-
-def vgg(depth: int, width: float, classes: int) -> nn.Module:
-    """VGG without batch norm (Simonyan and Zisserman 2015, table 1)."""
-    layers: list[nn.Module] = []
-    inside = 3
-    for count, published in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
-        outside = scaled(published, width)
-        for _ in range(count):
-            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(inplace=True)]
-            inside = outside
-        layers.append(nn.MaxPool2d(2))
-    hidden = scaled(4096, width)
-    classifier = [nn.Linear(inside * 49, hidden), nn.ReLU(inplace=True), nn.Dropout()]
-    classifier += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *classifier)
-
-
-class Block(nn.Module):  # type: ignore[misc]
-    """A residual block (He et al. 2016, figure 5): basic, or a bottleneck whose 3x3 convolution carries the stride."""
-
-    def __init__(self, inside: int, channels: int, outside: int, stride: int, bottleneck: bool) -> None:
-        super().__init__()
-        sizes = [(3, stride, channels), (3, 1, outside)]  # kernel, stride, channels out
-        if bottleneck:
-            sizes = [(1, 1, channels), (3, stride, channels), (1, 1, outside)]
-        layers: list[nn.Module] = []
-        entering = inside
-        for kernel, step, leaving in sizes:
-            layers += [nn.Conv2d(entering, leaving, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(leaving)]
-            layers.append(nn.ReLU(inplace=True))
-            entering = leaving
-        self.body = nn.Sequential(*layers[:-1])
-        self.shortcut: nn.Module | None = None
-        if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.relu(self.body(x) + (x if self.shortcut is None else self.shortcut(x)))
-
-
-def resnet(depth: int, width: float, classes: int) -> nn.Module:
-    """ResNet for large images (He et al. 2016, table 1; version 1.5)."""
-    channels = scaled(64, width)
-    layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    bottleneck = depth >= 50
-    for stage, (count, published) in enumerate(zip(_RESNET[depth], (64, 128, 256, 512), strict=True)):
-        inside = scaled(published, width)
-        outside = 4 * inside if bottleneck else inside
-        for number in range(count):
-            layers.append(Block(channels, inside, outside, 2 if stage and not number else 1, bottleneck))
-            channels = outside
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 class Trainer:
@@ -99,9 +41,9 @@ class Trainer:
 
     def __init__(self, shape: dict[str, Any], last: bool, distributed: bool) -> None:
         torch.manual_seed(0)
-        build = {"vgg": vgg, "resnet": resnet}[shape["family"]]
         format_ = torch.channels_last if last else torch.contiguous_format
-        network = build(shape["depth"], shape["width"], shape["classes"]).to(memory_format=format_)
+        name = f"{shape['family']}{shape['depth']}"
+        network = build(name, classes=shape["classes"], width=shape["width"])[0].to(memory_format=format_)
         self.parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network = DistributedDataParallel(network, gradient_as_bucket_view=True) if distributed else network
         self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)

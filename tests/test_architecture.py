@@ -65,7 +65,6 @@ SHARED_CLASS_NAMES = {
     "Dropout",
     "Linear",
     "MaxPool",
-    "Step",
     "Task",
 }
 MODULES_WITHOUT_A_TEST = {

@@ -1,12 +1,11 @@
 """The same models in PyTorch, and one training step of both on the same weights and batch.
 
-The modules are written from torchvision's published structure, so that its names come out and a state dictionary of ours loads
-strictly. Importing this module imports torch.
+The modules have torchvision's names, so that a state dictionary of ours loads strictly. Importing this module imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,134 +16,11 @@ from torch import nn
 
 from hpctrain.backend.kernels.base import KernelSet, StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.bench import torch_models
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn.network import Network
 
-# Channels of VGG-16's convolutions over those of the first one, in stages that end with a pool.
-_VGG16 = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
-
-
-class _BasicBlock(nn.Module):  # type: ignore[misc]
-    def __init__(self, inside: int, outside: int, stride: int, downsample: Any) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outside)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outside)
-        self.downsample = downsample
-
-    def forward(self, x: Any) -> Any:
-        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class _Bottleneck(nn.Module):  # type: ignore[misc]
-    def __init__(self, inside: int, planes: int, stride: int, downsample: Any) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, planes, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv3 = nn.Conv2d(planes, 4 * planes, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * planes)
-        self.downsample = downsample
-
-    def forward(self, x: Any) -> Any:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = torch.relu(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
-        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class _OptionA(nn.Module):  # type: ignore[misc]
-    """Every second pixel, and as many channels of zeros on both sides as double them."""
-
-    def forward(self, x: Any) -> Any:
-        extra = x.shape[1] // 2
-        return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, extra, extra))
-
-
-class _ResNet(nn.Module):  # type: ignore[misc]
-    """Stem, stages "layer1" ..., mean over the image, "fc"."""
-
-    def __init__(self, stem: int, pool: bool, stages: list[Any], classes: int, features: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, stem, 7, 2, 3, bias=False) if pool else nn.Conv2d(3, stem, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(stem)
-        self.maxpool = nn.MaxPool2d(3, 2, 1) if pool else nn.Identity()
-        self.stages = [f"layer{i + 1}" for i in range(len(stages))]
-        for name, stage in zip(self.stages, stages, strict=True):
-            self.add_module(name, stage)
-        self.fc = nn.Linear(features, classes)
-
-    def forward(self, x: Any) -> Any:
-        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
-        for name in self.stages:
-            x = self.get_submodule(name)(x)
-        return self.fc(x.mean((2, 3)))
-
-
-def _projection(inside: int, outside: int, stride: int) -> Any:
-    return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-
-def _resnet18(classes: int, base: int) -> Any:
-    stages, inside = [], base
-    for planes in (base, 2 * base, 4 * base, 8 * base):
-        stride = 1 if planes == base else 2
-        first = _BasicBlock(inside, planes, stride, None if stride == 1 else _projection(inside, planes, stride))
-        stages.append(nn.Sequential(first, _BasicBlock(planes, planes, 1, None)))
-        inside = planes
-    return _ResNet(base, True, stages, classes, 8 * base)
-
-
-def _resnet50(classes: int, base: int) -> Any:
-    stages, inside = [], base
-    for planes, count in ((base, 3), (2 * base, 4), (4 * base, 6), (8 * base, 3)):
-        stride = 1 if planes == base else 2
-        first = _Bottleneck(inside, planes, stride, _projection(inside, 4 * planes, stride))
-        stages.append(nn.Sequential(first, *(_Bottleneck(4 * planes, planes, 1, None) for _ in range(count - 1))))
-        inside = 4 * planes
-    return _ResNet(base, True, stages, classes, 32 * base)
-
-
-def _resnet20(classes: int, base: int) -> Any:
-    stages, inside = [], base
-    for planes in (base, 2 * base, 4 * base):
-        stride = 1 if planes == base else 2
-        first = _BasicBlock(inside, planes, stride, None if stride == 1 else _OptionA())
-        stages.append(nn.Sequential(first, *(_BasicBlock(planes, planes, 1, None) for _ in range(2))))
-        inside = planes
-    return _ResNet(base, False, stages, classes, 4 * base)
-
-
-def _vgg16(classes: int, base: int) -> Any:
-    layers: list[Any] = []
-    channels = 3
-    for stage in _VGG16:
-        for factor in stage:
-            layers += [nn.Conv2d(channels, factor * base, 3, padding=1), nn.ReLU()]
-            channels = factor * base
-        layers.append(nn.MaxPool2d(2, 2))
-    model = nn.Sequential()
-    model.add_module("features", nn.Sequential(*layers))
-    model.add_module("avgpool", nn.AdaptiveAvgPool2d((7, 7)))
-    model.add_module("flatten", nn.Flatten())
-    hidden = 64 * base
-    first = [nn.Linear(channels * 49, hidden), nn.ReLU(), nn.Dropout(0.0), nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(0.0)]
-    model.add_module("classifier", nn.Sequential(*first, nn.Linear(hidden, classes)))
-    return model
-
-
-_MODULES: Mapping[str, Callable[[int, int], Any]] = {
-    "vgg16": _vgg16,
-    "resnet18": _resnet18,
-    "resnet50": _resnet50,
-    "resnet20": _resnet20,
-}
-
-MODELS = tuple(_MODULES)
-_FIRST = {"vgg16": "features.0.weight"}  # the first convolution: its channels out set the width of all others
+MODELS = ("vgg16", "resnet18", "resnet50", "resnet20")
 
 
 @dataclass(frozen=True)
@@ -202,13 +78,13 @@ def our_step(network: Network, batch: Batch) -> StepResult:
     return StepResult(loss, arrays)
 
 
-def torch_step(name: str, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
+def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
     """The same in PyTorch, from weights `state` (as `interchange.export` gives them), in `dtype`.
 
     Raises:
         RuntimeError: torch's names or shapes differ from ours.
     """
-    module = _module(name, state, dtype)
+    module = _module(name, width, state, dtype)
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(dtype))
     module.train()
     logits = module(x)
@@ -276,10 +152,10 @@ def compare(
     batch = make_batch(samples, pixels, classes, seed)
     network = make_network(name, pixels, options, "float64", seed)
     state = interchange.export(network)
-    reference = torch_step(name, state, batch, "float64")
+    reference = torch_step(name, width, state, batch, "float64")
     double = distances(our_step(network, batch), reference)
     del network  # four copies of a large model are enough
-    theirs = distances(torch_step(name, state, batch, "float32"), reference)
+    theirs = distances(torch_step(name, width, state, batch, "float32"), reference)
     del state
     single = make_network(name, pixels, options, "float32", seed, kernels)
     return Comparison(double, distances(our_step(single, batch), reference), theirs)
@@ -289,12 +165,11 @@ def _context(count: int, training: bool) -> StepContext:
     return StepContext(training=training, sample_ids=np.arange(count), global_count=count)
 
 
-def _module(name: str, state: Mapping[str, np.ndarray], dtype: str) -> Any:
+def _module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
     """The module with our weights; built without memory first, since its own first values are not wanted."""
     classes = list(state.values())[-1].shape[0]  # the last layer's bias
-    base = state[_FIRST.get(name, "conv1.weight")].shape[0]
     with torch.device("meta"):
-        module = _MODULES[name](classes, base)
+        module, _, _ = torch_models.build(name, classes=classes, width=width, dropout=0.0)
     counters = {key: torch.zeros((), dtype=torch.int64) for key in module.state_dict() if key.endswith("num_batches_tracked")}
     weights = {key: torch.from_numpy(array.astype(dtype)) for key, array in state.items()}
     module.load_state_dict(weights | counters, strict=True, assign=True)

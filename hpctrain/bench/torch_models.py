@@ -1,0 +1,163 @@
+"""The catalogue's networks in PyTorch, with the names of torchvision: what the engine is compared with, in time and in numbers.
+
+Runs in any Python with PyTorch, with or without hpctrain, so it imports nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+_VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+_RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+class ResidualBlock(nn.Module):  # type: ignore[misc]
+    """relu(convolutions(x) + shortcut(x)) with batch norm behind each convolution; the shortcut may be nothing at all.
+
+    Args:
+        channels: into the block and out of each convolution. kernels, strides: of each convolution.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], kernels: Sequence[int], strides: Sequence[int], downsample: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references: looking modules up by name takes time
+        for number, ((inside, outside), kernel, stride) in enumerate(zip(pairwise(channels), kernels, strides, strict=True), 1):
+            conv, norm = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outside)
+            self.add_module(f"conv{number}", conv)
+            self.add_module(f"bn{number}", norm)
+            self._pairs.append((conv, norm))
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) to (N, C', H', W')."""
+        *first, (last_conv, last_norm) = self._pairs
+        y = x
+        for conv, norm in first:
+            y = self.relu(norm(conv(y)))
+        return self.relu(last_norm(last_conv(y)) + (x if self.downsample is None else self.downsample(x)))
+
+
+class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
+    """Every second pixel, between as many channels of zeros as double them (He et al. 2016, option A)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) to (N, 2 C, ceil(H / 2), ceil(W / 2))."""
+        half = x.shape[1] // 2
+        return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
+
+
+def scaled(channels: int, width: float) -> int:
+    """Channels of a network of that width factor, at least 1."""
+    return max(1, round(channels * width))
+
+
+def _named(*layers: tuple[str, nn.Module]) -> nn.Module:
+    model = nn.Sequential()
+    for name, layer in layers:
+        model.add_module(name, layer)
+    return model
+
+
+def _projection(inside: int, outside: int, stride: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+
+def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], features: int, classes: int) -> nn.Module:
+    numbered = [(f"layer{number}", stage) for number, stage in enumerate(stages, 1)]
+    head = [("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(features, classes))]
+    return _named(*stem, *numbered, *head)
+
+
+def resnet(depth: int, classes: int, width: float) -> nn.Module:
+    """For large images (He et al. 2016, table 1; version 1.5: a bottleneck's 3x3 convolution carries the stride)."""
+    channels = scaled(64, width)
+    stem = [("conv1", nn.Conv2d(3, channels, 7, 2, 3, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
+    stem += [("relu", nn.ReLU(inplace=True)), ("maxpool", nn.MaxPool2d(3, 2, 1))]
+    stages = []
+    for stage, (count, published) in enumerate(zip(_RESNET[depth], (64, 128, 256, 512), strict=True)):
+        planes = scaled(published, width)
+        outside = 4 * planes if depth >= 50 else planes
+        blocks = []
+        for number in range(count):
+            stride = 2 if stage and not number else 1
+            same = channels == outside and stride == 1
+            downsample = None if same else _projection(channels, outside, stride)
+            if depth >= 50:
+                blocks.append(ResidualBlock((channels, planes, planes, outside), (1, 3, 1), (1, stride, 1), downsample))
+            else:
+                blocks.append(ResidualBlock((channels, planes, outside), (3, 3), (stride, 1), downsample))
+            channels = outside
+        stages.append(nn.Sequential(*blocks))
+    return _resnet(stem, stages, channels, classes)
+
+
+def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
+    """For 32 px (He et al. 2016, section 4.2)."""
+    channels = scaled(16, width)
+    stem = [("conv1", nn.Conv2d(3, channels, 3, 1, 1, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
+    stem.append(("relu", nn.ReLU(inplace=True)))
+    stages = []
+    for planes in (channels, 2 * channels, 4 * channels):
+        blocks = []
+        for _ in range((depth - 2) // 6):
+            same = planes == channels
+            shortcut = None if same else ZeroPadShortcut()
+            blocks.append(ResidualBlock((channels, planes, planes), (3, 3), (1 if same else 2, 1), shortcut))
+            channels = planes
+        stages.append(nn.Sequential(*blocks))
+    return _resnet(stem, stages, channels, classes)
+
+
+def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
+    """Without batch norm (Simonyan and Zisserman 2015, table 1)."""
+    layers: list[nn.Module] = []
+    inside = 3
+    for count, published in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
+        for _ in range(count):
+            outside = scaled(published, width)
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(inplace=True)]
+            inside = outside
+        layers.append(nn.MaxPool2d(2))
+    hidden = scaled(4096, width)
+    classifier = [nn.Linear(inside * 49, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)]
+    classifier += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(hidden, classes)]
+    features = [("features", nn.Sequential(*layers)), ("avgpool", nn.AdaptiveAvgPool2d(7)), ("flatten", nn.Flatten())]
+    return _named(*features, ("classifier", nn.Sequential(*classifier)))
+
+
+def small(classes: int) -> nn.Module:
+    """The quickstart's: two stages for 28 px and one channel."""
+    layers: list[nn.Module] = []
+    inside = 1
+    for outside in (16, 32):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)]
+        layers += [nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        inside = outside
+    classifier = [nn.Linear(inside * 49, 128), nn.ReLU(inplace=True), nn.Linear(128, classes)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *classifier)
+
+
+def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
+    """(network, channels in, classes) of a model of the catalogue; None: as many classes as published.
+
+    Raises:
+        ValueError: a name that has no counterpart here.
+    """
+    family = name.rstrip("0123456789")
+    depth = int(name[len(family) :] or 0)
+    if name == "small":
+        return small(classes or 10), 1, classes or 10
+    if family == "vgg" and depth in _VGG:
+        return vgg(depth, classes or 1000, width, dropout), 3, classes or 1000
+    if family == "resnet" and depth in _RESNET:
+        return resnet(depth, classes or 1000, width), 3, classes or 1000
+    if family == "resnet" and depth % 6 == 2:
+        return resnet_small(depth, classes or 10, width), 3, classes or 10
+    raise ValueError(f"{name} has no counterpart here; small, vgg11 to vgg19, resnet18 to 152 and resnet20 to 110 have.")
