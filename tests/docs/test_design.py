@@ -1,4 +1,5 @@
-"""docs/design.md: the files and names that it sends its reader to are there; README.md: its picture shows the layers."""
+"""docs/design.md, docs/notation.md: the files and names to which they send their readers exist; README.md: its picture shows the
+layers."""
 
 import ast
 import re
@@ -9,17 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+NOTATION = (ROOT / "docs" / "notation.md").read_text(encoding="utf-8")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, text: str = TEXT) -> list[list[str]]:
     """The cells of the table under a heading, without its head."""
-    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = text.split(f" {heading}\n")[1].split("\n#")[0]
     table = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in cells] for cells in table[2:]]
 
 
 FILES = [cells[0].strip("`") for cells in rows("Eight files to read first")]
 QUESTIONS = rows("Where is it?")
+GLOSSARY = [cells for heading in re.findall(r"^### (.*)$", NOTATION, re.MULTILINE) for cells in rows(heading, NOTATION)]
 
 
 def names_in(path: Path) -> set[str]:
@@ -50,7 +53,13 @@ def test_every_question_has_an_answer_and_a_place() -> None:
         assert "`" in where, question
 
 
-@pytest.mark.parametrize("cells", QUESTIONS, ids=lambda cells: cells[0])
+def test_every_term_has_one_meaning() -> None:
+    terms = [cells[0] for cells in GLOSSARY]
+    assert len(terms) == len(set(terms)) >= 40
+    assert all(meaning.endswith(".") for _, meaning, _ in GLOSSARY)
+
+
+@pytest.mark.parametrize("cells", [*QUESTIONS, *GLOSSARY], ids=lambda cells: cells[0])
 def test_places_exist(cells: list[str]) -> None:
     where = cells[2]
     places = re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", where)
