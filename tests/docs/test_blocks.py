@@ -286,26 +286,19 @@ def test_commands_run(
 # -- configurations and programs ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def page_models(tmp_path: Path) -> Iterator[None]:
-    """The model that the page shows how to add is in the catalogue."""
-    with how_tos.followed(how_tos.MODEL, tmp_path):
-        yield
-
-
 @pytest.mark.parametrize("block", all_blocks("yaml"))
-@pytest.mark.usefixtures("page_models")
-def test_configurations_are_valid(block: Block) -> None:
+def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     """With one of the shipped files, whose keys of the same names they replace."""
     given = yaml.safe_load(block.text)
     refusals = []
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        text = yaml.safe_dump({**yaml.safe_load(path.read_text()), **given}, sort_keys=False)
-        try:
-            check_names(*parse(text, path.name))
-            return
-        except Exception as error:
-            refusals.append(f"{error}")
+    with how_tos.followed(block.page, tmp_path):
+        for path in sorted((ROOT / "configs").glob("*.yaml")):
+            text = yaml.safe_dump({**yaml.safe_load(path.read_text()), **given}, sort_keys=False)
+            try:
+                check_names(*parse(text, path.name))
+                return
+            except Exception as error:
+                refusals.append(f"{error}")
     pytest.fail(f"{block} fits none of configs/:\n" + "\n".join(refusals))
 
 

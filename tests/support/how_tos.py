@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = "docs/how-to-add-a-model.md"
 OPERATOR = "docs/how-to-add-a-kernel-operator.md"
 CONVERTER = "docs/how-to-add-a-converter.md"
+STRATEGY = "docs/how-to-add-a-strategy.md"
 
 
 def blocks(page: str, language: str) -> list[str]:
