@@ -21,6 +21,7 @@ import pytest
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect
+from hpctrain.nn.compile import validate
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 # The same examples in every run: one that fails is found where the code or the test changes, not by chance elsewhere. Nothing is
@@ -29,6 +30,9 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("repeatable")
+
+# Every plan that a test makes is checked, also on virtual ranks and in the jobs that tests start.
+os.environ[validate.ENVIRONMENT_VARIABLE] = "1"
 
 DEADLINE_SECONDS = float(os.environ.get("HPCTRAIN_TEST_DEADLINE_SECONDS", "30"))
 

@@ -13,9 +13,9 @@ from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
+from hpctrain.nn.compile.steps import SelfMade
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
-from hpctrain.nn.plan import SelfMade
 from hpctrain.nn.program import Program
 from hpctrain.optim.optimizers.sgd import Sgd
 

@@ -13,11 +13,11 @@ from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, Sta
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.errors import ShapeError
+from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layer import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
-from hpctrain.nn.plan import plan
 from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
 
@@ -109,7 +109,7 @@ class Network:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             self._programs[key] = Program(
-                plan(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
+                compile_graph(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
                 parameters=self.parameters,
                 statistics=self.statistics,
                 arena=self._reserve,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,33 @@ from hpctrain.backend.kernels.base import (
     StepContext,
 )
 from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.nn.arena import arrange
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region, StepMemory
 from hpctrain.nn.hooks import StepHooks
-from hpctrain.nn.lifetimes import first_writers
-from hpctrain.nn.order import Action, BoundStep, backward_actions, forward_actions, passes_back
 from hpctrain.nn.parameter import Parameter
-from hpctrain.nn.plan import ExecutionPlan, PlannedStep
 from hpctrain.nn.statistics import FlatStatistics
 
 _NO_HOOKS = StepHooks()
 _NO_CONTEXT = StepContext()  # a copy between layouts has no use for one
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A planned step with its parameters and what is left to do by the program itself.
+
+    add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
+    gradient_sums: (target, partial) pairs to add after `backward_parameters`, where the parameters are also those of other steps.
+    shared: an earlier step has the same parameters: it announces their gradients.
+    factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
+    """
+
+    name: str
+    operator: Operator
+    parameters: tuple[Parameter, ...]
+    passes_back: bool
+    add_partials: tuple[tuple[Array, Array], ...]
+    factors: tuple[Array, Array] | None
+    gradient_sums: tuple[tuple[Array, Array], ...] = ()
+    shared: bool = False
 
 
 class Program:
@@ -59,16 +77,16 @@ class Program:
     ) -> None:
         self.plan = plan
         self._loss = loss
-        binder = _Binder(plan, parameters, statistics, arena, mergers)
-        self.memory = binder.memory
-        self.activation_bytes = binder.total_bytes
+        self.activation_bytes = plan.arena_bytes
+        self.memory = arena(plan.arena_bytes)
+        binder = _Binder(plan, parameters, statistics, self.memory, mergers)
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
-        self._forward_actions = forward_actions(plan)
-        self._actions = backward_actions(plan)
-        self.x: Array = binder.activation(0)
-        self.logits: Array = binder.activation(plan.output)
-        self.d_logits: Array | None = binder.gradient(plan.output) if plan.training else None
-        self.x_grad: Array | None = binder.gradient(0) if plan.needs_grad[0] else None
+        self._forward_actions, self._actions = plan.forward, plan.backward
+        x, y = plan.tensors[0], plan.tensors[plan.output]
+        self.x: Array = binder.view(plan.x, x)
+        self.logits: Array = binder.view(plan.logits, y)
+        self.d_logits: Array | None = None if plan.logits_grad is None else binder.view(plan.logits_grad, y)
+        self.x_grad: Array | None = None if plan.x_grad is None else binder.view(plan.x_grad, x)
 
     @property
     def batch(self) -> int:
@@ -165,88 +183,58 @@ class _ViewCopy(Operator):
 
 
 class _Binder:
-    """Places a plan's buffers in the arena and binds its operators, in forward order."""
+    """Makes arrays of a plan's places in the arena and binds its operators to them, in forward order."""
 
     def __init__(
         self,
         plan: ExecutionPlan,
         parameters: Mapping[str, Parameter],
         statistics: FlatStatistics,
-        arena: Callable[[int], Array],
+        memory: Array,
         mergers: Mapping[str, StatisticsMerger],
     ) -> None:
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
+        self._memory = memory
         self._shared = self._shares()
         self._partial_gradients: dict[str, Array] = {}
-        self._arena = arrange(plan)
-        self._first_writer = first_writers(plan)
-        self.total_bytes = self._arena.total_bytes
-        self.memory = arena(self.total_bytes)
 
-    def activation(self, tensor: int) -> Array:
-        """The buffer of a tensor, in its shape (flat in a layout that is not plain)."""
-        return self._view(self._arena.offsets["activation", self._plan.storage[tensor]], self._plan.tensors[tensor])
-
-    def gradient(self, tensor: int) -> Array:
-        """The buffer of a tensor's gradient."""
-        return self._view(self._arena.offsets["gradient", self._plan.grad_storage[tensor]], self._plan.tensors[tensor])
+    def view(self, region: Region, spec: TensorSpec) -> Any:
+        """The array of a tensor, in its shape (flat in a layout that is not plain)."""
+        flat = self._memory[region.offset : region.end].view(spec.dtype)
+        return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
 
     def bind(self, k: int, step: PlannedStep) -> BoundStep:
-        operator = step.operator
-        plan = self._plan
-        shared = plan.grad_storage[step.inputs[0]] == plan.grad_storage[step.output]
-        if operator.view and not shared and plan.needs_grad[step.inputs[0]]:
-            operator = _ViewCopy(operator)
-        grads: list[Array | None] = []
-        accumulate: list[bool] = []
-        partials: list[tuple[Array, Array]] = []
-        partial_at = self._arena.offsets.get(("partial", k), 0)
-        for i, tensor in enumerate(step.inputs):
-            if not plan.needs_grad[tensor]:
-                grads.append(None)
-                accumulate.append(False)
-                continue
-            target = self.gradient(tensor)
-            adds = self._first_writer[tensor] != (k, i)
-            accumulate.append(adds and operator.can_accumulate)
-            if adds and not operator.can_accumulate:
-                partial = self._view(partial_at, plan.tensors[tensor])
-                partial_at += plan.tensors[tensor].bytes
-                partials.append((target, partial))
-                target = partial
-            grads.append(target)
-        parameters = self._bind_buffers(k, step, operator, tuple(grads), tuple(accumulate))
+        memory, specs = self._plan.memory[k], [self._plan.tensors[tensor] for tensor in step.inputs]
+        operator = _ViewCopy(step.operator) if memory.copies_gradient else step.operator
+        parameters = self._bind_buffers(k, operator)
         return BoundStep(
             step.name,
             operator,
             parameters,
-            passes_back(plan, k),
-            tuple(partials),
-            self._factors(step),
+            any(action is Action.INPUT and position == k for action, position in self._plan.backward),
+            tuple((self.view(target, specs[i]), self.view(partial, specs[i])) for i, target, partial in memory.sums),
+            self._factors(step, memory),
             self._gradient_sums(k),
             step.node is not None and step.node.shared,
         )
 
-    def _bind_buffers(
-        self, k: int, step: PlannedStep, operator: Operator, grads: tuple[Array | None, ...], accumulate: tuple[bool, ...]
-    ) -> tuple[Parameter, ...]:
+    def _bind_buffers(self, k: int, operator: Operator) -> tuple[Parameter, ...]:
+        step, memory, tensors = self._plan.steps[k], self._plan.memory[k], self._plan.tensors
         node = step.node
-        roles = dict(node.parameters) if node is not None else {}
-        own = {role: self._parameters[name] for role, name in roles.items()}
-        statistics = self._statistics.by_role(node.statistics) if node is not None else {}
-        plan = self._plan
+        own = {role: self._parameters[name] for role, name in node.parameters.items()} if node is not None else {}
+        targets = zip(memory.input_grads, step.inputs, strict=True)
         operator.bind(
             Buffers(
-                inputs=tuple(self.activation(i) for i in step.inputs),
-                output=self.activation(step.output),
-                input_grads=grads,
-                output_grad=self.gradient(step.output) if plan.needs_grad[step.output] else None,
-                accumulate=accumulate,
+                inputs=tuple(self.view(region, tensors[i]) for region, i in zip(memory.inputs, step.inputs, strict=True)),
+                output=self.view(memory.output, tensors[step.output]),
+                input_grads=tuple(None if region is None else self.view(region, tensors[i]) for region, i in targets),
+                output_grad=None if memory.output_grad is None else self.view(memory.output_grad, tensors[step.output]),
+                accumulate=memory.accumulate,
                 parameters={role: parameter.data for role, parameter in own.items()},
-                gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if plan.training else {},
-                statistics=statistics,
-                saved=self._own("saved", k, operator.saved_bytes),
-                scratch=self._own("scratch", k, operator.scratch_bytes),
+                gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if self._plan.training else {},
+                statistics=self._statistics.by_role(node.statistics) if node is not None else {},
+                saved=self._bytes(memory.saved),
+                scratch=self._bytes(memory.scratch),
                 merger=self._merger(step),
             )
         )
@@ -276,21 +264,14 @@ class _Binder:
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 
-    def _factors(self, step: PlannedStep) -> tuple[Array, Array] | None:
-        if not step.operator.gives_sufficient_factors or not self._plan.training:
+    def _factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
+        if not step.operator.gives_sufficient_factors or memory.output_grad is None:
             return None
-        return self.activation(step.inputs[0]), self.gradient(step.output)
+        x, y = (self._plan.tensors[tensor] for tensor in (step.inputs[0], step.output))
+        return self.view(memory.inputs[0], x), self.view(memory.output_grad, y)
 
-    def _own(self, kind: str, k: int, size: int) -> Array | None:
-        """What step k has to itself."""
-        return self._bytes(self._arena.offsets[kind, k], size) if size else None
-
-    def _bytes(self, offset: int, size: int) -> Array:
-        return self.memory[offset : offset + size]
-
-    def _view(self, offset: int, spec: TensorSpec) -> Any:
-        flat = self._bytes(offset, spec.bytes).view(spec.dtype)
-        return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
+    def _bytes(self, region: Region | None) -> Array | None:
+        return None if region is None else self._memory[region.offset : region.end]
 
 
 def macs(plan: ExecutionPlan) -> int:

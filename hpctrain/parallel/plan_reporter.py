@@ -12,8 +12,7 @@ from hpctrain.backend.kernels.specs import BatchNormSpec, Shape
 from hpctrain.boxes import Interval, intersect, shape_of, size_of, whole
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.nn.arena import arrange
-from hpctrain.nn.plan import plan as plan_memory
+from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph
@@ -178,7 +177,7 @@ class _GroupReporter:
     def _memory(self, rank: int, kernels: KernelSet) -> MemoryReport:
         graph = self._partitioned.local(rank, _unused_group())
         item = graph.tensors[0].item_bytes
-        arena = arrange(plan_memory(graph, kernels, training=True)).total_bytes
+        arena = compile_graph(graph, kernels, training=True).arena_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
         return MemoryReport(arena, self._messages(rank) * item, parameters * item)
 

@@ -14,8 +14,7 @@ from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.bench.engine_step import workload
 from hpctrain.models import catalogue
-from hpctrain.nn.arena import arrange
-from hpctrain.nn.plan import plan
+from hpctrain.nn.compile.compiler import compile_graph
 
 
 def arena_sizes(backend: str) -> dict[str, list[int]]:
@@ -26,7 +25,7 @@ def arena_sizes(backend: str) -> dict[str, list[int]]:
         task = workload(net.model, net.batch, net.pixels)
         builder = GraphBuilder(TensorSpec((task.batch, task.pixels, task.pixels, task.channels), "float32"))
         graph = builder.build(catalogue.build(task.model, task.options).lower(builder, 0, ""))
-        sizes[name] = [arrange(plan(graph, kernels, training=training)).total_bytes for training in (True, False)]
+        sizes[name] = [compile_graph(graph, kernels, training=training).arena_bytes for training in (True, False)]
     return sizes
 
 

@@ -13,11 +13,11 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.boxes import Box, consecutive, intersect, relative, whole
 from hpctrain.data.loader import cut
+from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.nn.plan import plan as make_plan
 from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
 from hpctrain.parallel.batch_norm import RankStatistics
@@ -109,7 +109,7 @@ def _run(
     group = _parameters(trial, specs, shards)
     intervals = {name: shard.interval for name in statistics if (shard := shards[name]) is not None}
     program = Program(
-        make_plan(graph, trial.kernels, training=trial.training, input_gradient=trial.training),
+        compile_graph(graph, trial.kernels, training=trial.training, input_gradient=trial.training),
         parameters=group.parameters,
         statistics=FlatStatistics(statistics, trial.dtype, intervals),
         arena=lambda size_bytes: _poisoned(trial.kernels, size_bytes),

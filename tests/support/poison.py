@@ -13,10 +13,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hpctrain.nn.arena import arrange
-from hpctrain.nn.lifetimes import Timeline, lifetimes
-from hpctrain.nn.memory import ALIGNMENT_BYTES
-from hpctrain.nn.order import Action, backward_actions, forward_actions
+from hpctrain.nn.compile.packing import ALIGNMENT_BYTES
+from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.program import Program
 
 _POISON = 0xFF  # not a number in float32 and float64
@@ -31,11 +29,10 @@ class Poisoner:
 
     def __post_init__(self) -> None:
         plan = self.program.plan
-        self._loss = Timeline(plan).loss
-        self._forward = {action: time for time, action in enumerate(forward_actions(plan))}
-        self._backward = {action: time for time, action in enumerate(backward_actions(plan), self._loss + 1)}
-        offsets = arrange(plan).offsets
-        self._blocks = [(offsets[key], block) for key, block in lifetimes(plan).items()]
+        self._loss = len(plan.forward)
+        self._forward = {action: time for time, action in enumerate(plan.forward)}
+        self._backward = {action: time for time, action in enumerate(plan.backward, self._loss + 1)}
+        self._blocks = [(buffer.region.offset, buffer.block) for buffer in plan.buffers]
         self._unused: dict[int, list[slice]] = {}
 
     def before_forward(self, action: Action, k: int) -> None:

@@ -90,6 +90,7 @@ class Operator(ABC):
     needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output (in the first of its two halves only, where
         reads_output_once is set). What nobody needs is reused.
     in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
+    joint_backward: `backward_parameters` writes the inputs' gradients too.
     view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
     gives_sufficient_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of
         dy over N, once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
@@ -108,6 +109,7 @@ class Operator(ABC):
     in_place: ClassVar[bool] = False
     view: ClassVar[bool] = False
     can_accumulate: ClassVar[bool] = False
+    joint_backward: ClassVar[bool] = False
     gives_sufficient_factors: bool = False
     begins_early: bool = False
     recomputes_output: bool = False

@@ -26,6 +26,7 @@ class BatchNormOperator(LibraryOperator):
     """
 
     in_place = True
+    joint_backward = True
 
     def __init__(self, engine: Engine, spec: BatchNormSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec, self._training = spec, training

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.nn.memory import ALIGNMENT_BYTES, Block, lower_bound, pack
+from hpctrain.nn.compile.packing import ALIGNMENT_BYTES, Block, lower_bound, pack
 
 
 @st.composite

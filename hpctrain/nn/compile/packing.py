@@ -1,4 +1,4 @@
-"""Memory planning: blocks with lifetimes packed into one arena. Pure arithmetic, no arrays."""
+"""Sixth pass: blocks with lifetimes packed into one arena. Pure arithmetic, no arrays."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ import pytest
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.models import catalogue
-from hpctrain.nn.arena import arrange
+from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.compile.packing import lower_bound
+from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.lifetimes import lifetimes
-from hpctrain.nn.memory import lower_bound
 from hpctrain.nn.network import Network
-from hpctrain.nn.plan import ExecutionPlan, plan
 from hpctrain.nn.program import Program
 
 _RUNS = ("forward", "backward_parameters", "backward_input", "recompute_output")
@@ -39,7 +38,7 @@ def network(request: pytest.FixtureRequest) -> Network:
 
 
 def _planned(network: Network, *, training: bool = True) -> ExecutionPlan:
-    return plan(network.graph(BATCH), network.kernels, training=training)
+    return compile_graph(network.graph(BATCH), network.kernels, training=training)
 
 
 def _scribbling(operator: Operator, method: str) -> Callable[..., None]:
@@ -79,17 +78,14 @@ def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> Non
 
 def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     planned = _planned(network)
-    blocks = lifetimes(planned)
-    without = lower_bound([block for (kind, _), block in blocks.items() if kind != "scratch"])
-    largest = max(block.size_bytes for (kind, _), block in blocks.items() if kind == "scratch")
-    assert without <= arrange(planned).total_bytes <= without + largest + (without >> 4)
+    without = lower_bound([buffer.block for buffer in planned.buffers if buffer.owner[0] != "scratch"])
+    largest = max(buffer.region.size_bytes for buffer in planned.buffers if buffer.owner[0] == "scratch")
+    assert without <= planned.arena_bytes <= without + largest + (without >> 4)
 
 
 def test_nothing_overlaps_what_lives_at_the_same_time(network: Network) -> None:
     planned = _planned(network)
-    blocks, offsets = lifetimes(planned), arrange(planned).offsets
-    for number, (key, mine) in enumerate(blocks.items()):
-        low, high = offsets[key], offsets[key] + mine.size_bytes
-        for other_key, other in list(blocks.items())[:number]:
-            begin = offsets[other_key]
-            assert not mine.meets(other) or high <= begin or begin + other.size_bytes <= low
+    for number, mine in enumerate(planned.buffers):
+        for other in planned.buffers[:number]:
+            apart = mine.region.end <= other.region.offset or other.region.end <= mine.region.offset
+            assert apart or not mine.block.meets(other.block)

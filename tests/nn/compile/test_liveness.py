@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.base import KernelSet, StepContext
+from hpctrain.backend.kernels.base import KernelSet, Operator, StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.kernels.specs import Spec, TensorSpec
 from hpctrain.models import catalogue
+from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.compile.liveness import Timeline
+from hpctrain.nn.compile.order import backward_actions, forward_actions
+from hpctrain.nn.compile.packing import lower_bound
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
+from hpctrain.nn.compile.recomputation import recomputed_tensors
+from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.lifetimes import Timeline, lifetimes
-from hpctrain.nn.memory import lower_bound
 from hpctrain.nn.network import Network
-from hpctrain.nn.order import Action
-from hpctrain.nn.plan import plan
 from tests.support import nets
 from tests.support.poison import overwritten_share, poisoned
 
@@ -73,22 +77,33 @@ def test_nobody_reads_what_is_not_in_use(kernels: KernelSet, name: str, input_gr
         np.testing.assert_array_equal(found[what], values, err_msg=what)
 
 
+class _Forgetful(NumpyKernelSet):
+    """Its operators say that backward reads no input."""
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        operator = super().make(spec, inputs, training=training, input_gradient=input_gradient)
+        operator.needs_inputs = (False,) * len(inputs)
+        return operator
+
+
 def test_a_lifetime_cut_short_is_found() -> None:
     """The test above can fail: a network that reads in backward what its operators do not declare."""
     network = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
     expected = _step(network, input_gradient=False)
-    forgetful = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
-    for step in forgetful.program(BATCH, training=True).plan.steps:
-        step.operator.needs_inputs = (False,) * len(step.inputs)
+    forgetful = Network(nets.plain(), (9, 7, 3), _Forgetful())
     with poisoned():
         found = _step(forgetful, input_gradient=False)
     assert not np.array_equal(found["gradients"], expected["gradients"])
 
 
+def _steps_and_times(network: Network) -> tuple[Steps, Timeline]:
+    steps = make_steps(network.graph(3), network.kernels, training=True, input_gradient=False)
+    return steps, Timeline(steps, forward_actions(steps), backward_actions(steps, recomputed_tensors(steps)))
+
+
 def test_times_count_actions() -> None:
-    network = Network(nets.residual(), (9, 7, 3), NumpyKernelSet())
-    planned = plan(network.graph(3), network.kernels, training=True)
-    line, n = Timeline(planned), len(planned.steps)
+    steps, line = _steps_and_times(Network(nets.residual(), (9, 7, 3), NumpyKernelSet()))
+    n = len(steps.steps)
     assert [line.forward(k)[-1] for k in range(n)] == list(range(n))
     assert line.loss == n
     inputs = [time for k in range(n) for time in line.backward(k, (Action.INPUT,))]
@@ -100,20 +115,25 @@ def test_evaluation_needs_much_less_memory() -> None:
     network = Network(nets.residual(), (9, 7, 3), NumpyKernelSet())
     needs = []
     for training in (True, False):
-        blocks = lifetimes(plan(network.graph(8), network.kernels, training=training))
-        needs.append(lower_bound([block for (kind, _), block in blocks.items() if kind != "scratch"]))
+        buffers = compile_graph(network.graph(8), network.kernels, training=training).buffers
+        needs.append(lower_bound([buffer.block for buffer in buffers if buffer.owner[0] != "scratch"]))
     assert needs[1] < needs[0] / 3
 
 
 def test_every_use_lies_in_its_buffers_life() -> None:
     network = Network(nets.residual(), (9, 7, 3), NumpyKernelSet())
-    planned = plan(network.graph(3), network.kernels, training=True)
-    blocks, line = lifetimes(planned), Timeline(planned)
-    for k, step in enumerate(planned.steps):
-        for i, tensor in enumerate(step.inputs):
-            spans = blocks["activation", planned.storage[tensor]].spans
-            used = [*line.forward(k), *(line.backward(k, (Action.PARAMETERS,)) if step.operator.needs_inputs[i] else ())]
-            assert all(any(first <= time <= last for first, last in spans) for time in used)
-        if planned.needs_grad[step.output]:
-            block = blocks["gradient", planned.grad_storage[step.output]]
-            assert all(block.first <= time <= block.last for time in line.backward(k, (Action.PARAMETERS, Action.INPUT)))
+    plan, (_, line) = compile_graph(network.graph(3), network.kernels, training=True), _steps_and_times(network)
+    for k, step in enumerate(plan.steps):
+        computes = line.backward(k, (Action.PARAMETERS, Action.INPUT))
+        for region, needed in zip(plan.memory[k].inputs, step.operator.needs_inputs, strict=True):
+            assert _live(plan, region, "activation", [*line.forward(k), *(computes if needed else ())])
+        gradient = plan.memory[k].output_grad
+        assert gradient is None or _live(plan, gradient, "gradient", computes)
+
+
+def _live(plan: ExecutionPlan, region: Region, kind: str, times: Sequence[int]) -> bool:
+    """At each of these times some buffer of that kind is in use there."""
+    spans = [
+        span for buffer in plan.buffers if buffer.owner[0] == kind and buffer.region == region for span in buffer.block.spans
+    ]
+    return all(any(first <= time <= last for first, last in spans) for time in times)

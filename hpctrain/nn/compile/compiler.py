@@ -1,0 +1,66 @@
+"""From a graph to an execution plan, pass by pass. Each pass is a pure function of what the ones before it made.
+
+graph -> steps -> recomputation -> order -> liveness -> sharing -> packing -> binding. So the time of each action is known before
+anybody decides what may be overwritten, and no pass changes what another one has decided.
+"""
+
+from __future__ import annotations
+
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.graph import Graph
+from hpctrain.nn.compile.binding import Places
+from hpctrain.nn.compile.liveness import Timeline, find_uses
+from hpctrain.nn.compile.order import backward_actions, forward_actions
+from hpctrain.nn.compile.packing import pack
+from hpctrain.nn.compile.plan import Buffer, ExecutionPlan, Region
+from hpctrain.nn.compile.recomputation import recomputed_tensors
+from hpctrain.nn.compile.sharing import lifetimes, share
+from hpctrain.nn.compile.steps import Steps, make_steps
+from hpctrain.nn.compile.validate import asked_for as validation_asked_for
+from hpctrain.nn.compile.validate import validate
+
+
+def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
+    """The plan of one program. Allocates nothing.
+
+    Args:
+        graph: the model at one batch size, not yet fused. kernels: who computes. input_gradient: also the gradient of the images.
+
+    Raises:
+        BackendError: the kernel set refuses a layer; the message names it.
+    """
+    steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=input_gradient)
+    plan = plan_steps(steps)
+    if validation_asked_for():
+        validate(plan)
+    return plan
+
+
+def plan_steps(steps: Steps) -> ExecutionPlan:
+    """All passes behind the first one."""
+    forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
+    line = Timeline(steps, forward, backward)
+    uses = find_uses(steps, line)
+    sharing = share(steps, line, uses)
+    blocks = lifetimes(uses, sharing)
+    offsets, arena_bytes = pack(list(blocks.values()))
+    places = Places(steps, line, sharing, dict(zip(blocks, offsets, strict=True)))
+    return ExecutionPlan(
+        steps=steps.steps,
+        tensors=steps.tensors,
+        output=steps.output,
+        training=steps.training,
+        needs_grad=steps.needs_grad,
+        forward=forward,
+        backward=backward,
+        memory=tuple(places.step(k) for k in range(len(steps.steps))),
+        x=places.activation(0),
+        logits=places.activation(steps.output),
+        logits_grad=places.logits_grad(),
+        x_grad=places.gradient(0),
+        buffers=tuple(
+            Buffer(key, Region(offset, block.size_bytes), block)
+            for (key, block), offset in zip(blocks.items(), offsets, strict=True)
+        ),
+        arena_bytes=arena_bytes,
+    )

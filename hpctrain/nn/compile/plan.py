@@ -1,0 +1,124 @@
+"""What the passes of `nn.compile` make: an execution plan, immutable, the same on every rank that compiles the same graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from hpctrain.backend.kernels.base import Operator
+from hpctrain.backend.kernels.graph import Node
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.nn.compile.packing import Block
+
+
+class Action(Enum):
+    """What a pass does with a step."""
+
+    FORWARD = auto()
+    RECOMPUTE = auto()  # make the output again, which was not kept
+    COPY = auto()  # the same, of a copy in another layout
+    PARAMETERS = auto()
+    INPUT = auto()
+    BEGIN = auto()  # what goes in is complete (in backward, the output's gradient): what travels may start
+    FREE = auto()  # parameters are no longer read
+
+
+#: In the order of time: the action, and the position of the step.
+Actions = tuple[tuple[Action, int], ...]
+
+#: ("activation" | "gradient", tensor that owns the storage) or ("saved" | "scratch" | "partial", step)
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One operator at its place. `inputs` and `output` are tensor numbers; `node` is None for a copy between layouts."""
+
+    name: str
+    operator: Operator
+    inputs: tuple[int, ...]
+    output: int
+    node: Node | None = None
+
+    @property
+    def has_parameters(self) -> bool:
+        return self.node is not None and bool(self.node.parameters)
+
+    @property
+    def input_first(self) -> bool:
+        """In backward the input's gradient comes before the parameters'."""
+        return self.node is not None and self.node.input_first
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes [offset, offset + size_bytes) of the arena."""
+
+    offset: int
+    size_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+    def overlaps(self, other: Region) -> bool:
+        """They share a byte."""
+        return self.offset < other.end and other.offset < self.end and bool(self.size_bytes and other.size_bytes)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Where the buffers of one step lie.
+
+    inputs, output, output_grad, saved, scratch: as in `Buffers`; None where there is none.
+    input_grads: where `backward_input` writes, None where nobody asks. accumulate[i]: it adds to what is there.
+    sums: (input, target, partial): the program adds the partial to the target after `backward_input`, where the operator cannot
+        add by itself; `input_grads` then names the partial.
+    copies_gradient: a view whose input has other readers too: its gradient cannot share memory and is copied.
+    """
+
+    inputs: tuple[Region, ...]
+    output: Region
+    input_grads: tuple[Region | None, ...]
+    output_grad: Region | None
+    accumulate: tuple[bool, ...]
+    sums: tuple[tuple[int, Region, Region], ...] = ()
+    saved: Region | None = None
+    scratch: Region | None = None
+    copies_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A stretch of the arena, who owns it (for reports and tests), and when it is in use."""
+
+    owner: Key
+    region: Region
+    block: Block
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """Steps in forward order, what happens when, and where everything lies.
+
+    steps, tensors: a tensor's number is its place in `tensors`; 0 is the input, `output` the logits.
+    needs_grad[t]: backward computes the gradient of tensor t.
+    forward, backward: the actions of both passes; the loss is computed in between. No backward in evaluation.
+    memory: by step. x, logits: the buffers of the input and the output. logits_grad, x_grad: of their gradients.
+    buffers: all stretches of the arena. arena_bytes: its size.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    tensors: tuple[TensorSpec, ...]
+    output: int
+    training: bool
+    needs_grad: tuple[bool, ...]
+    forward: Actions
+    backward: Actions
+    memory: tuple[StepMemory, ...]
+    x: Region
+    logits: Region
+    logits_grad: Region | None
+    x_grad: Region | None
+    buffers: tuple[Buffer, ...]
+    arena_bytes: int

@@ -1,0 +1,114 @@
+"""First pass: from a graph to steps. Operators in order, with copies between layouts where neighbours differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from hpctrain.backend.kernels.base import KernelSet, Operator
+from hpctrain.backend.kernels.graph import Graph, Node
+from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.errors import BackendError
+from hpctrain.nn.compile.plan import PlannedStep
+
+
+@runtime_checkable
+class SelfMade(Protocol):
+    """A spec that brings its own operator (a user's layer, a halo exchange); it works on plain memory."""
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a program in forward order. Tensors are numbered as in the graph, with those that copies add behind them."""
+
+    steps: tuple[PlannedStep, ...]
+    tensors: tuple[TensorSpec, ...]
+    output: int
+    training: bool
+    needs_grad: tuple[bool, ...]
+
+    def producer(self, tensor: int) -> int | None:
+        """Position of the step that writes `tensor`; None for the input."""
+        return next((k for k, step in enumerate(self.steps) if step.output == tensor), None)
+
+    def readers(self, tensor: int) -> list[int]:
+        """Positions of the steps that read `tensor`."""
+        return [k for k, step in enumerate(self.steps) if tensor in step.inputs]
+
+    def value(self, tensor: int) -> int:
+        """The tensor whose memory `tensor` names: another one where views lead to it, else itself."""
+        k = self.producer(tensor)
+        return tensor if k is None or not self.steps[k].operator.view else self.value(self.steps[k].inputs[0])
+
+    def grad_value(self, tensor: int) -> int:
+        """The tensor whose gradient's memory is also that of `tensor`'s: another one where a view is its only reader."""
+        readers = self.readers(tensor)
+        return self.grad_value(self.steps[readers[0]].output) if readers and self.shares_gradient(readers[0]) else tensor
+
+    def shares_gradient(self, k: int) -> bool:
+        """Step k is a view, and its input's gradient is that of its output. With other readers both would be added: not then."""
+        step = self.steps[k]
+        source = step.inputs[0]
+        return step.operator.view and self.needs_grad[source] and self.readers(source) == [k] and source != self.output
+
+    def passes_back(self, k: int) -> bool:
+        """Step k has a gradient of an input to compute: not where nobody asks, and not where it is the output's own."""
+        return any(self.needs_grad[tensor] for tensor in self.steps[k].inputs) and not self.shares_gradient(k)
+
+
+def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool) -> Steps:
+    """An operator for each node, and before it a copy of each input that it wants in another layout.
+
+    Raises:
+        BackendError: the kernel set refuses a node; the message is prefixed with the layer's name.
+    """
+    tensors = list(graph.tensors)
+    needs_grad = _find_gradients(graph, training, input_gradient)
+    steps: list[PlannedStep] = []
+    copies: dict[tuple[int, str], int] = {}
+
+    def in_layout(tensor: int, wanted: TensorSpec) -> int:
+        if tensors[tensor].layout == wanted.layout:
+            return tensor
+        key = (tensor, wanted.layout)
+        if key not in copies:  # one copy serves all readers that want this layout
+            tensors.append(wanted)
+            needs_grad.append(needs_grad[tensor])
+            copies[key] = len(tensors) - 1
+            reorder = kernels.reorder(tensors[tensor], wanted)
+            steps.append(PlannedStep(f"reorder.{tensor}", reorder, (tensor,), copies[key]))
+        return copies[key]
+
+    for node in graph.nodes:
+        specs = tuple(tensors[i] for i in node.inputs)
+        operator = _make_operator(node, specs, kernels, training, any(needs_grad[i] for i in node.inputs))
+        inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
+        tensors[node.output] = operator.output
+        steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
+    # The loss and whoever reads predictions know plain memory only.
+    output = in_layout(graph.output, tensors[graph.output].plain())
+    return Steps(tuple(steps), tuple(tensors), output, training, tuple(needs_grad))
+
+
+def _make_operator(
+    node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
+) -> Operator:
+    if isinstance(node.spec, SelfMade):
+        return node.spec.operator(tuple(spec.plain() for spec in inputs), training=training)
+    try:
+        return kernels.make(node.spec, inputs, training=training, input_gradient=input_gradient)
+    except BackendError as error:
+        error.args = (f"Layer {node.name}: {error}",)
+        raise
+
+
+def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
+    """By tensor of the graph: backward computes its gradient."""
+    needs_grad = [False] * len(graph.tensors)
+    if training:
+        needs_grad[0] = input_gradient
+        for node in graph.nodes:
+            needs_grad[node.output] = bool(node.parameters) or any(needs_grad[i] for i in node.inputs)
+    return needs_grad

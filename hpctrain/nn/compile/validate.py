@@ -1,0 +1,319 @@
+"""A check of finished plans: the actions of both passes, run symbolically on the memory that the plan gives to each step.
+
+Every stretch of the arena holds the name of the value that was written there last, and each read asks for a value by name: if
+another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators' declarations
+and the graph alone, not from what the passes of the compiler found out, so this does not repeat their mistakes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
+from hpctrain.nn.compile.plan_facts import LOSS, PlanFacts, announces, parameter_names
+from hpctrain.nn.compile.symbolic_memory import InvalidPlanError, SymbolicMemory, Value, activation, gradient
+
+ENVIRONMENT_VARIABLE = "HPCTRAIN_VALIDATE_PLANS"
+
+_Regions = Iterable[Region | None]
+
+
+def asked_for() -> bool:
+    """True where the environment asks for a check of every plan that is made: HPCTRAIN_VALIDATE_PLANS=1."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
+
+
+def validate(plan: ExecutionPlan) -> None:
+    """Run a plan symbolically: forward, the loss, backward.
+
+    Raises:
+        InvalidPlanError: some read would see anything but the last write of the value that it wants, or an action is missing,
+            repeated or too early. The sentence names the step and the value.
+    """
+    facts, memory = PlanFacts(plan), SymbolicMemory()
+    _Forward(facts, memory).run()
+    _run_loss(facts, memory)
+    if plan.training:
+        _Backward(facts, memory).run()
+    elif plan.backward:
+        raise InvalidPlanError(f"A plan for evaluation has {len(plan.backward)} actions of a backward pass; it must have none.")
+
+
+def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
+    """Reads the logits, and writes their gradient in training."""
+    plan = facts.plan
+    facts.check_region(plan.logits, plan.output, "logits")
+    memory.read(plan.logits, activation(plan.output), "The loss", facts.name(plan.output))
+    if not plan.training:
+        return
+    if plan.logits_grad is None or plan.logits_grad.overlaps(plan.logits):
+        raise InvalidPlanError(f"The gradient of the logits has no place of its own in training, but {plan.logits_grad}.")
+    facts.check_region(plan.logits_grad, plan.output, "the logits' gradient")
+    memory.write(plan.logits_grad, gradient(facts.grad_owner(plan.output), frozenset({LOSS})), "the loss")
+
+
+class _Pass:
+    """What forward and backward share. done: how often each action of this pass has happened so far."""
+
+    def __init__(self, facts: PlanFacts, memory: SymbolicMemory) -> None:
+        self.facts, self.plan, self.memory = facts, facts.plan, memory
+        self.done: Counter[tuple[Action, int]] = Counter()
+
+    def run_actions(
+        self, actions: Sequence[tuple[Action, int]], methods: Mapping[Action, Callable[[Action, int], None]], name: str
+    ) -> None:
+        """Each by its method."""
+        for action, k in actions:
+            if action not in methods:
+                raise self.facts.error(action, k, f"has no place in {name}")
+            methods[action](action, k)
+            self.done[action, k] += 1
+
+    def read_inputs(self, action: Action, k: int, needed: Sequence[bool]) -> list[Region]:
+        """Those of the inputs that are needed; gives where they lie."""
+        step, regions = self.plan.steps[k], self.plan.memory[k].inputs
+        wanted = [i for i, needs in enumerate(needed) if needs]
+        for i in wanted:
+            tensor = step.inputs[i]
+            self.memory.read(regions[i], activation(tensor), self.facts.actor(action, k), self.facts.name(tensor))
+        return [regions[i] for i in wanted]
+
+    def scribble(self, k: int) -> None:
+        """Scratch may hold anything after an operator has run."""
+        region = self.plan.memory[k].scratch
+        if region is not None:
+            self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
+
+    def check_apart(self, action: Action, k: int, written: _Regions, others: _Regions = ()) -> None:
+        """
+        Raises:
+            InvalidPlanError: what the step writes overlaps the rest of what it works on.
+        """
+        busy = [region for region in others if region is not None]
+        for region in written:
+            for other in busy if region is not None else ():
+                if region is not None and region.overlaps(other):
+                    places = f"bytes [{region.offset}, {region.end}) and [{other.offset}, {other.end})"
+                    raise self.facts.error(action, k, f"works on {places}, which overlap")
+            if region is not None:
+                busy.append(region)
+
+    def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
+        """
+        Raises:
+            InvalidPlanError: the step writes over what it reads, and either it cannot, or only a part of it.
+        """
+        in_place = allowed and self.plan.steps[k].operator.in_place and written == read
+        if written.overlaps(read) and not in_place:
+            raise self.facts.error(
+                action, k, f"writes bytes [{written.offset}, {written.end}) over what it reads, which it cannot"
+            )
+
+
+class _Forward(_Pass):
+    """The images are there; every step runs once."""
+
+    def run(self) -> None:
+        self.facts.check_region(self.plan.x, 0, "the images")
+        self.memory.write(self.plan.x, activation(0), "the caller (images)")
+        self.run_actions(self.plan.forward, {Action.BEGIN: self._begin, Action.FORWARD: self._compute}, "forward")
+        for k in range(len(self.plan.steps)):
+            if self.done[Action.FORWARD, k] != 1:
+                raise self.facts.error(Action.FORWARD, k, f"happens {self.done[Action.FORWARD, k]} times instead of once")
+
+    def _begin(self, action: Action, k: int) -> None:
+        """What is sent is read from now on, until the step ends."""
+        if not self.plan.steps[k].operator.begins_early:
+            raise self.facts.error(action, k, "is none: its operator cannot begin early")
+        self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
+
+    def _compute(self, action: Action, k: int) -> None:
+        """Reads all inputs, writes the output; scratch and what is saved are the step's own meanwhile."""
+        step, memory = self.plan.steps[k], self.plan.memory[k]
+        self.facts.check_places(k)
+        if step.operator.begins_early and not self.done[Action.BEGIN, k]:
+            raise self.facts.error(action, k, "has not begun early")
+        self.read_inputs(action, k, [True] * len(step.inputs))
+        if step.operator.view:
+            if memory.output != memory.inputs[0]:
+                raise self.facts.error(action, k, "is that of a view, whose output must lie where its input does")
+            self.memory.add_name(memory.output, activation(step.output))
+            return
+        self.check_in_place(action, k, memory.output, memory.inputs[0], allowed=step.inputs.count(step.inputs[0]) == 1)
+        self.check_apart(action, k, [memory.output], memory.inputs[1:])
+        self.check_apart(action, k, [memory.saved, memory.scratch], [*memory.inputs, memory.output])
+        self.scribble(k)
+        if memory.saved is not None:
+            self.memory.write(memory.saved, ("saved", k), self.facts.actor(action, k))
+        self.memory.write(memory.output, activation(step.output), self.facts.actor(action, k))
+
+
+class _Backward(_Pass):
+    """All gradients, each from all that add to it."""
+
+    def run(self) -> None:
+        for k in self.facts.silent_views.values():
+            if self.plan.memory[k].input_grads[0] != self.plan.memory[k].output_grad:
+                raise self.facts.error(Action.INPUT, k, "is missing, though it lies elsewhere than that of its output")
+        methods = {
+            Action.PARAMETERS: self._parameters,
+            Action.INPUT: self._input,
+            Action.RECOMPUTE: self._recompute,
+            Action.COPY: self._recompute,
+            Action.BEGIN: self._begin,
+            Action.FREE: self._free,
+        }
+        self.run_actions(self.plan.backward, methods, "backward")
+        self._check_all_done()
+        if self.plan.needs_grad[0]:
+            if self.plan.x_grad is None:
+                raise InvalidPlanError("The gradient of the images is asked for, and the plan has no place for it.")
+            gradient_of_images = self.facts.complete_gradient(0)
+            self.memory.read(self.plan.x_grad, gradient_of_images, "The caller after backward", "the gradient of the images")
+
+    def _recompute(self, action: Action, k: int) -> None:
+        """Reads the first input and what was saved, writes the output again."""
+        step, memory = self.plan.steps[k], self.plan.memory[k]
+        if step.node is not None if action is Action.COPY else not step.operator.recomputes_output:
+            raise self.facts.error(action, k, "is asked for, and its operator has none")
+        read = self.read_inputs(action, k, [True] * len(step.inputs)) + self._read_saved(action, k)
+        self.check_apart(action, k, [memory.output, memory.scratch], read)
+        self.scribble(k)
+        self.memory.write(memory.output, activation(step.output), self.facts.actor(action, k))
+        for view in self.facts.views_of(step.output):
+            self.memory.add_name(memory.output, activation(view))
+
+    def _begin(self, action: Action, k: int) -> None:
+        self._read_output_grad(action, k)
+
+    def _parameters(self, action: Action, k: int) -> None:
+        step = self.plan.steps[k]
+        if not step.has_parameters:
+            raise self.facts.error(action, k, "are asked for, and it has none")
+        if step.input_first and self.facts.passes_back(k) and not self.done[Action.INPUT, k]:
+            raise self.facts.error(action, k, "come before that of its input, which has to travel")
+        self._check_turn(action, k)
+        self._compute(action, k, writes=step.operator.joint_backward)
+
+    def _check_turn(self, action: Action, k: int) -> None:
+        """Of steps with the same parameters, forward's last one writes the gradient, the others add to it; who announces it is
+        the last to do so."""
+        for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
+            others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
+            if others and (announces(self.plan.steps[k]) or users[-1] in others):
+                raise self.facts.error(
+                    action, k, f"come before those of {self.plan.steps[others[-1]].name}, to which they are added"
+                )
+
+    def _input(self, action: Action, k: int) -> None:
+        step, computed = self.plan.steps[k], self.done[Action.PARAMETERS, k] > 0
+        # An operator may build one half on the other (batch norm does), unless its node says that the input comes first.
+        if step.has_parameters and not step.input_first and not computed:
+            raise self.facts.error(action, k, "comes before those of its parameters")
+        if not (step.operator.joint_backward and computed):
+            self._compute(action, k, writes=True)
+        for i, target, partial in self.plan.memory[k].sums:
+            value = _partial(k, i)
+            self.memory.read(
+                partial, value, self.facts.actor(action, k), f"its part of the gradient of {self.facts.name(step.inputs[i])}"
+            )
+            self._add(action, k, i, target)
+
+    def _compute(self, action: Action, k: int, *, writes: bool) -> None:
+        """One half of a step's backward. The first one may change the output's gradient (by the mask of a ReLU, say)."""
+        step, memory, actor = self.plan.steps[k], self.plan.memory[k], self.facts.actor(action, k)
+        read = self.read_inputs(action, k, step.operator.needs_inputs) + self._read_saved(action, k)
+        if step.operator.needs_output and not (self._begun(k) and step.operator.reads_output_once):
+            self.memory.read(memory.output, activation(step.output), actor, self.facts.name(step.output))
+            read.append(memory.output)
+        dy = self._read_output_grad(action, k)
+        self.check_apart(action, k, [dy, memory.scratch], read)
+        self.scribble(k)
+        self.memory.write(dy, _in_use(k), actor)
+        if not writes:
+            return
+        first, *others = memory.input_grads
+        if first is not None:
+            self.check_in_place(action, k, first, dy, allowed=not memory.accumulate[0])
+        self.check_apart(action, k, others, [dy])
+        targets = [target for _, target, _ in memory.sums]
+        self.check_apart(action, k, [*memory.input_grads, *targets], [*read, memory.scratch])
+        for i, target in enumerate(memory.input_grads):
+            self._write_input_grad(action, k, i, target)
+
+    def _write_input_grad(self, action: Action, k: int, i: int, target: Region | None) -> None:
+        step, memory = self.plan.steps[k], self.plan.memory[k]
+        tensor = step.inputs[i]
+        if (target is None) is self.plan.needs_grad[tensor]:
+            verb = "has no place" if target is None else "has a place that nobody asked for"
+            raise self.facts.error(action, k, f"{verb} where {self.facts.name(tensor)} is read")
+        if target is None:
+            return
+        if any(i == apart for apart, _, _ in memory.sums):
+            self.memory.write(target, _partial(k, i), self.facts.actor(action, k))
+        elif not memory.accumulate[i]:
+            value = gradient(self.facts.grad_owner(tensor), frozenset({(k, i)}))
+            self.memory.write(target, value, self.facts.actor(action, k))
+        elif step.operator.can_accumulate:
+            self._add(action, k, i, target)
+        else:
+            raise self.facts.error(action, k, "is to be added to others, which its operator cannot")
+
+    def _add(self, action: Action, k: int, i: int, target: Region) -> None:
+        """Something must be there to be added to, and this not yet."""
+        tensor = self.plan.steps[k].inputs[i]
+        owner = self.facts.grad_owner(tensor)
+        contributions = self.memory.contributions(target, owner)
+        if target.size_bytes and (contributions is None or (k, i) in contributions):
+            raise self.facts.error(action, k, f"is added to a gradient of {self.facts.name(tensor)} that is not there")
+        self.memory.write(target, gradient(owner, (contributions or frozenset()) | {(k, i)}), self.facts.actor(action, k))
+
+    def _free(self, action: Action, k: int) -> None:
+        """Nobody reads these parameters afterwards."""
+        for j in {j for name in parameter_names(self.plan.steps[k]) for j in self.facts.users[name]}:
+            if not self.done[Action.PARAMETERS, j] or (self.facts.passes_back(j) and not self.done[Action.INPUT, j]):
+                raise self.facts.error(action, k, f"comes before {self.plan.steps[j].name} has read them for the last time")
+
+    def _begun(self, k: int) -> bool:
+        return bool(self.done[Action.PARAMETERS, k] or self.done[Action.INPUT, k])
+
+    def _read_saved(self, action: Action, k: int) -> list[Region]:
+        region = self.plan.memory[k].saved
+        if region is None:
+            return []
+        self.memory.read(region, ("saved", k), self.facts.actor(action, k), "what it saved in forward")
+        return [region]
+
+    def _read_output_grad(self, action: Action, k: int) -> Region:
+        """The whole gradient, or what the step's other half left of it."""
+        tensor, region = self.plan.steps[k].output, self.plan.memory[k].output_grad
+        if region is None:
+            raise self.facts.error(action, k, f"needs the gradient of {self.facts.name(tensor)}, which has no place")
+        value = _in_use(k) if self._begun(k) else self.facts.complete_gradient(tensor)
+        self.memory.read(region, value, self.facts.actor(action, k), f"the whole gradient of {self.facts.name(tensor)}")
+        return region
+
+    def _check_all_done(self) -> None:
+        for k, step in enumerate(self.plan.steps):
+            expected = {
+                Action.PARAMETERS: step.has_parameters,
+                Action.INPUT: self.facts.passes_back(k),
+                Action.FREE: announces(step),
+            }
+            for action, wanted in expected.items():
+                if self.done[action, k] != wanted:
+                    raise self.facts.error(
+                        action, k, f"must happen {int(wanted)} times in backward, not {self.done[action, k]} times"
+                    )
+
+
+def _in_use(k: int) -> Value:
+    """The gradient of step k's output, once the step has begun to use it."""
+    return ("gradient in use", k)
+
+
+def _partial(k: int, i: int) -> Value:
+    """What step k has to add to the gradient of its i-th input."""
+    return ("partial", k, i)
