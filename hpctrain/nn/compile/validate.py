@@ -238,8 +238,9 @@ class _Backward(_Pass):
         if first is not None:
             self.check_in_place(action, k, first, dy, allowed=not memory.accumulate[0])
         self.check_apart(action, k, others, [dy])
-        targets = [target for _, target, _ in memory.sums]
-        self.check_apart(action, k, [*memory.input_grads, *targets], [*read, memory.scratch])
+        # A tensor that is read twice has one gradient, to which both add.
+        places = {*zip(step.inputs, memory.input_grads, strict=True), *((step.inputs[i], target) for i, target, _ in memory.sums)}
+        self.check_apart(action, k, [region for _, region in sorted(places, key=str)], [*read, memory.scratch])
         for i, target in enumerate(memory.input_grads):
             self._write_input_grad(action, k, i, target)
 
