@@ -3,38 +3,41 @@
 The name is a module's name inside a package ("sgd" is `hpctrain.optim.optimizers.sgd`). The options are the fields of the
 frozen dataclass `Options` of the class that the module defines, where its constructor takes `options`, else the keywords of
 that constructor or of the function `build`. `__post_init__` of a dataclass refuses, by an `OptionError`, values that its types
-allow.
+allow. A user's own code is found by a reference, `module:Name` or `file.py:Name`, or by the name of an entry point of an
+installed package (see `hpctrain.user_code`), and is checked alike.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+from hpctrain import user_code
 from hpctrain.errors import ConfigError, OptionError
+from hpctrain.nearest import choices
 from hpctrain.rules import joined, rule
 
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The classes and functions that one package offers under names.
+    """The objects of one kind by name: those of a package of hpctrain, those of installed packages, and those of the user.
 
     Each module of `package` defines one public class that subclasses `base`, or, where `base` is None, a function `build`.
     "base" and modules whose name starts with "_" are helpers.
 
     Args:
         package: dotted name, such as "hpctrain.optim.optimizers".
-        kind: what its objects are called in messages, such as "optimiser".
-        base: the class that the objects derive from.
+        kind: what its objects are called in messages, such as "optimizer"; "hpctrain.optimizers" is the group of entry points.
+        base: the class that the objects derive from; None: they are made by functions.
         given: keywords of their constructors that the program gives, and that are no options.
     """
 
@@ -45,27 +48,55 @@ class Registry(Generic[T]):
         self.given = frozenset(given)
 
     def names(self) -> tuple[str, ...]:
-        """Registered names in alphabetical order; imports the package but none of its modules."""
+        """hpctrain's own names in alphabetical order; imports the package but none of its modules."""
         package = importlib.import_module(self.package)
         modules = (module.name for module in pkgutil.iter_modules(package.__path__))
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
-    def find(self, name: str) -> Callable[..., T]:
-        """The class or the `build` function of that name.
+    def offers(self) -> Mapping[str, user_code.Offer]:
+        """The names that installed packages offer; imports none of them.
 
         Raises:
-            ConfigError: no such name, or a module that does not define exactly one object.
+            ConfigError: two packages offer the same name.
         """
-        names = self.names()
-        if name not in names:
-            raise unknown(self.kind, name, names)
+        return user_code.offers(f"hpctrain.{self.kind}s")
+
+    def find(self, name: str) -> Callable[..., T]:
+        """The class or the function of that name or reference.
+
+        Raises:
+            ConfigError: no such name; a module that does not define exactly one object; code of the user's that cannot be
+                imported or is nothing of this kind; a name of ours that an installed package offers, too.
+        """
+        outside = self.find_outside(name, self.names())
+        if outside is not None:
+            return outside
         module = importlib.import_module(f"{self.package}.{name}")
-        found = [value for key, value in vars(module).items() if self._is_entry(key, value, module.__name__)]
-        if len(found) != 1:
+        entries = [value for key, value in vars(module).items() if self._is_entry(key, value, module.__name__)]
+        if len(entries) != 1:
             wanted = "a function build" if self.base is None else f"exactly one public subclass of {self.base.__name__}"
-            raise ConfigError(f"Module {module.__name__} must define {wanted}; it defines {len(found)}.")
-        entry: Callable[..., T] = found[0]
+            raise ConfigError(f"Module {module.__name__} must define {wanted}; it defines {len(entries)}.")
+        entry: Callable[..., T] = entries[0]
         return entry
+
+    def find_outside(self, name: str, names: Collection[str]) -> Callable[..., T] | None:
+        """The class or the function of a reference or an offered name; None for one of `names`, which are ours.
+
+        Raises:
+            ConfigError: as `find`.
+        """
+        if user_code.is_reference(name):
+            return self._checked(name, user_code.load(name))
+        offers = self.offers()
+        offer = offers.get(name)
+        if name in names and offer is not None:
+            raise ConfigError(
+                f'{_capital(self.kind)} "{name}" is one of hpctrain and one of the package {offer.package}; name the latter '
+                f'"{offer.reference}", the former by its module and class in the same way, or uninstall the package.'
+            )
+        if name not in names and offer is None:
+            raise unknown(self.kind, name, (*names, *offers))
+        return None if offer is None else self._checked(name, user_code.load(offer.reference))
 
     def check(self, name: str, options: Mapping[str, Any]) -> None:
         """Check options without making the object.
@@ -73,7 +104,8 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: no such name; OptionError: as `check_options`.
         """
-        self._keywords(name, options)
+        with self._refusals(name):
+            check_options(self.find(name), f'{self.kind} "{name}"', options, self.given)
 
     def create(self, name: str, options: Mapping[str, Any], **fixed: Any) -> T:
         """Make the object of that name from its options and the program's own keywords.
@@ -81,7 +113,19 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: as `check`, and what the constructor raises.
         """
-        return self.find(name)(**fixed, **self._keywords(name, options, fixed))
+        entry = self.find(name)
+        with self._refusals(name):
+            return entry(**fixed, **check_options(entry, f'{self.kind} "{name}"', options, {*self.given, *fixed}))
+
+    @contextmanager
+    def _refusals(self, name: str) -> Iterator[None]:
+        """Code of the user's may refuse a value by a ValueError, which becomes a sentence; ours raises sentences."""
+        try:
+            yield
+        except ValueError as error:
+            if name in self.names():
+                raise
+            raise ConfigError(f'{_capital(self.kind)} "{name}" is refused: {str(error).rstrip(".")}.') from error
 
     def _is_entry(self, key: str, value: Any, module: str) -> bool:
         if getattr(value, "__module__", None) != module or key.startswith("_"):
@@ -90,8 +134,25 @@ class Registry(Generic[T]):
             return key == "build" and inspect.isfunction(value)
         return inspect.isclass(value) and issubclass(value, self.base) and value.__name__ == key
 
-    def _keywords(self, name: str, options: Mapping[str, Any], fixed: Collection[str] = ()) -> dict[str, Any]:
-        return check_options(self.find(name), f'{self.kind} "{name}"', options, {*self.given, *fixed})
+    def _checked(self, name: str, entry: Any) -> Callable[..., T]:
+        """The user's class or function, which must be of this kind.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.base is None:
+            if not callable(entry):
+                raise ConfigError(
+                    f'"{name}" is {entry!r}, but {_article(self.kind)} {self.kind} is a function or a class that makes it.'
+                )
+            return entry  # type: ignore[no-any-return]
+        wanted = f"{_article(self.kind)} {self.kind} is a class derived from {self.base.__module__}.{self.base.__name__}"
+        if not (inspect.isclass(entry) and issubclass(entry, self.base)):
+            raise ConfigError(f'"{name}" is {entry!r}, but {wanted}.')
+        if inspect.isabstract(entry):
+            missing = ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
+            raise ConfigError(f'"{name}" does not define {missing}; {wanted} that defines all that is abstract there.')
+        return entry
 
 
 def check_options(
@@ -132,7 +193,7 @@ def _converted_options(
         if key in reserved:
             raise OptionError(f'Option "{key}" of {what} is set by the program; remove it.', key)
         if key not in parameters and not open_ended:
-            raise OptionError(f'{_capital(what)} has no option "{key}"; {_choices(key, known)}.', key)
+            raise OptionError(f'{_capital(what)} has no option "{key}"; {choices(key, known)}.', key)
     for key in known:
         if key not in options and parameters[key].default is inspect.Parameter.empty:
             raise OptionError(f'{_capital(what)} needs the option "{key}".', key)
@@ -180,17 +241,11 @@ def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
     """The error of a name that is none of `names`."""
-    return ConfigError(f'There is no {kind} "{name}"; {_choices(name, names)}.')
+    return ConfigError(f'There is no {kind} "{name}"; {choices(name, names)}.')
 
 
-def _choices(name: str, names: Iterable[str]) -> str:
-    """The names that there are, the nearest one first."""
-    names = tuple(names)
-    if len(names) < 2:
-        return f'there is only "{names[0]}"' if names else "there are none"
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    listed = ", ".join(f'"{each}"' for each in names)
-    return f'the nearest is "{near[0]}" (of {listed})' if near else f"there are {listed}"
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
 
 
 def _capital(text: str) -> str:

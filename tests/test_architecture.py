@@ -53,7 +53,6 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.parallel.redistribute.RedistributeOperator",
     "hpctrain.parallel.redistribute.ReduceScatterOperator",
     "hpctrain.train.metrics.Rate",
-    "hpctrain.train.reporter.ConsoleReporter",
 }
 SHARED_CLASS_NAMES = {
     "AdaptiveAveragePool",

@@ -10,7 +10,7 @@ import click
 from hpctrain.cli.failure import Commands
 
 # The kinds of `experiment/options.py`, which imports NumPy; a test compares them.
-KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations")
+KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print names with their options, types and defaults as JSON.")
 _MOST_COLUMNS = 100
 
@@ -37,19 +37,20 @@ for _kind in KINDS:
 
 
 def _table(kind: str) -> str:
-    """Names and sentences in two columns, as wide as the terminal."""
-    from hpctrain.experiment.options import choices
+    """Names and sentences in two columns, as wide as the terminal; those of installed packages last."""
+    from hpctrain.experiment.options import choices, registry
 
     width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
     formatter = click.HelpFormatter(width=width)
-    formatter.write_dl([(choice.name, choice.sentence) for choice in choices(kind)])
+    offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers().values()]
+    formatter.write_dl([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
     return formatter.getvalue()
 
 
 def _as_json(kind: str) -> str:
-    from hpctrain.experiment.options import choices
+    from hpctrain.experiment.options import choices, registry
 
-    content = {
+    content: dict[str, object] = {
         choice.name: {
             "sentence": choice.sentence,
             "settled": dict(choice.fixed),
@@ -61,4 +62,6 @@ def _as_json(kind: str) -> str:
         }
         for choice in choices(kind)
     }
+    offers = registry(kind).offers().values()
+    content |= {offer.name: {"package": offer.package, "reference": offer.reference} for offer in offers}
     return json.dumps(content, indent=1)

@@ -20,7 +20,7 @@ from hpctrain.launch.threads import ThreadPlan, set_threads
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.experiment.session import Session
-    from hpctrain.train.reporter import ProgressStyle
+    from hpctrain.train.console_reporter import ProgressStyle
 
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
@@ -68,12 +68,14 @@ class _Job:
             prepared = error
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.session import Session, start_world
+        from hpctrain.experiment.user_code import check_alike
         from hpctrain.storage.run_directory import git_state
 
         revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
         deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
         self.world = start_world(self.launcher, deadline_seconds)
         config, threads = raise_on_all_ranks(self.world, lambda: _given(prepared))
+        check_alike(self.world)
         return Session.start(config, self.launcher, threads, self.world, revision)
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
@@ -83,8 +85,8 @@ class _Job:
         from hpctrain.experiment.options import filled
 
         check_names(config, source)
-        if config.metrics.tensorboard and self.rank() == 0:
-            from hpctrain.train.reporter import tensorboard_writer
+        if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+            from hpctrain.train.reporters.tensorboard import tensorboard_writer
 
             tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
         return filled(config), threads

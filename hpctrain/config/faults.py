@@ -15,6 +15,9 @@ from hpctrain.rules import rule
 
 _SHOWN_CHARACTERS = 60
 
+#: the keys whose values are lists of names with options
+NAMED_LISTS = (("data", "augment"), ("data", "evaluate_augment"), ("metrics", "reporters"))
+
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
     """The schema of the mapping at a path; None where there is none."""
@@ -60,11 +63,11 @@ def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:
         section = section_at((key,))
         if section is not None and issubclass(section, Named):
             yield from _name((key,), data.get(key, field.default))
-    images = data.get("data")
-    for key in ("augment", "evaluate_augment"):
-        steps = images.get(key) if isinstance(images, Mapping) else None
-        for index, step in enumerate(steps if isinstance(steps, list) else ()):
-            yield from _name(("data", key, index), step)
+    for outer, key in NAMED_LISTS:
+        section = data.get(outer)
+        named = section.get(key) if isinstance(section, Mapping) else None
+        for index, item in enumerate(named if isinstance(named, list) else ()):
+            yield from _name((outer, key, index), item)
 
 
 def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpctrain import user_code
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.schema import Config, Named, PlanConfig
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
@@ -35,6 +36,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
         raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:
         raise ConfigError(f"{path}: The configuration cannot be read: {error.strerror}.") from None
+    user_code.search_beside(Path(path))
     return parse(text, str(path), overrides, refusal)
 
 

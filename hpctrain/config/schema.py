@@ -254,6 +254,12 @@ class EvaluateConfig(Section):
     )
 
 
+class ReporterConfig(Named):
+    """One receiver of what happens in a run."""
+
+    name: Text = Field(description="Name of a reporter; further keys are its options.")
+
+
 class MetricsConfig(Section):
     """The metrics that are reported."""
 
@@ -261,6 +267,17 @@ class MetricsConfig(Section):
     interval_seconds: Number = Field(
         default=10.0, gt=0, description="Time between records of progress, and between lines where there is no bar, in seconds."
     )
+    reporters: tuple[ReporterConfig, ...] = Field(
+        default=(),
+        description="Further reporters, which receive what rank 0 reports: names, or mappings of name and options.",
+    )
+
+    @property
+    def all_reporters(self) -> tuple[ReporterConfig, ...]:
+        """The reporters, and that of `tensorboard` where it is switched on."""
+        named = {reporter.name for reporter in self.reporters}
+        board = (ReporterConfig(name="tensorboard"),) if self.tensorboard and "tensorboard" not in named else ()
+        return (*board, *self.reporters)
 
 
 class Config(Section):

@@ -12,13 +12,12 @@ from typing import Any
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, Source
-from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_averager
-from hpctrain.experiment.options import SECTIONS, choice
+from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
@@ -44,7 +43,7 @@ def check_names(config: Config, source: Source) -> None:
 def refusal(path: KeyPath, name: str) -> str | None:
     """The sentence that refuses the name of a section; None where its registry has it."""
     try:
-        choice(SECTIONS.get(str(path[0]), "augmentations"), name)
+        choice(kind_of(path), name)
     except ConfigError as error:
         return str(error)
     return None
@@ -106,17 +105,15 @@ def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each name and option that its registry refuses."""
     model, optimizer, averager, schedule = config.model, config.optimizer, config.averager, config.schedule
-    yield from _fault(("model",), model.options, partial(catalogue.build, model.name))
-    yield from _fault(("optimizer",), optimizer.options, partial(OPTIMIZERS.create, optimizer.name))
-    yield from _fault(("schedule",), schedule.options, partial(_make_schedule, config))
-    yield from _fault(("averager",), averager.options, partial(_make_averager, config, grid.splits_parameters(config)))
-    yield from _augment_faults("augment", config.data.augment)
-    yield from _augment_faults("evaluate_augment", config.data.evaluate_augment)
-
-
-def _augment_faults(key: str, steps: tuple[AugmentConfig, ...]) -> Iterator[tuple[KeyPath, str]]:
-    for index, step in enumerate(steps):
-        yield from _fault(("data", key, index), step.options, partial(AUGMENTATIONS.create, step.name))
+    yield from _fault(("model",), model, partial(catalogue.build, model.name))
+    yield from _fault(("optimizer",), optimizer, partial(OPTIMIZERS.create, optimizer.name))
+    yield from _fault(("schedule",), schedule, partial(_make_schedule, config))
+    yield from _fault(("averager",), averager, partial(_make_averager, config, grid.splits_parameters(config)))
+    for path, kind in LISTS.items():
+        for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
+            # A reporter may open files or connections where it is made.
+            attempt = registry(kind).check if kind == "reporters" else registry(kind).create
+            yield from _fault((*path, index), item, partial(attempt, item.name))
 
 
 def _optimizer(config: Config) -> Optimizer:
@@ -143,9 +140,10 @@ def _make_schedule(config: Config, options: Options) -> None:
     SCHEDULES.create(config.schedule.name, options, base_lr=lr, epochs=epochs, steps_per_epoch=1, warmup_epochs=warmup)
 
 
-def _fault(path: KeyPath, options: Options, attempt: Callable[[Options], object]) -> Iterator[tuple[KeyPath, str]]:
-    """The fault that an attempt with these options finds, at the option that causes it or else at the name."""
-    error = _error(attempt, options)
+def _fault(path: KeyPath, section: Named, attempt: Callable[[Options], object]) -> Iterator[tuple[KeyPath, str]]:
+    """The fault that an attempt with a section's options finds, at the option that causes it or else at the name."""
+    options = section.options
+    error = _error(lambda given: choice(kind_of(path), section.name), options) or _error(attempt, options)
     if error is not None:
         yield (*path, _culprit(error, options, attempt)), str(error)
 

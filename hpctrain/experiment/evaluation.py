@@ -62,7 +62,7 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     check_model(content, data, config, path)
     images = evaluation_images(config, data, place)
     assert images is not None, "checked"
-    check_shapes(training_shape(stored_config(content) or config, data), images.shape)
+    check_shapes(training_shape(stored_config(content, config) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
     replica.load_weights(content)

@@ -14,13 +14,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from hpctrain.config.schema import Config, Named
+from hpctrain.config.schema import Config, Named, OptimizerConfig, ScheduleConfig
+from hpctrain.config.source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.errors import ConfigError
 from hpctrain.experiment import averager as averagers
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.registry import Registry, options_of, parameters_of
+from hpctrain.train.reporters import REPORTERS
 
 #: options of models that follow from the rest of the configuration where they are left out
 FOLLOWING: Mapping[str, str] = {
@@ -63,7 +66,22 @@ class Choice:
 
 #: section of a configuration -> kind, as `hpctrain list` calls it
 SECTIONS = {"model": "models", "optimizer": "optimizers", "averager": "averagers", "schedule": "schedules"}
-KINDS = (*SECTIONS.values(), "augmentations")
+KINDS = (*SECTIONS.values(), "augmentations", "reporters")
+
+#: kind -> keys of its section that are no options
+_KEYS = {"optimizers": tuple(OptimizerConfig.model_fields), "schedules": tuple(ScheduleConfig.model_fields)}
+
+#: lists of a configuration -> kind of their items
+LISTS = {
+    ("data", "augment"): "augmentations",
+    ("data", "evaluate_augment"): "augmentations",
+    ("metrics", "reporters"): "reporters",
+}
+
+
+def kind_of(path: KeyPath) -> str:
+    """The kind of the name at a path of a configuration, such as ("model",) or ("data", "augment", 0)."""
+    return SECTIONS[str(path[0])] if len(path) == 1 else LISTS[str(path[0]), str(path[1])]
 
 
 def registry(kind: str) -> Registry[Any]:
@@ -74,31 +92,47 @@ def registry(kind: str) -> Registry[Any]:
         "averagers": averagers.AVERAGERS,
         "schedules": SCHEDULES,
         "augmentations": AUGMENTATIONS,
+        "reporters": REPORTERS,
     }
     return registries[kind]
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """All names of a kind."""
+    """All of hpctrain's own names of a kind."""
     return catalogue.names() if kind == "models" else registry(kind).names()
 
 
 def choice(kind: str, name: str) -> Choice:
-    """One name of a kind.
+    """One name of a kind, which may be a reference to code of the user's.
 
     Raises:
-        ConfigError: there is no such name.
+        ConfigError: there is no such name or no such code, or an option has the name of a key of the section.
     """
-    if kind == "models":
-        return _model(name)
     known = registry(kind)
-    entry = known.find(name)
-    return Choice(name, _sentence(entry), _options(entry, known.given), name)
+    if kind == "models":
+        described = _model(name)
+    else:
+        entry = known.find(name)
+        described = Choice(name, _sentence(entry), _options(entry, known.given), name)
+    for option in described.options:
+        if option.name in _KEYS.get(kind, ("name",)):
+            raise ConfigError(
+                f'The {known.kind} "{name}" cannot have an option "{option.name}", which is a key of its section already; '
+                f"give that keyword of its constructor another name."
+            )
+    return described
 
 
 def choices(kind: str) -> tuple[Choice, ...]:
-    """All names of a kind: models, optimizers, averagers, schedules or augmentations."""
+    """All of hpctrain's own names of a kind: models, optimizers, averagers, schedules, augmentations or reporters."""
     return tuple(choice(kind, name) for name in names(kind))
+
+
+def named(config: Config) -> Iterator[tuple[str, str]]:
+    """(kind, name) of all that a configuration names."""
+    yield from ((kind, getattr(config, section).name) for section, kind in SECTIONS.items())
+    for (outer, key), kind in LISTS.items():
+        yield from ((kind, item.name) for item in getattr(getattr(config, outer), key))
 
 
 def filled(config: Config) -> Config:
@@ -106,11 +140,12 @@ def filled(config: Config) -> Config:
 
     Options that follow from the data or from other keys stay out, and so do those that a model's name settles.
     """
-    sections = {section: _filled(getattr(config, section), kind) for section, kind in SECTIONS.items()}
-    images = config.data
-    steps = {key: [_filled(step, "augmentations") for step in getattr(images, key)] for key in ("augment", "evaluate_augment")}
-    images = images.model_copy(update={key: tuple(filled_steps) for key, filled_steps in steps.items()})
-    return config.model_copy(update={**sections, "data": images})
+    sections: dict[str, Any] = {section: _filled(getattr(config, section), kind) for section, kind in SECTIONS.items()}
+    for (outer, key), kind in LISTS.items():
+        section = sections.get(outer, getattr(config, outer))
+        items = tuple(_filled(item, kind) for item in getattr(section, key))
+        sections[outer] = section.model_copy(update={key: items})
+    return config.model_copy(update=sections)
 
 
 def defaults(config: Config) -> dict[str, Any]:
@@ -134,9 +169,9 @@ def _filled(section: Named, kind: str) -> Named:
 
 def _model(name: str) -> Choice:
     known = catalogue.entry(name)
-    height, width, channels = known.image_shape
     sentence = _sentence(known.builder)
     if known.family != name:
+        height, width, channels = catalogue.image_shape(name)
         settled = " and ".join(f"{option} {_spoken(value)}" for option, value in known.fixed.items())
         sentence = f"{known.family} with {settled}, for {height} x {width} x {channels} images."
     options = _options(known.builder, (*known.fixed, *FOLLOWING))

@@ -7,9 +7,19 @@ from itertools import groupby
 from typing import Any
 
 from hpctrain.config import dump
-from hpctrain.experiment.options import FOLLOWING, SECTIONS, Choice, Option, choices
+from hpctrain.experiment.options import FOLLOWING, SECTIONS, Choice, Option, choices, registry
 
-_KINDS = {**{f"{section.capitalize()}Config": kind for section, kind in SECTIONS.items()}, "AugmentConfig": "augmentations"}
+_KINDS = {
+    **{f"{section.capitalize()}Config": kind for section, kind in SECTIONS.items()},
+    "AugmentConfig": "augmentations",
+    "ReporterConfig": "reporters",
+}
+
+_REFERENCE = {
+    "type": "string",
+    "pattern": "^[^:]+:[A-Za-z_][A-Za-z0-9_]*$",
+    "description": "Code of your own: module:Name or path/to/file.py:Name.",
+}
 
 
 def json_schema() -> dict[str, Any]:
@@ -18,8 +28,16 @@ def json_schema() -> dict[str, Any]:
     for section, kind in _KINDS.items():
         name_alone, whole = schema["$defs"][section]["anyOf"]
         listed = {**name_alone, "enum": [choice.name for choice in choices(kind)]}
-        schema["$defs"][section]["anyOf"] = [listed, *_alternatives(whole, kind)]
+        schema["$defs"][section]["anyOf"] = [listed, *_alternatives(whole, kind), *_of_the_user(whole, kind)]
     return schema
+
+
+def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """A reference to code of the user's or a name that an installed package offers: alone, and with any options."""
+    offered = list(registry(kind).offers())
+    name = {"anyOf": [_REFERENCE, {"enum": offered}]} if offered else _REFERENCE
+    yield name
+    yield {**whole, "properties": {**whole["properties"], "name": name}, "additionalProperties": True}
 
 
 def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:

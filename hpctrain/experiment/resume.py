@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from hpctrain import user_code
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.load import parse
@@ -23,6 +24,7 @@ from hpctrain.experiment.model import model_options
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.user_code import is_trusted
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory, resumable, runs
@@ -132,8 +134,11 @@ def data_of(content: CheckpointContent) -> DataFacts | None:
 def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
     """From the checkpoint's configuration, ranks and data to those of now."""
     config = session.config
-    old, new = _stored_values(content), _values(dump(config))
+    old, new = _stored_values(content, config), _values(dump(config), config)
     old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
+    stored_code: Mapping[str, str] = content.meta.get("code", {})  # type: ignore[assignment]
+    old |= {f"code.{reference}": digest for reference, digest in stored_code.items()}
+    new |= {f"code.{reference}": digest for reference, digest in user_code.digests().items()}
     if data is not None:
         old |= _data_values(data)
         new |= _data_values(now)
@@ -151,25 +156,35 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
     Raises:
         CheckpointError: it describes another one; the message lists the differences.
     """
-    differences = changes(_stored_values(content), _values(dump(config)), _absent(config, data))
+    differences = changes(_stored_values(content, config), _values(dump(config), config), _absent(config, data))
     resume_rules.check_model(differences, str(path))
 
 
-def stored_config(content: CheckpointContent) -> Config | None:
-    """The configuration that a checkpoint was written with; None where an earlier hpctrain wrote what this one refuses."""
+def stored_config(content: CheckpointContent, config: Config) -> Config | None:
+    """The configuration that a checkpoint was written with.
+
+    None where an earlier hpctrain wrote what this one refuses, or where it names code that `config`, that of now, does not.
+    """
     with suppress(HpctrainError):
-        return parse(str(content.meta["config"]))[0]
+        stored = parse(str(content.meta["config"]))[0]
+        return stored if is_trusted(stored, config) else None
     return None
 
 
-def _stored_values(content: CheckpointContent) -> dict[str, Any]:
-    return _values(str(content.meta["config"]))
+def _stored_values(content: CheckpointContent, config: Config) -> dict[str, Any]:
+    return _values(str(content.meta["config"]), config)
 
 
-def _values(text: str) -> dict[str, Any]:
-    """A configuration's values, all options filled in; as they stand where an earlier hpctrain wrote what this one refuses."""
+def _values(text: str, config: Config) -> dict[str, Any]:
+    """A configuration's values, all options filled in.
+
+    They are as they stand where an earlier hpctrain wrote what this one refuses, or where the options are those of code that
+    `config` does not name: a checkpoint has nothing imported.
+    """
     with suppress(HpctrainError):
-        text = dump(filled(parse(text)[0]))
+        stored = parse(text)[0]
+        if is_trusted(stored, config):
+            text = dump(filled(stored))
     return flat(yaml.safe_load(text))
 
 

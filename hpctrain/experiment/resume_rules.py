@@ -54,6 +54,7 @@ RULES = (
         for name in (
             *("name", "output", "batch", "micro_batches", "epochs", "ranks", "threads", "backend", "progress", "trace"),
             *("schedule", "averager", "grid", "plan", "batch_norm", "checkpoint", "evaluate", "metrics", "deadline_seconds"),
+            "code",
         )
         for pattern in (name, f"{name}.*")
     ),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain import user_code
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
@@ -25,9 +26,10 @@ from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, software_versions
-from hpctrain.train.metrics import Reporter, SilentReporter
+from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.progress_text import loss_text
-from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
+from hpctrain.train.reporters import make_reporter
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome
 
@@ -165,6 +167,8 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "grid": describe(parallel_plan(session.config, session.grid.cols)),
         **collective_schedules.keep(session, parts, directory),
     }
+    if digests := user_code.digests():
+        meta["code"] = digests
     content = parts.replica.state(position, meta, keep=session.is_root)
 
     def write() -> None:
@@ -176,16 +180,20 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    if not session.is_root:
-        return SilentReporter()
+    """The reporters of rank 0; one that does nothing on other ranks. Collective.
+
+    Raises:
+        ConfigError: a configured reporter cannot be made.
+    """
     metrics = session.config.metrics
-    return ConsoleReporter(
-        directory,
-        interval_seconds=metrics.interval_seconds,
-        tensorboard=directory.path / "tensorboard" if metrics.tensorboard else None,
-        done_steps=done_steps,
-        style=style,
-    )
+
+    def make() -> Reporter:
+        if not session.is_root:
+            return Reporter()
+        others = [make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters]
+        return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
+
+    return raise_on_all_ranks(session.world, make)
 
 
 def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
@@ -259,4 +267,5 @@ def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> st
 
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:
-    return software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
+    software = software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
+    return software | user_code.digests()

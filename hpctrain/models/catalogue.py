@@ -12,11 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import OptionError
+from hpctrain.errors import ConfigError, OptionError
 from hpctrain.nn.layer import Layer
-from hpctrain.registry import Registry, check_options, unknown
+from hpctrain.registry import Registry, check_options, parameters_of
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
+
+#: values of options that follow from the data or from other keys, where a model without defaults for them is built without these
+_PLACEHOLDERS: Mapping[str, object] = {
+    "classes": 10,
+    "channels_in": 3,
+    "seed": 0,
+    "momentum": 0.1,
+    "epsilon": 1e-5,
+    "synchronised": False,
+}
 
 
 @dataclass(frozen=True)
@@ -24,13 +34,13 @@ class Entry:
     """One name of the catalogue.
 
     family: the module. builder: its `build`. fixed: options that the name stands for.
-    image_shape: (H, W, C) the model is meant for.
+    image_shape: (H, W, C) the model is meant for; None where code of the user's does not say so by an IMAGE_SHAPE.
     """
 
     family: str
     builder: Callable[..., Layer]
     fixed: Mapping[str, object]
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, int, int] | None
 
 
 def names() -> tuple[str, ...]:
@@ -39,15 +49,16 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> Entry:
-    """The family behind a name, and what the name fixes of its options.
+    """The family behind a name, and what the name fixes of its options. Code of the user's is a family of its own.
 
     Raises:
         ConfigError: no model of this name.
     """
     entries = _entries()
-    if name not in entries:
-        raise unknown(FAMILIES.kind, name, names())
-    return entries[name]
+    builder = FAMILIES.find_outside(name, entries)
+    if builder is None:
+        return entries[name]
+    return Entry(name, builder, {}, getattr(sys.modules[builder.__module__], "IMAGE_SHAPE", None))
 
 
 def options(name: str) -> dict[str, object]:
@@ -57,17 +68,23 @@ def options(name: str) -> dict[str, object]:
         ConfigError: no model of this name.
     """
     known = entry(name)
-    defaults = {option: parameter.default for option, parameter in inspect.signature(known.builder).parameters.items()}
-    return {**defaults, **known.fixed}
+    defaults = {option: parameter.default for option, parameter in parameters_of(known.builder).items()}
+    return {**defaults, **_placeholders(known.builder), **known.fixed}
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
     """(H, W, C) that the model is meant for.
 
     Raises:
-        ConfigError: no model of this name.
+        ConfigError: no model of this name, or one that does not say so.
     """
-    return entry(name).image_shape
+    shape = entry(name).image_shape
+    if shape is None:
+        raise ConfigError(
+            f'The code of the model "{name}" does not say for which images it is meant; add a line such as '
+            f"IMAGE_SHAPE = (32, 32, 3), height, width and channels, to its module."
+        )
+    return shape
 
 
 def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
@@ -78,7 +95,7 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
             name fixes otherwise.
     """
     known = entry(name)
-    converted = check_options(known.builder, f'model "{name}"', given)
+    converted = check_options(known.builder, f'model "{name}"', {**_placeholders(known.builder), **given})
     for option, value in known.fixed.items():
         if converted.get(option, value) != value:
             raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
@@ -91,7 +108,16 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     Raises:
         ConfigError: as `check`, or options that the family refuses. ShapeError: sizes that do not fit together.
     """
-    return entry(name).builder(**check(name, given))
+    model = entry(name).builder(**check(name, given))
+    if not isinstance(model, Layer):
+        raise ConfigError(f'The model "{name}" is {model!r}, but a model is a hpctrain.nn.layer.Layer, such as a Sequential.')
+    return model
+
+
+def _placeholders(builder: Callable[..., Layer]) -> dict[str, object]:
+    """Values for the options that follow from the rest of a configuration and have no default."""
+    needed = (option for option, parameter in parameters_of(builder).items() if parameter.default is inspect.Parameter.empty)
+    return {option: _PLACEHOLDERS[option] for option in needed if option in _PLACEHOLDERS}
 
 
 def _entries() -> Mapping[str, Entry]:

@@ -1,11 +1,11 @@
-"""Metrics of a run: sums turned into means, and who receives them."""
+"""Metrics of a run: sums turned into means, and the base of those who receive them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass
@@ -31,58 +31,34 @@ class RunningSums:
         return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
 
 
-class Reporter(Protocol):
-    """Receives what happens; rank 0 has one that writes, the others one that does nothing.
+class Reporter:
+    """Receives what happens in a run, and does nothing with it: the base of those that do, which rank 0 has.
+
+    A constructor may take the keywords `directory`, the run's, and `done_steps`, those of earlier parts of the run.
 
     Attributes:
         width: columns of the terminal that it writes to; None where there is none.
     """
 
-    width: int | None
-
-    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None: ...
-
-    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
-        ...
-
-    def flush(self) -> None:
-        """Training ends inside an epoch: the latest step is recorded, too."""
-        ...
-
-    def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics: kind "interval", "epoch" or "evaluation"."""
-        ...
-
-    def say(self, text: str) -> None:
-        """One line for people."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class SilentReporter:
-    """The reporter of all ranks but 0, which says nothing."""
-
     width: int | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        return None
+        """Training begins, or goes on behind `done_samples`; it will end behind `last_sample`, counted over all epochs."""
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        return None
+        """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
 
     def flush(self) -> None:
-        return None
+        """Training ends inside an epoch: the latest step is recorded, too."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        return None
+        """One line of metrics: kind "interval", "epoch", "evaluation", "progress" or "resume"."""
 
     def say(self, text: str) -> None:
-        return None
+        """One line for people."""
 
     def close(self) -> None:
-        return None
+        """The run ends, in whatever way."""
 
 
 class Rate:

@@ -24,7 +24,7 @@ from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.metrics import SilentReporter
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
@@ -109,7 +109,7 @@ def _train(
         parts = build(session)
         collective_schedules.agree(session, parts, start)
         position = Position() if start is None else parts.replica.load(start)
-        trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=steps)
+        trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=steps)
         outcome = trainer.run(position)
         parts.replica.drain()
         meta = collective_schedules.keep(session, parts, RunDirectory(file.parent))
@@ -183,7 +183,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         parts = build(session)
         collective_schedules.agree(session, parts)
         before = counters.snapshot()
-        trainer = build_trainer(session, parts, SilentReporter(), lambda at: None, steps=1)
+        trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=1)
         trainer.run(Position())
         parts.replica.drain()
         counted = counters.since(before)

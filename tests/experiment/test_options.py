@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,12 @@ _SECTIONS = [(f"{section.capitalize()}Config", kind) for section, kind in SECTIO
 
 
 def _alternatives(section: str) -> list[dict]:
-    return json_schema()["$defs"][section]["anyOf"][1:]
+    """The mappings with hpctrain's own names; those of the user's code come last."""
+    *alternatives, _, _ = json_schema()["$defs"][section]["anyOf"][1:]
+    return alternatives
 
 
-@pytest.mark.parametrize(("section", "kind"), [*_SECTIONS, ("AugmentConfig", "augmentations")])
+@pytest.mark.parametrize(("section", "kind"), [*_SECTIONS, ("AugmentConfig", "augmentations"), ("ReporterConfig", "reporters")])
 def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
     known = [name for alternative in _alternatives(section) for name in alternative["properties"]["name"]["enum"]]
     assert sorted(known) == sorted(names(kind))
@@ -97,3 +100,13 @@ def test_the_schema_has_the_options_of_the_shipped_configurations(path: Path) ->
             assert set(value) <= set(fits[0]["properties"])
             assert set(fits[0]["required"]) <= set(value)
             assert all("description" in entry for entry in fits[0]["properties"].values())
+
+
+@pytest.mark.parametrize("section", [section for section, _ in _SECTIONS])
+def test_the_schema_lets_code_of_the_users_have_any_options(section: str) -> None:
+    alone, whole = json_schema()["$defs"][section]["anyOf"][-2:]
+    for reference in ("my_code:Own", "code/my_code.py:Own"):
+        assert re.fullmatch(alone["pattern"], reference)
+    assert not any(re.fullmatch(alone["pattern"], name) for name in ("sgd", ":x", "a:", "a:b.c"))
+    assert whole["properties"]["name"] == alone
+    assert whole["additionalProperties"] is True

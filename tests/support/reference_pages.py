@@ -25,20 +25,22 @@ _KINDS = {
     "schedules": ("Schedules", "schedule", "`schedule.warmup_epochs`, the epochs of linear warm-up, is a key of every schedule."),
     "averagers": ("Averagers", "averager", "How they work, and which one to choose: [averaging.md](averaging.md)."),
     "augmentations": ("Augmentations", "data.augment", "How they are drawn: [data.md](data.md)."),
+    "reporters": ("Reporters", "metrics.reporters", "They receive what rank 0 reports, beside the console and `metrics.jsonl`."),
 }
 
 _HEAD = """# Options
 
 The names that a configuration can choose, and the options of each: keys beside `name` in its section ([config.md](config.md)).
-`hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`) prints the names, `hpctrain config show FILE`
-prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a JSON schema for editors.
+`hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints the names,
+`hpctrain config show FILE` prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a
+JSON schema for editors.
 
 This page is written by `make docs`, from the constructors themselves.
 """
 
 _KEYS_NOTE = """
-"Needed" keys have no default. Further keys of `model`, `optimizer`, `schedule`, `averager` and augmentations are options, which
-[options.md](options.md) lists. This table is written by `make docs`.
+"Needed" keys have no default. Further keys of `model`, `optimizer`, `schedule`, `averager`, augmentations and reporters are
+options, which [options.md](options.md) lists. This table is written by `make docs`.
 
 """
 

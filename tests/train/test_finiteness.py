@@ -25,7 +25,7 @@ from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.metrics import SilentReporter
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
@@ -130,7 +130,7 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
         test_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
-        reporter=SilentReporter(),
+        reporter=Reporter(),
         save=save,
     )
     try:

@@ -24,11 +24,17 @@ class Augmentation(ABC):
     `apply_region` save that work.
 
     Attributes:
-        name: as the configuration calls it; the random numbers follow from it. draws: uniform numbers per sample.
+        name: the random numbers follow from it; the class's name where it does not say another one.
+        draws: uniform numbers per sample.
     """
 
     name: ClassVar[str]
     draws: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         """(H, W, C) after it, for (h, w, c) before.

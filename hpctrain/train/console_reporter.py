@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from hpctrain.errors import ConfigError
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
 
 #: how a run shows where it is
@@ -24,13 +22,13 @@ _NARROWEST_BAR = 8
 _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
 
-class ConsoleReporter:
-    """Writes for people on stdout and for programs into the run directory.
+class ConsoleReporter(Reporter):
+    """Writes for people on stdout and for programs into the run directory, and passes on what happens to other reporters.
 
     Args:
         directory: receives metrics. interval_seconds: between two records of progress, and between two lines where there is no
-            bar; the first step and the last always have one. tensorboard: directory of TensorBoard files, or None.
-        console: where to print. done_steps: of an earlier part of this run; TensorBoard hides what that wrote of later ones.
+            bar; the first step and the last always have one. others: reporters that receive the same; they are closed with it.
+        console: where to print.
         style: None: a bar on a terminal, lines elsewhere. clock: in seconds.
     """
 
@@ -39,9 +37,8 @@ class ConsoleReporter:
         directory: RunDirectory,
         *,
         interval_seconds: float = 10.0,
-        tensorboard: Path | None = None,
+        others: Sequence[Reporter] = (),
         console: Console | None = None,
-        done_steps: int = 0,
         style: ProgressStyle | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,10 +48,11 @@ class ConsoleReporter:
         self._directory = directory
         self._interval_seconds = interval_seconds
         self._clock = clock
-        self._board = _board(tensorboard, done_steps) if tensorboard is not None else None
+        self._others = tuple(others)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._epochs = 0
+        self._epochs = self._samples = 0
+        self._left = TimeLeft(0, 0, clock)
         self._last_record: float | None = None
         self._unrecorded: dict[str, Any] | None = None
 
@@ -75,6 +73,8 @@ class ConsoleReporter:
             )
             self._progress.start()
             self._task = self._progress.add_task("training", total=last_sample, completed=done_samples, note="")
+        for reporter in self._others:
+            reporter.start(epochs, samples_per_epoch, done_samples, last_sample)
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
         """Move the bar; record, and print a line where there is no bar, at first and when the interval is over."""
@@ -89,9 +89,16 @@ class ConsoleReporter:
         now = self._clock()
         if self._last_record is None or now - self._last_record >= self._interval_seconds:
             self._last_record = now
-            self.flush()
+            self._record_step()
+        for reporter in self._others:
+            reporter.step(epoch, step, sums, lr, images_per_second)
 
     def flush(self) -> None:
+        self._record_step()
+        for reporter in self._others:
+            reporter.flush()
+
+    def _record_step(self) -> None:
         """Record, and print where there are lines, the latest step unless that has been done."""
         record, self._unrecorded = self._unrecorded, None
         if record is None:
@@ -115,49 +122,28 @@ class ConsoleReporter:
         return f"epoch {record['epoch']}/{self._epochs}", facts
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append one line of metrics; numbers go to TensorBoard too."""
+        """Append one line of metrics."""
         self._directory.append_metrics({"kind": kind, "time": time.time(), **values})
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._board.add_scalar(f"{kind}/{name}", value, int(values.get("step", 0)))
+        for reporter in self._others:
+            reporter.record(kind, values)
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
         self._console.print(text, markup=False)
+        for reporter in self._others:
+            reporter.say(text)
 
     def close(self) -> None:
-        """End the bar and the TensorBoard files; may be called twice."""
+        """End the bar and close the other reporters; may be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        for reporter in self._others:
+            reporter.close()
+        self._others = ()
 
 
 def make_console(style: ProgressStyle | None) -> Console:
     """Stdout, where nothing is cut; a bar that was asked for is drawn even where stdout is no terminal (under mpiexec)."""
     forced = True if style == "bar" else None
     return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_terminal=forced)
-
-
-def tensorboard_writer() -> Any:
-    """The class that writes TensorBoard files.
-
-    To be called before MPI starts, too: tensorboardX loads PyTorch where it is installed, which starts processes.
-
-    Raises:
-        ConfigError: tensorboardX is not installed.
-    """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "metrics.tensorboard is true, but tensorboardX is not installed; install hpctrain[export] or set it to false."
-        ) from error
-    return SummaryWriter
-
-
-def _board(directory: Path, done_steps: int) -> Any:
-    return tensorboard_writer()(str(directory), purge_step=done_steps + 1 if done_steps else None)

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
-from hpctrain.train.reporter import ConsoleReporter, ProgressStyle
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def _run(
     directory: RunDirectory,
     console: Console,
     interval_seconds: float,
-    tensorboard: Path | None = None,
-    done_steps: int = 0,
+    others: Sequence[Reporter] = (),
     style: ProgressStyle | None = None,
 ) -> None:
     """Three steps of the first of two epochs of 20 samples; a clock that goes on by a second at each look."""
@@ -33,8 +33,7 @@ def _run(
         directory,
         interval_seconds=interval_seconds,
         console=console,
-        tensorboard=tensorboard,
-        done_steps=done_steps,
+        others=others,
         style=style,
         clock=lambda: float(next(seconds)),
     )
@@ -102,26 +101,52 @@ def test_nothing_in_brackets_is_taken_for_markup(directory: RunDirectory) -> Non
     assert output.getvalue() == "run directory runs/[bold]x\n"
 
 
-def test_tensorboard_files_hold_the_scalars(directory: RunDirectory, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    _run(directory, Console(file=io.StringIO()), interval_seconds=1e9, tensorboard=tmp_path / "board")
-    events = list((tmp_path / "board").glob("events.*"))
-    assert len(events) == 1
-    assert b"epoch/loss" in events[0].read_bytes()
+class Written(Reporter):
+    """Writes down what it receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def start(self, epochs, samples_per_epoch, done_samples, last_sample) -> None:
+        self.calls.append(("start", epochs))
+
+    def step(self, epoch, step, sums, lr, images_per_second) -> None:
+        self.calls.append(("step", step, sums.count, lr))
+
+    def flush(self) -> None:
+        self.calls.append(("flush",))
+
+    def record(self, kind, values) -> None:
+        self.calls.append(("record", kind, values["step"]))
+
+    def say(self, text) -> None:
+        self.calls.append(("say", text))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
 
 
-@pytest.mark.parametrize(("done_steps", "starts"), [(0, []), (7, [8])])
-def test_a_resumed_runs_tensorboard_files_take_over_behind_its_checkpoint(
-    directory: RunDirectory, tmp_path: Path, done_steps: int, starts: list[int]
-) -> None:
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    _run(directory, Console(file=io.StringIO()), 1e9, tmp_path / "board", done_steps)
-    (path,) = (tmp_path / "board").glob("events.*")
-    content, events, place = path.read_bytes(), [], 0
-    while place < len(content):  # length (8 bytes), its checksum (4), the event, its checksum (4)
-        size = int.from_bytes(content[place : place + 8], "little")
-        events.append(Event.FromString(content[place + 12 : place + 12 + size]))
-        place += size + 16
-    assert [event.step for event in events if event.session_log.status == SessionLog.START] == starts
+def test_other_reporters_receive_the_same_and_are_closed_once(directory: RunDirectory) -> None:
+    others = [Written(), Written()]
+    _run(directory, Console(file=io.StringIO()), interval_seconds=1e9, others=others, style="none")
+    assert (
+        others[0].calls
+        == others[1].calls
+        == [
+            ("start", 2),
+            ("record", "interval", 1),
+            ("step", 1, 4, 0.1),
+            ("step", 2, 8, 0.1),
+            ("step", 3, 12, 0.1),
+            ("record", "interval", 3),
+            ("flush",),
+            ("record", "epoch", 3),
+            ("close",),
+        ]
+    )
+    recorded = [(line["kind"], line["step"]) for line in directory.metrics()]
+    assert recorded == [call[1:] for call in others[0].calls if call[0] == "record"]
+    silent, said = Reporter(), Written()
+    reporter = ConsoleReporter(directory, console=Console(file=io.StringIO()), others=[silent, said])
+    reporter.say("a line")
+    assert said.calls == [("say", "a line")]

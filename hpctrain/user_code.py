@@ -1,0 +1,181 @@
+"""Code of the user's own that a configuration names: `module:Name`, `path/to/file.py:Name`, or what installed packages offer.
+
+Nothing is imported but what a configuration names. A module is looked for among those that Python finds (installed packages),
+then in the working directory, then beside the configuration file; a file in the working directory, then beside the configuration
+file. So code of the user's never hides code that hpctrain imports itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpctrain.errors import ConfigError
+from hpctrain.nearest import choices
+
+_REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
+
+#: the directory of the configuration file that this process has read last
+_beside: list[Path] = []
+#: reference -> the file that its code came from
+_files: dict[str, Path] = {}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry point of an installed package: a name that it gives to a class or function. package: its name and version."""
+
+    name: str
+    reference: str
+    package: str
+
+
+def is_reference(name: str) -> bool:
+    """True for `module:Name` and `file.py:Name`, false for a registered name."""
+    return ":" in name
+
+
+def search_beside(file: Path) -> None:
+    """Look for modules and files beside this configuration file, too."""
+    _beside[:] = [file.parent]
+
+
+def load(reference: str) -> Any:
+    """The object that a reference names; imports its module, once in a process.
+
+    Raises:
+        ConfigError: no such module, file or name, or an error while the module is imported.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise ConfigError(f'"{reference}" names no code; write module:Name or path/to/file.py:Name.')
+    place, name = match["place"], match["name"]
+    module = _from_file(reference, place) if place.endswith(".py") else _from_module(reference, place)
+    if module.__file__ is not None:
+        _files[reference] = Path(module.__file__)
+    if not hasattr(module, name):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f'{module.__file__ or place} defines no "{name}"; {choices(name, public)}.')
+    return getattr(module, name)
+
+
+def is_loaded(reference: str) -> bool:
+    """True where this process has imported the code of a reference already."""
+    return reference in _files
+
+
+def digests() -> dict[str, str]:
+    """Reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
+    return {
+        reference: f"{path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        for reference, path in sorted(_files.items())
+    }
+
+
+def offers(group: str) -> Mapping[str, Offer]:
+    """Name -> offer of installed packages in a group of entry points; imports none of them.
+
+    Raises:
+        ConfigError: two packages offer the same name.
+    """
+    offered: dict[str, Offer] = {}
+    for point in _entry_points(group, tuple(sys.path)):
+        offer = Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
+        other = offered.setdefault(point.name, offer)
+        if other.reference != offer.reference:
+            raise ConfigError(
+                f'The packages {other.package} and {offer.package} both offer "{point.name}" in {group}; uninstall one of them.'
+            )
+    return offered
+
+
+@cache
+def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Those of packages on the import path, which are looked for once."""
+    return tuple(entry_points(group=group))
+
+
+def _from_module(reference: str, name: str) -> ModuleType:
+    if not _MODULE.fullmatch(name):
+        raise ConfigError(f'"{reference}" names no module; write module:Name, or the path of a file that ends with .py.')
+    _extend_path(Path(), *_beside)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed(reference, error) from error
+        raise ConfigError(
+            f'There is no module "{name}" for "{reference}", neither installed nor in {_places()}; '
+            f"a file is named by its path, as in {name.replace('.', '/')}.py:{reference.rpartition(':')[2]}."
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise _failed(reference, error) from error
+
+
+def _from_file(reference: str, place: str) -> ModuleType:
+    path = next((path for path in (root / place for root in (Path(), *_beside)) if path.is_file()), None)
+    if path is None:
+        raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}.')
+    path = path.resolve()
+    # No name that another module could have: the file's name alone may be that of an installed package.
+    name = f"_hpctrain_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _extend_path(path.parent)  # for modules beside the file
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(reference, error) from error
+    return module
+
+
+def _extend_path(*directories: Path) -> None:
+    """Let Python look for modules in these directories last, so that they hide none that are installed."""
+    for directory in (str(directory.resolve()) for directory in directories):
+        if directory not in sys.path:
+            sys.path.append(directory)
+    importlib.invalidate_caches()
+
+
+def _places() -> str:
+    beside = [f" or in {directory}, beside the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
+    return "".join(["the working directory", *beside])
+
+
+def _failed(reference: str, error: BaseException) -> ConfigError:
+    """The sentence of an error while a module is imported: its kind, its words, and the line of the user's code."""
+    words = " ".join(str(error).split())
+    return ConfigError(
+        f'The code of "{reference}" cannot be imported: {type(error).__name__}{f": {words}" if words else ""} ({_line(error)}).'
+    )
+
+
+def _line(error: BaseException) -> str:
+    """File and line of a syntax error, else of the innermost call in the user's code."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
+    of_user = [
+        frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS) and "/site-packages/" not in frame.filename
+    ]
+    frame = (of_user or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -1,0 +1,316 @@
+"""A user's own model, averager, optimizer, schedule, augmentation and reporter, from a file and from an installed package."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hpctrain import user_code
+from hpctrain.cli.main import cli
+from hpctrain.data import format as data_format
+from hpctrain.storage.run_directory import RunDirectory, latest
+from tests.support.jobs import Outcome
+from tests.test_user_code import offer
+
+Job = Callable[..., Outcome]
+
+OWN = '''
+"""All that a user may bring."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.train.metrics import Reporter
+
+
+def model(classes: int, channels_in: int, features: int = 6):
+    """One convolution.
+
+    Args:
+        features: Channels of the convolution.
+    """
+    return Sequential({
+        "conv": Conv2d(channels_in, features, 3, padding=1), "relu": ReLU(), "pool": AdaptiveAveragePool(2),
+        "flatten": Flatten(), "fc": Linear(4 * features, classes, image_shape=(2, 2, features)),
+    })
+
+
+class SignDescent(Optimizer):
+    """Steps of one length in each direction, by the sign of the gradient."""
+
+    def __init__(self, *, scale: float = 0.1):
+        if scale <= 0:
+            raise ValueError(f"scale {scale} must be above 0")
+        self.scale = scale
+
+    def bind(self, group, owned):
+        self.group = group
+
+    def update(self, segments, lr, norms):
+        for segment in segments:
+            part = slice(segment.start, segment.stop)
+            self.group.data[part] -= lr * self.scale * np.sign(self.group.grad[part])
+
+    def state(self, segment):
+        return {}
+
+
+class Rated(SignDescent):
+    def __init__(self, lr: float = 0.1): ...
+
+
+class Named(Reporter):
+    def __init__(self, name: str = ""): ...
+
+
+class Average(Blocking):
+    """Blocking averaging under a name of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(LearningRateSchedule):
+    """The rate halves every few epochs.
+
+    Args:
+        every: Epochs from one fall to the next.
+    """
+
+    every: float = 1.0
+
+    def after_warmup(self, step, progress):
+        return self.base_lr * 0.5 ** (step // (self.every * self.steps_per_epoch))
+
+
+@dataclass(frozen=True)
+class Darken(Augmentation):
+    """Images are made darker by a random factor.
+
+    Args:
+        least: Smallest factor.
+    """
+
+    least: float = 0.5
+    draws = 1
+
+    def apply(self, images, u, out):
+        factors = self.least + (1 - self.least) * u[:, 0]
+        out[...] = images * factors[:, None, None, None]
+
+
+class Steps(Reporter):
+    """Writes every step's loss to a file."""
+
+    def __init__(self, directory: Path, *, file_name: str = "steps.txt"):
+        self.file = open(directory / file_name, "a")
+
+    def step(self, epoch, step, sums, lr, images_per_second):
+        self.file.write(f"{step} {lr:.6f}\\n")
+
+    def record(self, kind, values):
+        if kind == "evaluation":
+            self.file.write("evaluated\\n")
+
+    def close(self):
+        self.file.write("closed\\n")
+        self.file.close()
+'''
+
+CONFIG = """
+name: own
+seed: 7
+backend: numpy
+model: {name: "MODULE:model", features: 5}
+data:
+  train: train.h5
+  test: test.h5
+  augment: [{name: "MODULE:Darken", least: 0.75}, flip]
+batch: 16
+epochs: 2
+optimizer: {name: "MODULE:SignDescent", lr: 0.05, scale: 0.2}
+schedule: {name: "MODULE:Halving", warmup_epochs: 0.5}
+averager: MODULE:Average
+metrics: {interval_seconds: 0.01, reporters: ["MODULE:Steps"]}
+deadline_seconds: 30
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: two small data files, and the user's code beside his configuration in a directory of its own."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 43), ("test", 9)):
+        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
+        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_code.py").write_text(OWN)
+    (tmp_path / "mine" / "own.yaml").write_text(CONFIG.replace("MODULE", "own_code.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_code, "_files", {})
+    monkeypatch.setattr(user_code, "_beside", [])
+    yield tmp_path
+    sys.modules.pop("own_code", None)
+
+
+def _run(folder: Path) -> RunDirectory:
+    run = latest(folder / "runs", "own")
+    assert run is not None
+    return run
+
+
+def _command(*words: str) -> str:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def _refused(*words: str) -> list[str]:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2, f"{result.output} {result.exception!r}"
+    return result.stderr.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_code_of_the_users_trains_resumes_and_is_recorded(job: Job, folder: Path, ranks: int) -> None:
+    command = ["-m", "hpctrain", "train", "mine/own.yaml"]
+    outcome = job(ranks, [*command, "--steps", "2"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    run = _run(folder)
+    written = yaml.safe_load(run.config())
+    assert written["model"] == {"name": "own_code.py:model", "features": 5}
+    assert written["optimizer"]["name"] == "own_code.py:SignDescent"
+    assert written["schedule"]["every"] == 1.0
+    versions = json.loads((run.path / "versions.json").read_text())
+    assert versions["own_code.py:Average"] == versions["own_code.py:model"]
+    assert versions["own_code.py:model"].startswith("own_code.py sha256 ")
+
+    with (folder / "mine" / "own_code.py").open("a") as file:
+        file.write("# another version\n")
+    outcome = job(ranks, [*command, "--resume", "auto"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    assert "code.own_code.py:model: own_code.py sha256" in outcome.stdout
+    lines = (run.path / "steps.txt").read_text().splitlines()
+    steps = [line.split() for line in lines if line[0].isdigit()]
+    assert [int(step) for step, _ in steps] == [1, 2, 3, 4, 5, 6]
+    assert float(steps[-1][1]) == pytest.approx(0.05 / 2)
+    assert lines.count("closed") == 2
+    assert lines.count("evaluated") == 2
+    kinds = [line["kind"] for line in run.metrics()]
+    assert kinds.count("evaluation") == 2
+
+
+def test_two_ranks_compute_what_one_computes(job: Job, folder: Path) -> None:
+    """With the user's optimizer, averager, model and augmentation; losses are sums over other orders."""
+    losses = []
+    for ranks in (0, 2):
+        outcome = job(ranks, ["-m", "hpctrain", "train", "mine/own.yaml", "dtype=float64", f"output=runs{ranks}"], cwd=folder)
+        assert outcome.code == 0, outcome.output
+        run = latest(folder / f"runs{ranks}", "own")
+        assert run is not None
+        losses.append([line["loss"] for line in run.metrics() if line["kind"] == "evaluation"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+
+
+def test_a_split_grid_takes_regions_of_what_the_users_augmentation_makes(job: Job, folder: Path) -> None:
+    losses = []
+    for ranks, overrides in ((0, []), (2, ["grid.rows=2", "grid.cols=1", "plan.conv=domain", "plan.relu=domain"])):
+        command = ["-m", "hpctrain", "train", "mine/own.yaml", "dtype=float64", f"output=runs{ranks}", *overrides]
+        outcome = job(ranks, command, cwd=folder)
+        assert outcome.code == 0, outcome.output
+        run = latest(folder / f"runs{ranks}", "own")
+        assert run is not None
+        losses.append([line["loss"] for line in run.metrics() if line["kind"] == "evaluation"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+
+
+def test_the_commands_know_options_of_the_users_code(folder: Path) -> None:
+    assert "ok:" in _command("config", "check", "mine/own.yaml")
+    shown = yaml.safe_load(_command("config", "show", "mine/own.yaml"))
+    assert shown["data"]["augment"][0] == {"name": "own_code.py:Darken", "least": 0.75}
+    assert shown["optimizer"]["scale"] == 0.2
+    assert _command("plan", "show", "mine/own.yaml", "--ranks", "2")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.featurs=3", ['has no option "featurs"', '"features"']),
+        ("model.features=wide", ['"features"', "must be an integer"]),
+        ("model=own_code.py:modle", ['defines no "modle"', '"model"']),
+        ("model=own_code.py:Steps", ["needs the option"]),
+        ("optimizer.scale=-1", ['Optimizer "own_code.py:SignDescent" is refused: scale -1.0 must be above 0.']),
+        ("optimizer.name=own_code.py:Halving", ["an optimizer is a class derived from hpctrain.optim.base.Optimizer"]),
+        ("schedule.evry=2", ['has no option "evry"; the nearest is "every"']),
+        ("schedule.base_lr=2", ["set by the program"]),
+        ("averager.group=2", ["set by the program"]),
+        ("averager=nowhere:Own", ['no module "nowhere"']),
+        ("data.augment.0.least=dark", ["must be a number"]),
+        ("metrics.reporters=[own_code.py:Stops]", ['defines no "Stops"']),
+        ("metrics.reporters=[{name: own_code.py:Steps, directory: x}]", ["set by the program"]),
+        ("metrics.reporters=[own_code.py:Named]", ['cannot have an option "name"', "another name"]),
+        ("optimizer.name=own_code.py:Rated", ['cannot have an option "lr"', "another name"]),
+        ("metrics.reporters=[tensorbord]", ['no reporter "tensorbord"']),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_sentence(folder: Path, override: str, words: list[str]) -> None:
+    (line,) = _refused("config", "check", "mine/own.yaml", override)
+    assert line.startswith("hpctrain: ")
+    assert all(word in line for word in words), line
+
+
+def test_an_error_at_import_is_told_once_by_all_ranks(job: Job, folder: Path) -> None:
+    (folder / "mine" / "own_code.py").write_text("import numpy\n\nnumpy.zeros(-1)\n")
+    outcome = job(2, ["-m", "hpctrain", "train", "mine/own.yaml", "averager=blocking"], cwd=folder)
+    assert outcome.code == 2
+    lines = [line for line in outcome.stderr.splitlines() if "SignDescent" in line]
+    assert len(lines) == 1, outcome.output
+    assert "ValueError: negative dimensions are not allowed" in lines[0]
+    assert "own_code.py, line 3" in lines[0]
+    assert "Traceback" not in outcome.output
+
+
+GROUPS: Mapping[str, tuple[str, str]] = {
+    "models": ("model", "model"),
+    "optimizers": ("optimizer.name", "SignDescent"),
+    "schedules": ("schedule", "Halving"),
+    "averagers": ("averager", "Average"),
+    "augmentations": ("data.augment", "Darken"),
+    "reporters": ("metrics.reporters", "Steps"),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_an_installed_package_offers_names(folder: Path, kind: str) -> None:
+    key, name = GROUPS[kind]
+    (folder / "site").mkdir()
+    (folder / "site" / "own_code.py").write_text(OWN)
+    offer(folder / "site", "own-package", f"hpctrain.{kind}", f"fine = own_code:{name}")
+    assert "own_code" not in sys.modules
+    listed = _command("list", kind)
+    assert "fine" in listed
+    assert "own-package 1.2" in " ".join(listed.split())
+    assert json.loads(_command("list", kind, "--json"))["fine"] == {"package": "own-package 1.2", "reference": f"own_code:{name}"}
+    assert '"fine"' in _command("config", "schema")
+    assert "own_code" not in sys.modules, "a list imports nothing"
+    value = "[fine]" if kind in ("augmentations", "reporters") else "fine"
+    _command("config", "check", "mine/own.yaml", f"{key}={value}")
+    assert "own_code" in sys.modules
