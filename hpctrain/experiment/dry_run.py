@@ -64,8 +64,8 @@ class Task:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """The operations that the averager of one parameter group posts. rows: the ranks r of a split group that post them. schedule:
-    None for a strategy that has none: one allreduce of all gradients after backward.
+    """The operations that the averager of one parameter group posts. `rows`: the ranks r of a split group that post them.
+    schedule: None for a strategy that has none: one allreduce of all gradients after backward.
 
     samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
     exchanged: elements that each rank of the group exchanges in a step.
@@ -249,7 +249,7 @@ class _Unbound(Optimizer):
 
 
 def _groups(task: Task, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
-    """The parameter groups of rank `row` of a split group, which take no memory."""
+    """The parameter groups of one rank of a split group, which take no memory."""
     distribution = GridDistribution(task.plan, SplitGroup(_imagined(row, task.plan.rows), progress))
     distribution.prepare(task.graph_of(1))
     members: dict[str, dict[str, ParameterSpec]] = {}

@@ -95,7 +95,7 @@ class Lazy(AllreduceAverager):
         if norms is not None:
             raise ConfigError(
                 "The averager lazy holds back the first layers of one group of parameters, but this network has several, as its "
-                "layers are split over the rows of the grid; choose sharded, or set grid.rows to 1."
+                "layers are split over grid.rows ranks; choose sharded, or set grid.rows to 1."
             )
         super().__init__(group, optimizer, comm, progress)
         self._layers = planning.check_positive("layers", layers)
