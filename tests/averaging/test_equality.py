@@ -43,6 +43,7 @@ def _alone(optimizer: str, dtype: str = "float64", steps: int = STEPS) -> np.nda
     return alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
@@ -53,6 +54,7 @@ def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
     trials = ((2, "lars, clipping", range(8)), (3, "nesterov", range(8, 16)), (5, "clipping", range(16, 23)))
@@ -70,6 +72,7 @@ SLICED: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
 @pytest.mark.parametrize("strategy", SLICED)
 def test_linear_layers_may_exchange_factors_and_gather_in_slices(
@@ -101,6 +104,7 @@ def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch, strat
             assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
     exact = _alone("momentum")
@@ -134,6 +138,7 @@ class _WithRowTraffic(Watched):
         super()._look()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
 def test_row_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
@@ -158,6 +163,7 @@ WHOLE: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETWORKS)
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_real_networks_too(strategy: str, net: str) -> None:

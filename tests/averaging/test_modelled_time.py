@@ -84,12 +84,14 @@ def _reached(wire_share: float, seconds: float) -> float:
     return COMPUTE_SECONDS * max(1.0, wire_share) / seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wire_share", [0.3, 0.6, 1.0, 1.5, 3.0])
 def test_the_default_comes_near_the_limit_at_every_bandwidth(wire_share: float, ranks: int) -> None:
     assert _reached(wire_share, _step_seconds(Sharded, wire_share, ranks, fc_exchange="never", bucket_bytes=2000)) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_share", [0.3, 0.6, 1.0, 1.5, 3.0])
 def test_strategies_rank_as_their_costs_say(wire_share: float) -> None:
     blocking = _step_seconds(Blocking, wire_share)

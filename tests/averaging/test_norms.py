@@ -155,6 +155,7 @@ def _on_grid(
     return _train(part, averagers, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (1, 3), (2, 1)], ids=str)
@@ -169,6 +170,7 @@ def test_a_grid_with_split_layers_equals_one_process(grid: tuple[int, int], stra
                 assert np.linalg.norm(found[name] - expected) <= 1e-10 * max(1e-3, np.linalg.norm(expected)), (rank, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["clip", "lars, clip"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_schedule_of_messages_changes_a_bit(strategy: str, optimizer: str) -> None:

@@ -42,6 +42,7 @@ def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tu
     return run_virtual(ranks, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_hands_over_what_its_schedule_says(strategy: str, ranks: int) -> None:
@@ -51,6 +52,7 @@ def test_a_step_hands_over_what_its_schedule_says(strategy: str, ranks: int) -> 
             assert counters.total(operation=operation).exchanged_bytes == ITEM_BYTES * expected.get(kind, 0), operation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("strategy", ["overlap", "bucketed", "sharded", "priority", "lazy, every step"])
 def test_gradients_and_parameters_together_are_one_allreduce(strategy: str, ranks: int) -> None:

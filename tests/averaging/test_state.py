@@ -38,6 +38,7 @@ def _train(strategy: str, ranks: int, steps: range, stored: Stored | None = None
     return run_virtual(ranks, program, seed=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "blocking"])
 def test_training_goes_on_with_other_ranks(strategy: str) -> None:
     (through,) = _train("blocking", 1, range(9))
@@ -71,6 +72,7 @@ def test_owners_share_all_elements_out(strategy: str, ranks: int) -> None:
     assert [i for begin, end in covered for i in range(begin, end)] == list(range(make_group().size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_does_not_grow_with_steps(strategy: str) -> None:
     """Tickets and gates of old steps are let go."""

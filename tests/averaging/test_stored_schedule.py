@@ -97,6 +97,7 @@ def _second(strategy: str, ranks: int, steps: range, first: Stored, stored: bool
     return run_virtual(ranks, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 7])  # before and after operations are ordered by measured times
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "lazy"])  # whose interval starts at 1 again

@@ -33,6 +33,7 @@ def _run(
     return run_virtual(ranks, program, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", IN_LEVELS)
 def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
@@ -42,6 +43,7 @@ def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
 @pytest.mark.parametrize("strategy", IN_LEVELS)
 def test_no_schedule_of_messages_changes_a_bit(monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str) -> None:

@@ -65,6 +65,7 @@ def test_key_is_stable_and_separates_its_parts():
     assert cr.key(np.int64(3)) == cr.key(3)
 
 
+@pytest.mark.job
 def test_key_does_not_depend_on_the_process():
     code = "from hpctrain.backend.counter_random import key; print(key('dropout', 7))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -54,6 +54,7 @@ def _peak_bytes(step: EngineStep) -> int:
     return tracemalloc.get_traced_memory()[1] - before
 
 
+@pytest.mark.slow
 def test_no_array_of_a_step_grows_with_the_batch(backend: str, traced: None) -> None:
     small, large = (_peak_bytes(_warm(backend, batch)) for batch in (SMALL, LARGE))
     grown = (large - small) / (LARGE - SMALL)

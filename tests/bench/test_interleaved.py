@@ -32,6 +32,7 @@ def _command(log: Path, name: str, seconds: float, dies: int = _NEVER) -> tuple[
     return [sys.executable, "-c", _CHILD, name, str(seconds), str(dies), str(log)], dict(os.environ)
 
 
+@pytest.mark.job
 def test_turns_rotate_and_are_of_single_steps(tmp_path: Path) -> None:
     log = tmp_path / "log"
     commands = {name: _command(log, name, seconds) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
@@ -44,6 +45,7 @@ def test_turns_rotate_and_are_of_single_steps(tmp_path: Path) -> None:
     assert series["a"].facts == {"version": "a"}
 
 
+@pytest.mark.job
 def test_only_the_hopeless_of_the_screened_stop(tmp_path: Path) -> None:
     speeds = {"ours": 9.0, "best": 1.0, "near": 1.2, "far": 1.3}
     commands = {name: _command(tmp_path / "log", name, seconds) for name, seconds in speeds.items()}
@@ -52,6 +54,7 @@ def test_only_the_hopeless_of_the_screened_stop(tmp_path: Path) -> None:
     assert [name for name, one in series.items() if one.dropped] == ["far"]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("dies", [0, 3])
 def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -> None:
     commands = {"good": _command(tmp_path / "log", "good", 1.0), "bad": _command(tmp_path / "log", "bad", 1.0, dies)}
@@ -63,6 +66,7 @@ def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -
         interleave(commands, Rounds(4, 1), ["good"])
 
 
+@pytest.mark.job
 def test_our_engine_steps_in_a_process() -> None:
     settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy"}
     one = interleave({"ours": (ours(settings), with_threads(os.environ, 1))}, Rounds(2, 3))["ours"]

@@ -53,6 +53,7 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [("srun -n 4", "where the number goes"), ("no-such-launcher {ranks}", "cannot be started"), ("false {ranks}", "exit code 1")],

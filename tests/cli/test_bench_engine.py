@@ -13,6 +13,8 @@ import pytest
 
 from hpctrain.backend.kernels.onednn.kernel_set import available
 
+pytestmark = pytest.mark.job
+
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

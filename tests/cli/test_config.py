@@ -98,6 +98,7 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
     assert "float32 only" in result.output
 
 
+@pytest.mark.job
 def test_a_backend_that_is_not_there_has_one_answer_everywhere() -> None:
     path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
     sentence = "override \"backend=cuda\": backend is cuda, but must be 'auto', 'numpy' or 'onednn'."
@@ -121,6 +122,7 @@ def test_the_schema_is_json() -> None:
     assert "properties" in json.loads(result.output)
 
 
+@pytest.mark.job
 def test_check_needs_neither_mpi_nor_data() -> None:
     """Under a launcher's environment, with data files that do not exist, and without importing mpi4py."""
     code = (

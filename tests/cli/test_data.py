@@ -188,6 +188,7 @@ def test_a_directory_is_not_an_idx_file(tmp_path):
     run("convert", "idx", tmp_path, tmp_path, tmp_path / "out.h5", fails_with="is a directory, not an IDX file;")
 
 
+@pytest.mark.job
 def test_the_command_line_loads_neither_numpy_nor_hdf5():
     code = "import sys, hpctrain.cli.data; print(sorted({'numpy', 'h5py', 'PIL', 'rich'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -125,6 +125,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [(command, arguments, words) for command, cases in MISTAKES.items() for arguments, words in cases],
@@ -171,6 +172,7 @@ def _raising(error: Exception) -> click.Command:
     return Commands(commands={"go": click.Command("go", callback=go)})
 
 
+@pytest.mark.job
 def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     command = f"{sys.executable} -m hpctrain config schema | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=180, check=False)

@@ -44,6 +44,7 @@ def test_vgg16_on_a_grid_is_readable_in_100_columns() -> None:
     assert "  c = 1: 2 3   node 0" in lines
 
 
+@pytest.mark.slow
 def test_no_column_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures as long as they get: bytes of a large batch, least and most over the ranks."""
     arguments = (VGG, "grid.rows=2", "batch=512", *MIXED, *IMAGENET, "--ranks", "4")
@@ -109,6 +110,7 @@ def test_a_column_that_leaves_its_node_is_pointed_out() -> None:
     assert "  c = 1: 3 4 5   nodes 0, 1: a split group leaves its node" in result.output.splitlines()
 
 
+@pytest.mark.slow
 def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
     path = tmp_path / "train.h5"
     images = np.zeros((4, 40, 40, 3), np.uint8)
@@ -218,6 +220,7 @@ def test_sentences_name_the_least_and_the_most() -> None:
     assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
 
 
+@pytest.mark.job
 def test_no_mpi_is_needed() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from hpctrain.cli.main import cli; "

@@ -98,6 +98,7 @@ def test_splits_and_objects() -> None:
     assert comm.broadcast_object(value) is value
 
 
+@pytest.mark.job
 def test_abort_ends_the_process() -> None:
     program = "from hpctrain.comm.single import SingleCommunicator as S; print('said', end=''); S().abort(9); print('never')"
     outcome = run_job(0, ["-c", program])

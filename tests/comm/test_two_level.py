@@ -69,6 +69,7 @@ def _gather(comm: Communicator, counts: list[int], seed: int, in_place: bool) ->
     return comm.iallgather(None if in_place else mine, received, counts), received, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", PLACEMENTS)
 def test_many_operations_at_once_give_what_one_level_gives(nodes: tuple[int, ...]) -> None:
     def program(comm: ThreadCommunicator) -> None:
@@ -153,6 +154,7 @@ def test_a_handle_says_at_which_stage_it_is() -> None:
     run_virtual(4, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
 def test_equal_sums_on_their_way_have_buffers_of_their_own_and_later_ones_use_them_again(nodes: tuple[int, ...]) -> None:
     at_once = 4

@@ -12,6 +12,7 @@ from tests.support.jobs import run_job
 _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("hang", "code"), _HANGS.items())
 def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: int) -> None:
     program = f"""
@@ -34,6 +35,7 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
         assert "[rank 4] The start of MPI did not end within the deadline of 0.3 s" in outcome.stderr
 
 
+@pytest.mark.job
 def test_a_phase_that_ends_is_left_alone() -> None:
     program = """
     import time

@@ -55,6 +55,7 @@ VALUES = (
 NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
 
 
+@pytest.mark.slow
 def test_every_wrong_value_of_every_key_is_told_in_our_words() -> None:
     keys = [".".join(map(str, path)) for path in known_paths()]
     told = set()

@@ -44,6 +44,7 @@ def test_every_value_has_the_line_it_stands_in(tree):
             assert line.strip().split()[-1] == str(value), (path, line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", ["[" * 20_000, "{a: " * 20_000, "[" * 20_000 + "]" * 20_000])
 def test_what_lies_too_deep_is_one_sentence(nested):
     with pytest.raises(ConfigError, match=r"^f: Its lists or mappings lie too deep in one another"):

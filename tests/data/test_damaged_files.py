@@ -126,6 +126,7 @@ def _feed(child, batch):
         pass
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("version", [1, 2])
 def test_damaged_files_are_refused_or_load_what_was_written(tmp_path, as_version_1, version):
     images, path = np.random.default_rng(0).integers(0, 256, (13, 7, 9, 3), np.uint8), tmp_path / "a.h5"

@@ -185,6 +185,7 @@ def fake_apt(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.job
 def test_the_package_is_installed_after_an_update_where_needed(tmp_path, fake_apt, monkeypatch):
     splits = make_source(tmp_path / "package")
     monkeypatch.setattr(fetching, "PACKAGE_DIRECTORY", tmp_path / "package")
@@ -195,6 +196,7 @@ def test_the_package_is_installed_after_an_update_where_needed(tmp_path, fake_ap
     assert fetching.debian_package(tmp_path, splits) == tmp_path / "package"
 
 
+@pytest.mark.job
 def test_a_failing_package_manager_is_no_source(tmp_path, fake_apt):
     log = fake_apt("echo no network >&2; exit 100")
     assert fetching.install_package(tmp_path, make_source(tmp_path / "package")) is None

@@ -267,6 +267,7 @@ def tiles(image_shape, vertical, horizontal, reach):
     return tiles_by_counts
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 20),
@@ -297,6 +298,7 @@ def test_tiles_are_cut_from_the_images_of_the_split_group(make_file, batch, grou
             assert np.array_equal(mine.x, cut(x[start:stop], by_counts(every[first : first + size])[rank % size]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(("specs", "shift"), [([], 0), (SPECS, 2), ([("flip", {})], 0)])
 def test_only_the_rows_of_its_region_are_read(make_file, specs, shift, cache):

@@ -79,6 +79,7 @@ def test_order_is_a_pure_function_of_seed_and_epoch():
     assert np.array_equal(Sampler(1000, 10, 3, shuffle=False).order(5), np.arange(1000))
 
 
+@pytest.mark.job
 def test_order_does_not_depend_on_the_process():
     code = "from hpctrain.data.sampler import Sampler; print(Sampler(12, 5, 99).order(4).tolist())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -215,6 +215,7 @@ def kind_of(words: list[str]) -> Kind:
     return match
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("block", all_blocks("bash"))
 def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in lines(block):
@@ -354,6 +355,7 @@ def _spoken(page: str) -> Iterator[list[str]]:
         yield code.split()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in _spoken(page):

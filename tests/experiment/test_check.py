@@ -58,6 +58,7 @@ def test_a_sound_configuration_passes():
     passes(TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [

@@ -37,6 +37,7 @@ def task_of(*overrides: str, ranks: int) -> Task:
     return prepare(config, ranks, (35, 35, 3), 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def _train(
     return run_virtual(ranks, program, ranks_per_node=per_node, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nodes_train_what_one_rank_does(file: Path, alone: Trained, layout: str) -> None:
     ranks, per_node, overrides, in_levels = LAYOUTS[layout]
@@ -128,6 +129,7 @@ def test_nodes_train_what_one_rank_does(file: Path, alone: Trained, layout: str)
         found.assert_close(alone)
 
 
+@pytest.mark.slow
 def test_a_resume_on_the_same_nodes_is_bitwise(file: Path) -> None:
     whole = _train(file, 4, 2)[0].content
     for stop in (3, 6):  # before and after operations are ordered by measured times
@@ -137,6 +139,7 @@ def test_a_resume_on_the_same_nodes_is_bitwise(file: Path) -> None:
             assert tensor.tobytes() == again.tensors[key].tobytes(), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (3, None)), ((4, None), (4, 2)), ((6, 3), (6, 2))], ids=str)
 def test_a_resume_on_other_nodes_goes_on(
     file: Path, alone: Trained, before: tuple[int, int | None], after: tuple[int, int | None]

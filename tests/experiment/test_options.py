@@ -82,6 +82,7 @@ def _alternatives(section: str) -> list[dict]:
     return alternatives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "kind"), [*_SECTIONS, ("AugmentConfig", "augmentations"), ("ReporterConfig", "reporters")])
 def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
     known = [name for alternative in _alternatives(section) for name in alternative["properties"]["name"]["enum"]]
@@ -89,6 +90,7 @@ def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
     assert json_schema()["$defs"][section]["anyOf"][0]["enum"] == list(names(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_schema_has_the_options_of_the_shipped_configurations(path: Path) -> None:
     written = yaml.safe_load(path.read_text())

@@ -15,6 +15,8 @@ import pytest
 from hpctrain.data import format as data_format
 from tests.support.jobs import clean_environment, find_mpiexec
 
+pytestmark = pytest.mark.job
+
 SCRIPT = Path(__file__).parents[2] / "jobs" / "slurm.sbatch"
 
 CONFIG = """

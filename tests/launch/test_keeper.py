@@ -31,6 +31,7 @@ def _run(program: str, **env: str) -> Outcome:
     return run_job(0, ["-c", _START + textwrap.dedent(program)], env=env)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("code", [0, 85])
 def test_an_end_without_a_word_is_a_failure(code: int) -> None:
     """85 promises a checkpoint, and jobs are queued again on it."""
@@ -40,18 +41,21 @@ def test_an_end_without_a_word_is_a_failure(code: int) -> None:
     assert outcome.stderr == f"hpctrain: {sentence}\n"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("code", [0, 3, 85])
 def test_a_finished_process_keeps_its_code(code: int) -> None:
     outcome = _run(f"finished(); sys.exit({code})")
     assert (outcome.code, outcome.stdout, outcome.stderr) == (code, "", "")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("code", [1, 2, 124, 143])
 def test_an_end_that_explains_itself_is_not_explained_again(code: int) -> None:
     outcome = _run(f"os._exit({code})")
     assert (outcome.code, outcome.stderr) == (code, "")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_an_end_by_a_signal_stays_one(number: signal.Signals) -> None:
     outcome = _run(f"os.kill(os.getpid(), {number:d})")
@@ -59,6 +63,7 @@ def test_an_end_by_a_signal_stays_one(number: signal.Signals) -> None:
     assert f"hpctrain: the process was ended by {number.name}" in outcome.stderr
 
 
+@pytest.mark.job
 def test_signals_reach_the_child() -> None:
     program = """
     os.kill(started, signal.SIGUSR1)
@@ -68,6 +73,7 @@ def test_signals_reach_the_child() -> None:
     assert _run(program).stdout == "True True\n"
 
 
+@pytest.mark.job
 def test_a_killed_keeper_takes_its_rank_along() -> None:
     program = _START + "print(os.getpid(), flush=True)\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as keeper:
@@ -87,6 +93,7 @@ def _lives(process: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("reason", ["HPCTRAIN_KEEPER is 0", "there is a thread"])
 def test_without_a_keeper_the_process_is_the_one_that_was_started(reason: str) -> None:
     program = "import threading, time; threading.Thread(target=time.sleep, args=(0.2,)).start()\n" if "thread" in reason else ""

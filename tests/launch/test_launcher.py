@@ -128,6 +128,7 @@ def test_ranks_that_srun_left_alone_are_told_the_option_of_their_mpi(library: st
     assert "MPI in jobs/slurm.sbatch" in str(caught.value)
 
 
+@pytest.mark.job
 def test_neither_numpy_nor_mpi_is_imported() -> None:
     modules = "hpctrain.launch.launcher, hpctrain.launch.threads"
     program = f"import sys, {modules}; print(*[m for m in ('numpy', 'mpi4py') if m in sys.modules])"

@@ -28,6 +28,7 @@ def _run(program: str, *, at_once: bool = False) -> Outcome:
     return run_job(0, ["-c", _START.format(at_once=at_once) + textwrap.dedent(program)])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", STOPS)
 def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
     outcome = _run(
@@ -44,12 +45,14 @@ def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
     assert outcome.stderr.count(f"[rank 0] {number.name} received: the run ends after this step with a checkpoint") == 1
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", [Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD])
 def test_signals_without_a_meaning_do_nothing(number: Signals) -> None:
     outcome = _run(f"for _ in range(50): send({number:d}); time.sleep(1e-3)\nprint(watch.asked())")
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "False\n", "")
 
 
+@pytest.mark.job
 def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
     outcome = _run(
         """
@@ -65,6 +68,7 @@ def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
     assert "in the_place" in outcome.stderr
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", [Signals.SIGINT, Signals.SIGTERM])
 def test_a_second_interrupt_ends_a_process_that_hangs(number: Signals) -> None:
     # The interpreter lock is free in a kernel or in a wait for others, so the thread that waits for signals can speak.
@@ -74,22 +78,26 @@ def test_a_second_interrupt_ends_a_process_that_hangs(number: Signals) -> None:
     assert outcome.seconds < 30
 
 
+@pytest.mark.job
 def test_a_notice_of_the_scheduler_does_not_count_as_a_second_request() -> None:
     program = "send(signal.SIGUSR1); time.sleep(0.5); send(signal.SIGUSR1); send(signal.SIGHUP); time.sleep(0.3); print('alive')"
     assert _run(program).stdout == "alive\n"
 
 
+@pytest.mark.job
 def test_where_nothing_can_be_saved_a_request_ends_the_process() -> None:
     outcome = _run("send(signal.SIGTERM); time.sleep(60)", at_once=True)
     assert outcome.code == 128 + signal.SIGTERM
     assert "SIGTERM received: this process ends at once and writes no checkpoint." in outcome.stderr
 
 
+@pytest.mark.job
 def test_a_request_from_before_ends_the_process_once_nothing_can_be_saved() -> None:
     outcome = _run("send(signal.SIGHUP); time.sleep(0.3); watch.end_at_once(); print('alive')")
     assert (outcome.code, outcome.stdout) == (128 + signal.SIGHUP, "")
 
 
+@pytest.mark.job
 def test_after_the_close_signals_stay_pending() -> None:
     outcome = _run("watch.close(); send(signal.SIGTERM); time.sleep(0.2); print(signal.sigpending(), watch.asked())")
     assert outcome.code == 0
@@ -97,6 +105,7 @@ def test_after_the_close_signals_stay_pending() -> None:
     assert "False" in outcome.stdout
 
 
+@pytest.mark.job
 def test_what_the_starter_ignores_stays_ignored() -> None:
     """As under `nohup`, and for the background jobs of scripts."""
     program = _START.format(at_once=True) + "send(signal.SIGHUP); time.sleep(0.3); print(len(held))"
@@ -105,6 +114,7 @@ def test_what_the_starter_ignores_stays_ignored() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{len(HELD) - 1}\n", "")
 
 
+@pytest.mark.job
 def test_children_get_no_mask() -> None:
     outcome = _run(
         """

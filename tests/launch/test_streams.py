@@ -12,6 +12,7 @@ from tests.support.jobs import clean_environment
 from tests.support.signal_storm import prepare
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_run_with_closed_streams_trains_and_writes_into_no_file_of_its_own(tmp_path: Path, closed: str) -> None:
     prepare(tmp_path, images=64, epochs=1)
@@ -23,6 +24,7 @@ def test_a_run_with_closed_streams_trains_and_writes_into_no_file_of_its_own(tmp
     assert list((run / "checkpoints").glob("*.h5"))
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_a_closed_descriptor_is_no_files(tmp_path: Path, stream: int) -> None:
     program = f"""

@@ -179,10 +179,12 @@ def _lines(outcome: Outcome) -> list[str]:
     return outcome.stdout.splitlines()
 
 
+@pytest.mark.job
 def test_numpys_pools_have_the_planned_size() -> None:
     assert _lines(run_job(0, ["-c", _PROGRAM]))[0].startswith(f"{CORES} thread")
 
 
+@pytest.mark.job
 @pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
 def test_ranks_of_a_real_launcher_share_the_cores() -> None:
     lines = _lines(run_job(CORES + 1, ["-c", _PROGRAM]))

@@ -30,6 +30,7 @@ def _alone(optimizer: str, dtype: str = "float64") -> np.ndarray:
     return run_steps(make("blocking", optimizer, comm, engine, dtype), STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parallel(RANKS)
@@ -82,6 +83,7 @@ def test_replicas_agree_bit_by_bit_in_float32(world: Communicator, progress: Pro
     assert np.array_equal(data, world.broadcast_object(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parallel(RANKS)
 def test_a_whole_network_trains_alike(world: Communicator, progress: ProgressEngine, strategy: str) -> None:

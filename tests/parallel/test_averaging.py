@@ -44,6 +44,7 @@ def _expected(net: str) -> Result:
     return alone(_task(net))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
 def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
@@ -70,6 +71,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Blocking, Sharded])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: type[GradientAverager]) -> None:
@@ -87,6 +89,7 @@ def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: 
                 assert distance(result.parameters, expected.parameters) < 1e-10, (net, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocking", *(name for name, (kind, _) in STRATEGIES.items() if kind is not Lazy)])
 def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -> None:
     """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""

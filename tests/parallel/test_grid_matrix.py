@@ -37,6 +37,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "grid", "kind"), SAMPLE, ids=str)
 def test_five_steps_of_a_whole_network(net: str, grid: tuple[int, int], kind: str) -> None:
     plan = plan_of(NETS[net], kind, *grid)
@@ -53,6 +54,7 @@ def test_the_matrix_has_every_grid_net_and_plan() -> None:
         assert all((plan.rows, plan.cols) == (rows, cols) for plan in made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grid", "kind"), [((3, 1), "domain"), ((2, 2), "model"), ((4, 1), "tiles")], ids=str)
 def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: str) -> None:
     """On oneDNN. In the deeper network a kink that float32 flips decides the parameters after five steps, on one rank too, so
@@ -65,6 +67,7 @@ def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: 
             assert found[field].near, (name, field, found[field])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "micro_batches"), [("domain", 3), ("model", 2), ("mixed", 3)])
 def test_micro_batches(kind: str, micro_batches: int) -> None:
     """Without batch norm they add up to the same gradients; micro-batches of some ranks have no samples."""
@@ -77,6 +80,7 @@ def test_micro_batches(kind: str, micro_batches: int) -> None:
             assert compare(result, expected).largest <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batch", "domain", "model", "mixed"])
 def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
     """Two samples a step on six ranks, then one."""
@@ -93,6 +97,7 @@ def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
     return Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["domain", "model"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_batch_norm_that_is_not_synchronised_is_that_of_the_column(rows: int, use: str) -> None:

@@ -15,6 +15,7 @@ from tests.support.grid_matrix import NETS, on_virtual_ranks, plan_of
 from tests.support.poison import overwritten_share, poisoned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
 @pytest.mark.parametrize(
     ("net", "grid", "kind"),

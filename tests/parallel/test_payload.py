@@ -217,6 +217,7 @@ _COUNTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("grid", [(2, 1), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", _COUNTED)

@@ -82,6 +82,7 @@ KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("
 CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "cols", "kind"), CASES)
 def test_words_of_every_layer_and_rank_are_those_of_a_step(
     name: str, rows: int, cols: int, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ def by_entry(found: PlanReport) -> dict[tuple[int, str, str], int]:
     return {key: size for key, size in total.items() if size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["domain", "model", "mixed"])
 @pytest.mark.parametrize("name", ["vgg", "resnet"])
 def test_memory_and_parameters_are_those_of_the_program(name: str, kind: str) -> None:

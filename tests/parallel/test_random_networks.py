@@ -87,6 +87,7 @@ def _matches(model: Layer, name: str, pattern: str) -> bool:
     return isinstance(model.children()[name], Residual) == pattern.endswith(".*")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(TESTS))
 def test_random_networks_equal_one_rank(part: int) -> None:
     for ranks in (2, 3, 4, 6):

@@ -92,6 +92,7 @@ def test_what_must_be_read_is_what_the_program_takes(use: Parallelism) -> None:
     run_virtual(4, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", ["plain", "residual"])
 @pytest.mark.parametrize("use", Parallelism)
 @pytest.mark.parametrize("rows", [2, 4])

@@ -85,6 +85,7 @@ def _check_adjoint(passes: list[Pass], accumulate: bool) -> None:
     assert forward == pytest.approx(backward, rel=1e-11, abs=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)

@@ -49,6 +49,7 @@ def _all_uses(
     return [Trial(model, shape, _counts(samples, ranks), plan) for plan in plans]
 
 
+@pytest.mark.slow
 def test_the_stem_of_a_residual_network_on_odd_images_over_three_ranks() -> None:
     """7x7/2 padding 3, then 3x3/2 pooling padding 1, on 225 x 225."""
     stem: dict[str, Layer] = {
@@ -112,6 +113,7 @@ class Blur(ArrayLayer):
         return dx, {"gain": (dy * saved["y"]).sum()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_layer_of_ones_own_is_split_by_its_window_alone(ranks: int) -> None:
     for kernel, stride, padding in ((3, 1, 1), (4, 3, 2), (5, 2, 0), (2, 3, 4)):
@@ -128,6 +130,7 @@ def test_its_halo_is_what_the_window_needs() -> None:
     assert moved(*halo) == (20, 40, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_adaptive_pools_flatten_and_narrow_shortcuts(ranks: int) -> None:
     conv = Conv2d(2, 5, 3, padding=1)

@@ -73,6 +73,7 @@ def _trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:
         return chance, model, shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(TESTS))
 def test_random_layers_equal_one_rank(part: int) -> None:
     seeds = range(part * LAYERS_PER_TEST, (part + 1) * LAYERS_PER_TEST)

@@ -293,6 +293,7 @@ def assert_recovers(directory):
     return partial
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("stage", ["tensor", "file sync", "rename", "directory sync"])
 def test_sigkill_at_a_stage(tmp_path, stage):
     done = child(tmp_path, stage)
@@ -304,6 +305,7 @@ def test_sigkill_at_a_stage(tmp_path, stage):
     assert bool(assert_recovers(tmp_path)) == (stage != "directory sync")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("delay", [0.0, 0.0137, 0.0291])
 def test_sigkill_at_any_moment(tmp_path, delay):
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), "any"], stdout=subprocess.PIPE, text=True) as writer:
@@ -321,6 +323,7 @@ def test_sigkill_at_any_moment(tmp_path, delay):
     assert_recovers(tmp_path)
 
 
+@pytest.mark.job
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     """Wherever in the file the room ends; and there is life after it."""
     done = child(tmp_path, "full")

@@ -177,6 +177,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
             run.metrics()
 
 
+@pytest.mark.job
 def test_what_was_appended_survives_a_kill(tmp_path):
     run = create(tmp_path)
     code = (
@@ -199,6 +200,7 @@ def git(directory, *words):
     ).stdout.strip()
 
 
+@pytest.mark.job
 def test_git_state(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     try:
@@ -219,6 +221,7 @@ def test_git_state(tmp_path, monkeypatch):
     assert git_state(tmp_path) == {"revision": revision, "dirty": True}
 
 
+@pytest.mark.job
 def test_no_git_and_no_repository(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     (tmp_path / "plain").mkdir()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 # What a launcher, or the MPI of the test process itself, leaves in the environment: it would make the job's ranks its children.
 _LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "HPCTRAIN_")
+# Where Python may not keep compiled modules, every rank of every job would compile the package.
+_LEFT_OUT = (*_LAUNCHER_PREFIXES, "PYTHONDONTWRITEBYTECODE")
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ def find_mpiexec() -> str | None:
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without any launcher's traces, one thread a rank, and `extra`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    """This process's environment without any launcher's traces, with one thread per rank, and `extra`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

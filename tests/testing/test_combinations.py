@@ -17,6 +17,7 @@ COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "150"))
 BLOCKS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_combinations_equal_one_rank(block: int) -> None:
     tally = Tally()

@@ -169,6 +169,7 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
     return kernel_set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("strategy", ALL)
 def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet, strategy: str, ranks: int) -> None:
@@ -179,6 +180,7 @@ def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet,
         _stops(runs, LAYER[poison.place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocking", "overlap", "sharded", "priority"])
 @pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.DOMAIN])
 def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: Parallelism) -> None:

@@ -56,6 +56,7 @@ def alone(model: Layer) -> CheckpointContent:
     return CheckpointContent({key: random.standard_normal(value.shape) for key, value in found.tensors.items()}, found.meta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averager", AVERAGERS)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("default", list(Parallelism))

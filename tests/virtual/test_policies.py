@@ -110,6 +110,7 @@ def random_program(seed: int) -> Callable[[ThreadCommunicator], str]:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
 def test_random_programs_of_200_seeds_give_the_serial_results(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
@@ -311,6 +312,7 @@ def one_step(
         np.testing.assert_array_equal(buffers[layer], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, None])
 def test_the_progress_engine_drives_rows_and_columns(window: int | None) -> None:
     """A 3 x 2 grid; each column's allgather comes after its reduce-scatter; rows wait in between."""

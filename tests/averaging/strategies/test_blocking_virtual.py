@@ -88,6 +88,7 @@ def train(ranks: int, optimizer: str, seed: int | None, dtype: str = "float64") 
     return run_virtual(ranks, program, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_many_ranks_are_one_rank(optimizer: str, ranks: int) -> None:

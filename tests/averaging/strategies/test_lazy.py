@@ -45,6 +45,7 @@ def _run(ranks: int, seed: int | None, optimizer: str, steps: int, **options: in
     return run_virtual(ranks, program, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "clipping", "lars, clipping"])
 @pytest.mark.parametrize("check_every", [1, 3])
 def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -> None:

@@ -104,6 +104,7 @@ def damaged(content, generator):
     return bytes(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_inputs_are_converted_or_refused_with_a_sentence(tmp_path, kind, monkeypatch):
     convert, content = KINDS[kind]

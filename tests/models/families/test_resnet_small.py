@@ -45,6 +45,7 @@ def test_shortcuts_have_no_parameters_unless_asked_for() -> None:
     assert "layer1.0.downsample.0.weight" not in projected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shortcut", ["padding", "projection"])
 def test_gradients(shortcut: str) -> None:
     options = {"shortcut": shortcut, "width": 0.2, "classes": 5}

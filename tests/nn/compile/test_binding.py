@@ -62,6 +62,7 @@ def _step(network: Network, program: Program) -> Iterator[np.ndarray]:
     yield network.groups["all"].grad.copy()
 
 
+@pytest.mark.slow
 def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> None:
     """Filled with values that are no numbers before and after each use, it changes no bit of what anybody else reads."""
     program = network.program(BATCH, training=True)
@@ -76,6 +77,7 @@ def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> Non
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     planned = _planned(network)
     without = lower_bound([buffer.block for buffer in planned.buffers if buffer.owner[0] != "scratch"])
@@ -83,6 +85,7 @@ def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     assert without <= planned.arena_bytes <= without + largest + (without >> 4)
 
 
+@pytest.mark.slow
 def test_nothing_overlaps_what_lives_at_the_same_time(network: Network) -> None:
     planned = _planned(network)
     for number, mine in enumerate(planned.buffers):

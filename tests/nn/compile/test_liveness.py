@@ -63,6 +63,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
     return {**found, "evaluation": evaluation.forward(StepContext(training=False)).copy()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("input_gradient", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nobody_reads_what_is_not_in_use(kernels: KernelSet, name: str, input_gradient: bool) -> None:

@@ -146,6 +146,7 @@ def test_a_users_layer_stands_between_reorders(onednn: KernelSet) -> None:
     assert kinds[place - 1] == kinds[place + 1] == ReorderOperator.__name__
 
 
+@pytest.mark.slow
 def test_residual_blocks_are_fused(onednn: KernelSet) -> None:
     """No ReLU and no sum of a ResNet is left alone, and none of its images is reordered but the first."""
     network = Network(catalogue.build("resnet50", {}), (224, 224, 3), onednn)
@@ -207,6 +208,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bitwise_the_same_in_every_process(onednn: KernelSet, threads: int) -> None:
     command = [sys.executable, "-c", _SCRIPT, os.path.dirname(__file__)]

@@ -47,6 +47,7 @@ def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[s
     return random.standard_normal(shape), parameters, dy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("padding", [SAME, (0, 0, 0, 0), (0, 2, 1, 0)])
 @pytest.mark.parametrize(("size", "bias"), [((9, 7), True), ((8, 6), False), ((3, 16), True)])
@@ -96,6 +97,7 @@ def test_budgets_cut_as_they_are_called(monkeypatch: pytest.MonkeyPatch, budget:
     assert forms((9, 7), SAME, (16, 32)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["two rows", "single rows"])
 @pytest.mark.parametrize("size", [(8, 10), (9, 7)])
 @pytest.mark.parametrize("top", [0, 1, 2])
