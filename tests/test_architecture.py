@@ -30,12 +30,12 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.averaging.sufficient_factors.SufficientFactorExchange",
     "hpctrain.averaging.timing.StepClock",
     "hpctrain.backend.kernels.base.Operator",
-    "hpctrain.backend.kernels.numpy.adaptive_pool.AdaptiveAveragePool",
-    "hpctrain.backend.kernels.numpy.batch_norm.BatchNorm",
-    "hpctrain.backend.kernels.numpy.conv2d.Conv2d",
+    "hpctrain.backend.kernels.numpy.adaptive_pool.NumpyAdaptiveAveragePool",
+    "hpctrain.backend.kernels.numpy.batch_norm.NumpyBatchNorm",
+    "hpctrain.backend.kernels.numpy.conv2d.NumpyConv2d",
     "hpctrain.backend.kernels.numpy.conv2d._Flipped",
     "hpctrain.backend.kernels.numpy.conv2d._Scattered",
-    "hpctrain.backend.kernels.numpy.dropout.Dropout",
+    "hpctrain.backend.kernels.numpy.dropout.NumpyDropout",
     "hpctrain.backend.kernels.numpy.elementwise.Add",
     "hpctrain.backend.kernels.numpy.elementwise.Relu",
     "hpctrain.backend.kernels.numpy.operator.NumpyOperator",
@@ -54,18 +54,7 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.parallel.redistribute.ReduceScatterOperator",
     "hpctrain.train.metrics.Rate",
 }
-SHARED_CLASS_NAMES = {
-    "AdaptiveAveragePool",
-    "AveragePool",
-    "BatchNorm",
-    "Block",
-    "Chunk",
-    "Conv2d",
-    "Dropout",
-    "Linear",
-    "MaxPool",
-    "Task",
-}
+SHARED_CLASS_NAMES: set[str] = set()
 MODULES_WITHOUT_A_TEST = {
     "hpctrain.__main__",
     "hpctrain.averaging.base",

@@ -41,7 +41,7 @@ def philox(key0: int, key1: int, c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3
     words = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in (c0, c1, c2, c3)))
     flat = [word.reshape(-1) for word in words]
     out = np.empty((4, flat[0].size), np.uint32)
-    scratch = _Scratch(min(_BLOCK, max(flat[0].size, 1)))
+    scratch = _WordScratch(min(_BLOCK, max(flat[0].size, 1)))
     for start in range(0, flat[0].size, _BLOCK):
         stop = min(start + _BLOCK, flat[0].size)
         even, odd = scratch.state(stop - start)
@@ -51,7 +51,7 @@ def philox(key0: int, key1: int, c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3
     return out.reshape(4, *words[0].shape)
 
 
-class _Scratch:
+class _WordScratch:
     """Buffers for the rounds on up to `size` counters; a counter's words are (even[0], odd[0], even[1], odd[1])."""
 
     def __init__(self, size: int) -> None:
@@ -88,7 +88,7 @@ def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[
     """(samples, blocks, even, odd) of all pairs, in tiles; the words are valid until the next tile."""
     tile_blocks = min(_BLOCK, max(blocks.size, 1))
     tile_samples = max(1, min(_BLOCK // tile_blocks, sample_ids.size))
-    scratch = _Scratch(tile_samples * tile_blocks)
+    scratch = _WordScratch(tile_samples * tile_blocks)
     sample_low, sample_high = _split(sample_ids)
     block_low, block_high = _split(blocks)
     for n in range(0, sample_ids.size, tile_samples):

@@ -35,7 +35,7 @@ _MANY_EPOCHS = 1_000_000  # more than any number of steps needs
 
 
 @dataclass(frozen=True)
-class Task:
+class ScalingStudy:
     """The jobs that are run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen."""
 
     file: Path
@@ -71,7 +71,7 @@ class Point:
         return self.batch / self.step_seconds
 
 
-def run(task: Task, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
+def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
     """All points, in the order given, each from two jobs.
 
     Raises:
@@ -100,14 +100,14 @@ def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
     return [replace(point, efficiency=efficiency(point)) for point in points]
 
 
-def _threads(config: Config, task: Task, most_ranks: int) -> int | None:
+def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
     """The same for every number of ranks, or more ranks would have fewer; None: the configuration says, or another launcher."""
     if config.threads != "auto" or task.launcher is not None:
         return None
     return max(1, physical_cores(os.sched_getaffinity(0)) // most_ranks)
 
 
-def _measure(task: Task, config: Config, ranks: int, threads: int | None) -> Point:
+def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None) -> Point:
     batch = config.batch * ranks if task.mode == "weak" else config.batch
     if batch < ranks:
         raise ConfigError(f"batch {batch} cannot be shared by {ranks} ranks; the smallest batch is {ranks}.")
@@ -138,7 +138,7 @@ def _measure(task: Task, config: Config, ranks: int, threads: int | None) -> Poi
     )
 
 
-def _job(task: Task, ranks: int, arguments: Sequence[str], result: str) -> dict[str, Any]:
+def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> dict[str, Any]:
     """Run one job in a directory that is gone afterwards; what it wrote to `result`."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as output:
         program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
@@ -156,7 +156,7 @@ def _job(task: Task, ranks: int, arguments: Sequence[str], result: str) -> dict[
         return content
 
 
-def _launcher(task: Task, ranks: int) -> list[str]:
+def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
     if task.launcher is not None:
         if "{ranks}" not in task.launcher:
             raise LaunchError(f'The launcher {task.launcher!r} must say where the number goes, as in "srun -n {{ranks}}".')
@@ -203,7 +203,7 @@ def lines(points: Sequence[Point], mode: Mode) -> list[str]:
     return made
 
 
-def write(path: Path, task: Task, points: Sequence[Point]) -> None:
+def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
     """All points with the machine that they were measured on, as JSON.
 
     Raises:

@@ -84,7 +84,7 @@ def scaling(
     """
     from hpctrain.bench import scaling as study
 
-    task = study.Task(
+    task = study.ScalingStudy(
         file=file,
         overrides=overrides,
         mode=mode,

@@ -14,7 +14,7 @@ from hpctrain.cli.loading import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
-    from hpctrain.experiment.dry_run import Task
+    from hpctrain.experiment.dry_run import PlannedRun
 
 
 class _Seconds(click.FloatRange):
@@ -170,7 +170,7 @@ def schedule(
 
 def _task(
     file: Path, overrides: tuple[str, ...], ranks: int | None, image: tuple[int, int, int] | None, classes: int | None
-) -> Task:
+) -> PlannedRun:
     from hpctrain.experiment.check import check_names
     from hpctrain.experiment.dry_run import prepare
 

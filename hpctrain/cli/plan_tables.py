@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hpctrain.boxes import Box, Interval
 from hpctrain.comm.link import LinkModel
-from hpctrain.experiment.dry_run import GroupSchedule, Task, averaging_bytes, micro_counts
+from hpctrain.experiment.dry_run import GroupSchedule, PlannedRun, averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
@@ -28,7 +28,7 @@ _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean po
 Places = Sequence[tuple[int, int, int]]
 
 
-def print_plan(task: Task, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
+def print_plan(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
     """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
     for line in _head(task):
@@ -38,7 +38,7 @@ def print_plan(task: Task, report: PlanReport, averaged: Sequence[GroupSchedule]
         console.print(line)
 
 
-def _head(task: Task) -> Iterator[str]:
+def _head(task: PlannedRun) -> Iterator[str]:
     plan, config = task.plan, task.config
     height, width, channels = task.image_shape
     samples = _span(micro_counts(task))
@@ -56,7 +56,7 @@ def _head(task: Task) -> Iterator[str]:
     yield ""
 
 
-def _print_layers(console: Console, task: Task, report: PlanReport) -> None:
+def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> None:
     """As wide as there is room: what is sent stands side by side or one below the other."""
     for narrow in (False, True):
         table = _layers(task, report, narrow=narrow)
@@ -73,7 +73,7 @@ def _least_width(console: Console, table: Table) -> int:
     return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
 
 
-def _layers(task: Task, report: PlanReport, *, narrow: bool) -> Table:
+def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
     """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
@@ -107,7 +107,7 @@ def _layers(task: Task, report: PlanReport, *, narrow: bool) -> Table:
     return table
 
 
-def _interiors(task: Task) -> Iterator[str]:
+def _interiors(task: PlannedRun) -> Iterator[str]:
     """The convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
     interiors = overlap(task.graph_of(1), task.plan)
     if interiors.in_parts:
@@ -139,7 +139,7 @@ def _totals(report: PlanReport) -> Iterator[str]:
         )
 
 
-def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
+def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
     item = 8 if task.config.dtype == "float64" else 4
     for each in averaged:
         exchanged = _range([item * words for words in each.exchanged])
@@ -151,7 +151,7 @@ def _gradients(task: Task, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
 
 
-def _map(task: Task, places: Places) -> Iterator[str]:
+def _map(task: PlannedRun, places: Places) -> Iterator[str]:
     yield ""
     yield "Ranks of each split group, r = 0, 1, ... (they share samples):"
     by_place = {(r, c): (rank, node) for rank, (r, c, node) in enumerate(places)}
@@ -204,7 +204,7 @@ def _megabytes(values: Sequence[int], item_bytes: int) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def schedule_lines(task: Task, averaged: Sequence[GroupSchedule], link: LinkModel) -> Iterator[str]:
+def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: LinkModel) -> Iterator[str]:
     """Each group's slices with their owners, then the operations in posting order."""
     yield (
         f"{task.config.averager.name} on a grid of {task.plan.rows} x {task.plan.cols}, batch {task.config.batch}; first steps, "
@@ -259,7 +259,7 @@ def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
     }
 
 
-def as_dict(task: Task, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
+def as_dict(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
     """Everything that `print_plan` shows, by position, in integers."""
     item = report.item_bytes
     memory = report.memory or ()

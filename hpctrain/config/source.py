@@ -44,7 +44,7 @@ class Source:
         return ConfigError(f"{self.locate(path)}: {sentence}")
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """YAML 1.1 without dates: no field is one, and 2026-01-31 is a good name for a run."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML declares it so
@@ -60,7 +60,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
         ConfigError: no valid YAML, a duplicate key, a key that is no string, an alias that contains itself, a tag of its own.
     """
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         try:
             root = loader.get_single_node()
             return (None, {}) if root is None else _Reader(loader, label).read(root)
@@ -81,7 +81,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
 class _Reader:
     """Turns one document's nodes into data and places."""
 
-    def __init__(self, loader: _Loader, label: str) -> None:
+    def __init__(self, loader: _YamlLoader, label: str) -> None:
         self.loader = loader
         self.label = label
         self.places: dict[KeyPath, str] = {}

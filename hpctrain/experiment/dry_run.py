@@ -46,7 +46,7 @@ Image = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedRun:
     """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
 
     assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
@@ -115,7 +115,7 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     return grid.parallel_plan(config, cols)
 
 
-def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> Task:
+def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> PlannedRun:
     """Everything that plans follow from.
 
     Args:
@@ -148,7 +148,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
     kernels = make_backend(config.backend, config.dtype).kernels
-    return Task(config, plan, image, counts, graph_of, specs, kernels, assumption)
+    return PlannedRun(config, plan, image, counts, graph_of, specs, kernels, assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:
@@ -179,19 +179,19 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
     )
 
 
-def description(task: Task) -> PlanReport:
+def description(task: PlannedRun) -> PlanReport:
     """Who owns what, what moves, what it takes of memory."""
     shapes = {name: spec.shape for name, spec in task.specs.items()}
     return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
 
 
-def micro_counts(task: Task) -> tuple[int, ...]:
+def micro_counts(task: PlannedRun) -> tuple[int, ...]:
     """Samples of the first micro-batch, the largest, by position."""
     parts = task.config.micro_batches
     return tuple(-(-count // parts) for count in task.counts)
 
 
-def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
+def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
     """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
 
     Raises:
@@ -209,7 +209,7 @@ def group_schedules(task: Task, link: LinkModel, ranks_per_node: int | None = No
     return tuple(sorted(found, key=lambda each: each.group))
 
 
-def _schedules_of(task: Task, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
+def _schedules_of(task: PlannedRun, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
     config, plan = task.config, task.plan
     node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
     progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
@@ -248,7 +248,7 @@ class _Unbound(Optimizer):
         return {}
 
 
-def _groups(task: Task, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
+def _groups(task: PlannedRun, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
     """The parameter groups of one rank of a split group, which take no memory."""
     distribution = GridDistribution(task.plan, SplitGroup(_imagined(row, task.plan.rows), progress))
     distribution.prepare(task.graph_of(1))
@@ -275,7 +275,7 @@ def _by_split_group(counts: Sequence[int], rows: int) -> tuple[int, ...]:
     return tuple(sum(counts[first : first + rows]) for first in range(0, len(counts), rows))
 
 
-def averaging_bytes(task: Task, schedules: Sequence[GroupSchedule]) -> tuple[int, ...]:
+def averaging_bytes(task: PlannedRun, schedules: Sequence[GroupSchedule]) -> tuple[int, ...]:
     """Bytes that each position exchanges in a step to average gradients, norms left out."""
     item_bytes = np.dtype(task.config.dtype).itemsize
     rows = task.plan.rows

@@ -63,7 +63,7 @@ def check_gradients(
     assert program.x_grad is not None
     gradients["input"] = (x, program.x_grad.copy())
     for name, (values, gradient) in gradients.items():
-        check = _Check(loss, step, tolerance * float(np.abs(gradient).max(initial=1e-3)))
+        check = _GradientCheck(loss, step, tolerance * float(np.abs(gradient).max(initial=1e-3)))
         _check_tensor(check, name, values, gradient, random, elements)
 
 
@@ -77,7 +77,7 @@ def head_network(
 
 
 @dataclass(frozen=True)
-class _Check:
+class _GradientCheck:
     """Compares derivatives of `loss`: absolute `tolerance`, central differences of half-width `step`."""
 
     loss: Callable[[], float]
@@ -97,7 +97,7 @@ class _Check:
 
 
 def _check_tensor(
-    check: _Check, name: str, values: np.ndarray, gradient: np.ndarray, random: np.random.Generator, elements: int
+    check: _GradientCheck, name: str, values: np.ndarray, gradient: np.ndarray, random: np.random.Generator, elements: int
 ) -> None:
     direction = random.standard_normal(values.shape)
     direction /= max(float(np.linalg.norm(direction)), 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.bench import scaling
-from hpctrain.bench.scaling import Point, Task, with_efficiency
+from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.errors import LaunchError
 
 
@@ -38,7 +38,7 @@ def test_nothing_is_compared_with_ranks_that_share_cores() -> None:
 
 def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
     points = with_efficiency([_point(1, 0.1)], "strong")
-    scaling.write(tmp_path / "s.json", Task(Path("x.yaml"), mode="strong"), points)
+    scaling.write(tmp_path / "s.json", ScalingStudy(Path("x.yaml"), mode="strong"), points)
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["points"][0]["efficiency"] == 1.0
     assert content["points"][0]["images_per_second"] == pytest.approx(320)
@@ -62,5 +62,5 @@ def test_a_launcher_that_does_not_do_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     with pytest.raises(LaunchError, match=words):
-        scaling.run(Task(quickstart, launcher=launcher), [2], say=lambda text: None)
+        scaling.run(ScalingStudy(quickstart, launcher=launcher), [2], say=lambda text: None)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.experiment.averager import AVERAGERS
-from hpctrain.experiment.dry_run import Task, averaging_bytes, group_schedules, prepare
+from hpctrain.experiment.dry_run import PlannedRun, averaging_bytes, group_schedules, prepare
 from hpctrain.models import catalogue
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.optimizers import OPTIMIZERS
@@ -32,7 +32,7 @@ STRATEGIES = (
 )
 
 
-def task_of(*overrides: str, ranks: int) -> Task:
+def task_of(*overrides: str, ranks: int) -> PlannedRun:
     config, _ = load(CONFIG, [*SMALL, *overrides])
     return prepare(config, ranks, (35, 35, 3), 10)
 
@@ -56,7 +56,7 @@ def test_planned_schedules_are_those_of_the_ranks(
 Agreed = dict[str, tuple[CollectiveSchedule | None, tuple[int, ...] | None]]
 
 
-def agreed(task: Task, comm: ThreadCommunicator) -> tuple[int, Agreed]:
+def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     """This rank's row, and by group the schedule that its averager has agreed on, and the order of ranks in it."""
     config, plan, progress = task.config, task.plan, virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))

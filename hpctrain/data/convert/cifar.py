@@ -21,7 +21,7 @@ _PIXELS = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _RecordFormat:
     """One of the two data sets: its files, the bytes before the pixels, and which of them is the label."""
 
     files: tuple[str, ...]
@@ -53,15 +53,15 @@ def convert(
     data_format.write(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
 
 
-def _layout(directory: Path, split: Split, coarse: bool) -> _Layout:
+def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
     batches = sorted(path.name for path in directory.glob("data_batch_*.bin")) if split == "train" else ["test_batch.bin"]
     if batches and (directory / batches[0]).is_file():
         if coarse:
             raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; they exist in CIFAR-100 only.")
-        return _Layout(tuple(batches), 1, 0, "batches.meta.txt", 10)
+        return _RecordFormat(tuple(batches), 1, 0, "batches.meta.txt", 10)
     if (directory / f"{split}.bin").is_file():
         kind, position, classes = ("coarse", 0, 20) if coarse else ("fine", 1, 100)
-        return _Layout((f"{split}.bin",), 2, position, f"{kind}_label_names.txt", classes)
+        return _RecordFormat((f"{split}.bin",), 2, position, f"{kind}_label_names.txt", classes)
     raise DataError(
         f"There are no CIFAR batches of the {split} split in {directory}: the binary version of CIFAR-10 has data_batch_1.bin "
         "and test_batch.bin, that of CIFAR-100 train.bin and test.bin."
@@ -76,7 +76,7 @@ def _records(path: Path, record: int) -> int:
     return size // record
 
 
-def _read(paths: list[Path], layout: _Layout, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _read(paths: list[Path], layout: _RecordFormat, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for path in paths:
         with system_errors_as(f"The CIFAR batch {path} cannot be read"):
             content = np.fromfile(path, np.uint8)

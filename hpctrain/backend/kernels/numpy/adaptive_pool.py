@@ -21,7 +21,7 @@ def averaging_matrix(outputs: int, size: int, dtype: str) -> np.ndarray:
     return np.asarray(inside / np.maximum(stop - start, 1), dtype)
 
 
-class AdaptiveAveragePool(NumpyOperator):
+class NumpyAdaptiveAveragePool(NumpyOperator):
     """y (N, Ho, Wo, C) = rows (Ho, H) x columns (Wo, W)^T of x (N, H, W, C). An image without pixels averages to 0."""
 
     def __init__(self, spec: AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:

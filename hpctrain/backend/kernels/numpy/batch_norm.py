@@ -12,7 +12,7 @@ from hpctrain.backend.kernels.numpy.rows import RowBlocks
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 
-class BatchNorm(NumpyOperator):
+class NumpyBatchNorm(NumpyOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
     Collective where the spec says `synchronised`: `forward` and `backward_input` call the merger once each, on every rank.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hpctrain.backend.kernels.numpy.memory import Request, Shape
-from hpctrain.backend.kernels.numpy.taps import Block, Span, blocks, span
+from hpctrain.backend.kernels.numpy.taps import OutputBlock, Span, blocks, span
 from hpctrain.backend.kernels.specs import Pair, Window
 
 # Measured: 2-4 MB is the best or near it for 3x3 kernels at 7 to 112 pixels, with 0.5 MB as with 1 MB of L2.
@@ -22,7 +22,7 @@ _SHORT_RUN = 16
 
 
 @dataclass
-class Chunk:
+class ColumnChunk:
     """Output pixels [start, stop) of N * Ho * Wo. `fill` writes their windows to `matrix` (groups, pixels, R * S * C / groups).
 
     The matrix of a plain 1x1 convolution is the image itself: nothing is copied.
@@ -75,32 +75,32 @@ class Columns:
         self.largest = self.pixels if self._direct else max((self._pixels(block) for block in self._blocks), default=0)
         self.count = len(self._blocks) if not self._direct else min(1, self.pixels)
 
-    def bind(self, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> list[Chunk]:
+    def bind(self, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> list[ColumnChunk]:
         """The chunks, in order, covering all pixels; none where there are no pixels. They share the buffers."""
         if self.pixels == 0:
             return []
         if self._direct:
             matrix = image.reshape(self.pixels, self._groups, self._depth).transpose(1, 0, 2)
-            return [Chunk(0, self.pixels, matrix, [], [])]
+            return [ColumnChunk(0, self.pixels, matrix, [], [])]
         return [self._chunk(block, image, column_buffer, padded_buffer) for block in self._blocks]
 
-    def _pixels(self, block: Block) -> int:
+    def _pixels(self, block: OutputBlock) -> int:
         return (block.n1 - block.n0) * (block.o1 - block.o0) * self._outputs[1]
 
-    def _spans(self, block: Block) -> tuple[Span, Span]:
+    def _spans(self, block: OutputBlock) -> tuple[Span, Span]:
         window = self._window
         first = block.o0 * window.stride[0] - window.padding[0]
         rows = span(first, (block.o1 - block.o0 - 1) * window.stride[0] + window.extent[0], self._image[1])
         columns = span(-window.padding[2], (self._outputs[1] - 1) * window.stride[1] + window.extent[1], self._image[2])
         return rows, columns
 
-    def _padded_size(self, block: Block) -> int:
+    def _padded_size(self, block: OutputBlock) -> int:
         rows, columns = self._spans(block)
         if not (rows.padded or columns.padded):
             return 0
         return (block.n1 - block.n0) * rows.size * columns.size * self._image[3]
 
-    def _chunk(self, block: Block, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> Chunk:
+    def _chunk(self, block: OutputBlock, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> ColumnChunk:
         rows, columns = self._spans(block)
         source = image[block.images, rows.start : rows.stop, columns.start : columns.stop]
         zeros: list[np.ndarray] = []
@@ -117,7 +117,7 @@ class Columns:
         target, matrix = self._matrix(block, column_buffer)
         copies.append((target, self._windows(source)))
         start = (block.n0 * self._outputs[0] + block.o0) * self._outputs[1]
-        return Chunk(start, start + self._pixels(block), matrix, zeros, copies)
+        return ColumnChunk(start, start + self._pixels(block), matrix, zeros, copies)
 
     def _windows(self, source: np.ndarray) -> np.ndarray:
         """Windows (n, o, Wo, R, S, groups, C / groups) as a view of (n, rows, columns, C)."""
@@ -126,7 +126,7 @@ class Columns:
         view = view[:, ::stride_h, ::stride_w, :, ::dilation_h, ::dilation_w].transpose(0, 1, 2, 4, 5, 3)
         return view.reshape(*view.shape[:5], self._groups, -1, copy=False)
 
-    def _matrix(self, block: Block, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _matrix(self, block: OutputBlock, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A chunk's column buffer, as windows to be written and as the matrix to be multiplied."""
         r, s = self._window.kernel
         groups, channels = self._groups, self._image[3] // self._groups

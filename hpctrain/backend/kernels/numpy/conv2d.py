@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.kernels.base import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.columns import COLUMN_BYTES, Chunk, Columns
+from hpctrain.backend.kernels.numpy.columns import COLUMN_BYTES, ColumnChunk, Columns
 from hpctrain.backend.kernels.numpy.memory import Request, carve, total_bytes
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.reduce import column_sums
-from hpctrain.backend.kernels.numpy.taps import Block, blocks, taps
+from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks, taps
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 
 
-class Conv2d(NumpyOperator):
+class NumpyConv2d(NumpyOperator):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K).
 
     The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights; of another one, a product
@@ -107,7 +107,7 @@ class _Flipped:
     def bind(self, buffers: Buffers, d_out: np.ndarray, grad: np.ndarray, *, add: bool) -> None:
         spec = self.spec
         column, padded, self.turned, self.sums = carve(buffers.scratch, self.scratch)
-        self.chunks: list[Chunk] = self.columns.bind(d_out, column, padded)
+        self.chunks: list[ColumnChunk] = self.columns.bind(d_out, column, padded)
         weight = buffers.parameters["weight"].reshape(spec.groups, -1, *spec.weight_shape[1:])
         self.source = weight[:, :, ::-1, ::-1].transpose(0, 2, 3, 1, 4)
         self.matrix = self.turned.reshape(spec.groups, -1, self.turned.shape[4])
@@ -162,7 +162,7 @@ class _Scattered:
         self.grad, self.add = grad, add
         self.parts = [self._part(block) for block in self.blocks]
 
-    def _part(self, block: Block) -> _Part:
+    def _part(self, block: OutputBlock) -> _Part:
         """The product of one block and the additions that bring it home."""
         spec, (_, ho, wo, _) = self.spec, self.y.shape
         groups, depth = spec.groups, self.weight.shape[2]
@@ -192,7 +192,7 @@ def _pair(image: TensorSpec) -> tuple[int, int]:
     return image.shape[1], image.shape[2]
 
 
-def _pixels(block: Block, columns: int) -> int:
+def _pixels(block: OutputBlock, columns: int) -> int:
     return (block.n1 - block.n0) * (block.o1 - block.o0) * columns
 
 

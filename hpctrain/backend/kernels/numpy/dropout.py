@@ -23,7 +23,7 @@ def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operato
     """Dropout, or the identity where nothing is dropped."""
     if not training or spec.rate == 0:
         return View(spec, x, training=training)
-    return Dropout(spec, x, training=training)
+    return NumpyDropout(spec, x, training=training)
 
 
 def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:
@@ -46,7 +46,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
     return flat
 
 
-class Dropout(NumpyOperator):
+class NumpyDropout(NumpyOperator):
     """y = x * keep / (1 - rate). Saved: the mask, one byte per element."""
 
     in_place: ClassVar[bool] = True

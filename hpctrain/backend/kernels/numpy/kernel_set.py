@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
-from hpctrain.backend.kernels.numpy.adaptive_pool import AdaptiveAveragePool
-from hpctrain.backend.kernels.numpy.batch_norm import BatchNorm
-from hpctrain.backend.kernels.numpy.conv2d import Conv2d
+from hpctrain.backend.kernels.numpy.adaptive_pool import NumpyAdaptiveAveragePool
+from hpctrain.backend.kernels.numpy.batch_norm import NumpyBatchNorm
+from hpctrain.backend.kernels.numpy.conv2d import NumpyConv2d
 from hpctrain.backend.kernels.numpy.dropout import make_dropout
 from hpctrain.backend.kernels.numpy.elementwise import Add, Relu
 from hpctrain.backend.kernels.numpy.flatten import View
-from hpctrain.backend.kernels.numpy.linear import Linear
+from hpctrain.backend.kernels.numpy.linear import NumpyLinear
 from hpctrain.backend.kernels.numpy.loss import SoftmaxCrossEntropy
 from hpctrain.backend.kernels.numpy.memory import allocate
 from hpctrain.backend.kernels.numpy.pool import make_pool
@@ -48,15 +48,15 @@ class NumpyKernelSet(KernelSet):
                 raise BackendError(f"The numpy kernel set computes in {' or '.join(self.dtypes)}, not in {x.dtype}.")
         match spec:
             case Conv2dSpec():
-                return Conv2d(spec, *inputs, training=training)
+                return NumpyConv2d(spec, *inputs, training=training)
             case LinearSpec():
-                return Linear(spec, *inputs, training=training)
+                return NumpyLinear(spec, *inputs, training=training)
             case BatchNormSpec():
-                return BatchNorm(spec, *inputs, training=training)
+                return NumpyBatchNorm(spec, *inputs, training=training)
             case PoolSpec():
                 return make_pool(spec, *inputs, training=training)
             case AdaptiveAveragePoolSpec():
-                return AdaptiveAveragePool(spec, *inputs, training=training)
+                return NumpyAdaptiveAveragePool(spec, *inputs, training=training)
             case ReluSpec():
                 return Relu(spec, *inputs, training=training)
             case AddSpec():

@@ -13,7 +13,7 @@ from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 _BLOCK_BYTES = 1 << 20
 
 
-class Linear(NumpyOperator):
+class NumpyLinear(NumpyOperator):
     """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
 
     gives_sufficient_factors = True

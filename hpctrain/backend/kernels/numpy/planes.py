@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.kernels.numpy.memory import Request, Shape
-from hpctrain.backend.kernels.numpy.taps import Block, span
+from hpctrain.backend.kernels.numpy.taps import OutputBlock, span
 from hpctrain.backend.kernels.specs import Pair, Window
 
 
@@ -53,7 +53,7 @@ class PlaneBlock:
 class Planes:
     """The plan for images (N, H, W, C) and the given blocks of `outputs` (Ho, Wo). `scratch` is what `bind` needs."""
 
-    def __init__(self, image: Shape, dtype: str, window: Window, outputs: Pair, blocks: list[Block]) -> None:
+    def __init__(self, image: Shape, dtype: str, window: Window, outputs: Pair, blocks: list[OutputBlock]) -> None:
         self._image, self._window, self._outputs, self._blocks = image, window, outputs, blocks
         stride, dilation = window.stride[1], window.dilation[1]
         self._columns = [divmod(s * dilation, stride) for s in range(window.kernel[1])]
@@ -66,11 +66,11 @@ class Planes:
         """One for each block; they share the buffer."""
         return [self._block(block, image, buffer) for block in self._blocks]
 
-    def _shape(self, block: Block) -> Shape:
+    def _shape(self, block: OutputBlock) -> Shape:
         rows = (block.o1 - block.o0 - 1) * self._window.stride[0] + self._window.extent[0]
         return len(self._phases), block.n1 - block.n0, rows, self._length, self._image[3]
 
-    def _block(self, block: Block, image: np.ndarray, buffer: np.ndarray) -> PlaneBlock:
+    def _block(self, block: OutputBlock, image: np.ndarray, buffer: np.ndarray) -> PlaneBlock:
         window, shape = self._window, self._shape(block)
         planes = buffer[: math.prod(shape)].reshape(shape)
         (stride_h, stride_w), (dilation_h, _) = window.stride, window.dilation

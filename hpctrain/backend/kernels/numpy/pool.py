@@ -10,7 +10,7 @@ from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.numpy.memory import Request
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.planes import PlaneBlock, Planes
-from hpctrain.backend.kernels.numpy.taps import Block, blocks
+from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks
 from hpctrain.backend.kernels.specs import PoolSpec, TensorSpec
 
 _BLOCK_ELEMENTS = 1 << 15
@@ -18,7 +18,7 @@ _BLOCK_ELEMENTS = 1 << 15
 
 def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool) -> Operator:
     """The operator of either kind."""
-    kind = MaxPool if spec.kind == "max" else AveragePool
+    kind = NumpyMaxPool if spec.kind == "max" else NumpyAveragePool
     return kind(spec, x, training=training)
 
 
@@ -56,7 +56,7 @@ class _Pool(NumpyOperator):
             else:
                 planes.add_to_image()
 
-    def _scatter(self, block: Block, planes: PlaneBlock) -> None:
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
         """Write the gradient of one block to its planes, which are zero."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class _Pool(NumpyOperator):
         return self.scratch[i][: like.size].reshape(like.shape)
 
 
-class MaxPool(_Pool):
+class NumpyMaxPool(_Pool):
     """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
 
     Saved: per output the winning tap, counted down from R * S. NaN in a window makes NaN of its output.
@@ -101,7 +101,7 @@ class MaxPool(_Pool):
             np.maximum(winners, codes, out=winners)
             np.maximum(y, values, out=y)
 
-    def _scatter(self, block: Block, planes: PlaneBlock) -> None:
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
         dy = self.output_grad[block.images, block.rows]
         winners = self.saved[0][block.images, block.rows]
         wins, share = self._work(1, dy), self._work(3, dy)
@@ -114,7 +114,7 @@ class MaxPool(_Pool):
                 np.add(target, share, out=target)
 
 
-class AveragePool(_Pool):
+class NumpyAveragePool(_Pool):
     """y = sum over the window / its divisor: the elements inside the image, or inside the padded image."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
@@ -142,7 +142,7 @@ class AveragePool(_Pool):
                 np.add(y, values, out=y)
             np.multiply(y, self.factor[block.rows], out=y)
 
-    def _scatter(self, block: Block, planes: PlaneBlock) -> None:
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
         dy = self.output_grad[block.images, block.rows]
         share = self._work(1, dy)
         np.multiply(dy, self.factor[block.rows], out=share)

@@ -9,8 +9,11 @@ from hpctrain.backend.kernels.specs import Pair, Window
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice."""
+class TapRange:
+    """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice.
+
+    The converse of `hpctrain.parallel.receptive_field`, which gives the inputs of some outputs through all taps.
+    """
 
     first: int
     stop: int
@@ -25,34 +28,34 @@ class Reach:
         """No output reads an input."""
         return self.first == self.stop
 
-    def within(self, low: int, high: int) -> Reach:
+    def within(self, low: int, high: int) -> TapRange:
         """The part that serves outputs [low, high), which are counted from `low` on."""
         first, stop = max(self.first, low), min(self.stop, high)
         if stop <= first:
-            return Reach(0, 0, slice(0, 0, self.inputs.step))
+            return TapRange(0, 0, slice(0, 0, self.inputs.step))
         step = self.inputs.step
         start = self.inputs.start + (first - self.first) * step
-        return Reach(first - low, stop - low, slice(start, start + (stop - first - 1) * step + 1, step))
+        return TapRange(first - low, stop - low, slice(start, start + (stop - first - 1) * step + 1, step))
 
 
-def reach(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> Reach:
+def tap_range(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> TapRange:
     """The inputs of a tap: output o reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
     offset = tap * dilation - padding
     first = max(0, -(offset // stride))
     stop = max(first, min(outputs, (size - 1 - offset) // stride + 1))
     if stop == first:
-        return Reach(first, first, slice(0, 0, stride))
+        return TapRange(first, first, slice(0, 0, stride))
     start = first * stride + offset
-    return Reach(first, stop, slice(start, start + (stop - first - 1) * stride + 1, stride))
+    return TapRange(first, stop, slice(start, start + (stop - first - 1) * stride + 1, stride))
 
 
 @dataclass(frozen=True)
 class Tap:
-    """One tap (r, s) of a window: number r * S + s, and its reach in both dims."""
+    """One tap (r, s) of a window: number r * S + s, and its range in both dims."""
 
     number: int
-    rows: Reach
-    columns: Reach
+    rows: TapRange
+    columns: TapRange
 
     @property
     def empty(self) -> bool:
@@ -63,9 +66,9 @@ class Tap:
 def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
     """The taps of `window` on images of `size`, in row-major order, those that never meet the image left out."""
     for r in range(window.kernel[0]):
-        rows = reach(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
+        rows = tap_range(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
         for s in range(window.kernel[1]):
-            columns = reach(s, size[1], outputs[1], window.stride[1], window.padding[2], window.dilation[1])
+            columns = tap_range(s, size[1], outputs[1], window.stride[1], window.padding[2], window.dilation[1])
             tap = Tap(r * window.kernel[1] + s, rows, columns)
             if not tap.empty:
                 yield tap
@@ -102,7 +105,7 @@ def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Block:
+class OutputBlock:
     """Output rows [o0, o1) of the images [n0, n1): neighbours in the memory of (N, Ho, Wo, ...)."""
 
     n0: int
@@ -119,15 +122,15 @@ class Block:
         return slice(self.o0, self.o1)
 
 
-def blocks(images: int, outputs: Pair, limit: int) -> Iterator[Block]:
+def blocks(images: int, outputs: Pair, limit: int) -> Iterator[OutputBlock]:
     """All output pixels in blocks of about `limit`: some whole images, or some rows of one; none where there are no pixels."""
     ho, wo = outputs
     if 0 in (images, ho, wo):
         return
     if ho * wo <= limit:
         for n0, n1 in split(images, limit // (ho * wo)):
-            yield Block(n0, n1, 0, ho)
+            yield OutputBlock(n0, n1, 0, ho)
         return
     for n in range(images):
         for o0, o1 in split(ho, limit // wo):
-            yield Block(n, n + 1, o0, o1)
+            yield OutputBlock(n, n + 1, o0, o1)

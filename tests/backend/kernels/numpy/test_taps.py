@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.numpy.taps import blocks, reach, span, split, taps
+from hpctrain.backend.kernels.numpy.taps import blocks, span, split, tap_range, taps
 from hpctrain.backend.kernels.specs import Window
 
 SMALL, UP_TO_9 = st.integers(1, 4), st.integers(0, 9)
@@ -11,7 +11,7 @@ SMALL, UP_TO_9 = st.integers(1, 4), st.integers(0, 9)
 
 @given(st.integers(0, 3), st.integers(1, 9), UP_TO_9, SMALL, st.integers(-2, 4), SMALL, UP_TO_9, UP_TO_9)
 def test_reach(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int, low: int, high: int) -> None:
-    found = reach(tap, size, outputs, stride, padding, dilation)
+    found = tap_range(tap, size, outputs, stride, padding, dilation)
     expected = {o: o * stride - padding + tap * dilation for o in range(outputs)}
     expected = {o: i for o, i in expected.items() if 0 <= i < size}
     pairs = dict(zip(range(found.first, found.stop), range(size)[found.inputs], strict=True))
