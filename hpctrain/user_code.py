@@ -67,8 +67,11 @@ def load(reference: str) -> Any:
     if module.__file__ is not None:
         _files[reference] = Path(module.__file__)
     if not hasattr(module, name):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f'{module.__file__ or place} defines no "{name}"; {choices(name, public)}.')
+        public = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and key[0] != "_"
+        ]
+        shown = place if place.endswith(".py") else f"The module {place} ({module.__file__})"
+        raise ConfigError(f'{shown} defines no "{name}"; {choices(name, public)}.')
     return getattr(module, name)
 
 

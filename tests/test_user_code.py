@@ -116,7 +116,7 @@ def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("MODULE:Onw", ['MODULE.py defines no "Onw"', 'nearest is "Own"']),
+        ("MODULE:Onw", ['MODULE.py) defines no "Onw"', 'nearest is "Own" (of "Own", "Scaled", "Half", "helper")']),
         ("MODULE.py:zzz", ['defines no "zzz"', '"Own"']),
         ("MODUL:Own", ['no module "MODUL"', "working directory", "MODUL.py:Own"]),
         ("nowhere.sub:Own", ['no module "nowhere.sub"', "nowhere/sub.py:Own"]),

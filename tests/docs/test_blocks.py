@@ -59,6 +59,7 @@ CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with i
 TEXTS = {
     ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
+    (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
 }
 
@@ -273,6 +274,8 @@ def test_commands_run(
     folder = tmp_path / "checkout"
     shutil.copytree(after_make_train, folder)
     monkeypatch.chdir(folder)
+    if page == how_tos.OWN_CODE:
+        how_tos.write_own_code(folder)
     for block in blocks(page, "bash", "console"):
         if block.language == "console":
             command, _, expected = block.text.partition("\n")

@@ -41,6 +41,9 @@ _PRONOUNS = re.compile(r"(What|Who|Whoever|Of|That|Which)\b")
 #: packages whose docstrings are still to be looked through
 _UNREAD = ("hpctrain/averaging/", "hpctrain/nn/", "hpctrain/experiment/dry_run.py")
 
+#: files that stand for any
+EXAMPLES = ("program.py", "file.py", "path/to/file.py")
+
 SOURCES = [path for top in ("hpctrain", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))]
 NAMES = [f"/{path.relative_to(ROOT)}" for top in ("hpctrain", "benchmarks", "tests") for path in (ROOT / top).rglob("*.py")]
 
@@ -49,7 +52,7 @@ NAMES = [f"/{path.relative_to(ROOT)}" for top in ("hpctrain", "benchmarks", "tes
 def test_files_that_modules_name_exist(path: Path) -> None:
     """In docstrings and comments: `interleaved.py`, comm/clock.py."""
     for name in re.findall(r"(?<![\w/.\"'{}-])([a-z_][\w/]*\.py)\b", path.read_text(encoding="utf-8")):
-        assert name == "program.py" or any(known.endswith(f"/{name}") for known in NAMES), f"{path} names {name}"
+        assert name in EXAMPLES or any(known.endswith(f"/{name}") for known in NAMES), f"{path} names {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -22,6 +22,7 @@ MODEL = "docs/how-to-add-a-model.md"
 OPERATOR = "docs/how-to-add-a-kernel-operator.md"
 CONVERTER = "docs/how-to-add-a-converter.md"
 STRATEGY = "docs/how-to-add-a-strategy.md"
+OWN_CODE = "docs/own-code.md"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -33,12 +34,21 @@ def files(page: str) -> dict[str, str]:
     """Path -> text of each block that is a whole file: it begins with a docstring, and the text before it names the file."""
     text = (ROOT / page).read_text(encoding="utf-8")
     whole = re.finditer(r'^```python\n(""".*?)^```', text, re.MULTILINE | re.DOTALL)
-    return {re.findall(r"`(hpctrain/[\w/]+\.py)`", text[: match.start()])[-1]: match[1] for match in whole}
+    return {re.findall(r"`((?:hpctrain/|my_)[\w/]+\.py)`", text[: match.start()])[-1]: match[1] for match in whole}
 
 
 @contextmanager
 def followed(page: str, folder: Path) -> Iterator[None]:
-    """Inside the block hpctrain is as its reader has it who has done what the page says. Files lie under `folder`."""
+    """Inside the block hpctrain is as its reader has it who has done what the page says. Files lie under `folder`.
+
+    A page about code of the user's has its files in the working directory, which is `folder` then.
+    """
+    if page == OWN_CODE:
+        write_own_code(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            yield
+        return
     new = {path: text for path, text in files(page).items() if not (ROOT / path).exists()} if "how-to" in page else {}
     modules = [path.removesuffix(".py").replace("/", ".") for path in new]
     with pytest.MonkeyPatch.context() as patch:
@@ -56,6 +66,12 @@ def followed(page: str, folder: Path) -> Iterator[None]:
                 if sys.modules.pop(name, None) is not None:
                     package, _, leaf = name.rpartition(".")
                     delattr(sys.modules[package], leaf)
+
+
+def write_own_code(folder: Path) -> None:
+    """The files of docs/own-code.md."""
+    for path, text in files(OWN_CODE).items():
+        (folder / path).write_text(text, encoding="utf-8")
 
 
 def _nothing(patch: pytest.MonkeyPatch) -> None:
