@@ -64,7 +64,7 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
 
 
 def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int]]:
-    """What the gradient of step k's input still passes on its way to the step that sends it: copies between layouts, each the
+    """The way of the gradient of step k's input to the step that sends it: copies between layouts, each the
     only thing between two steps, then the sender begins. `early` grows by these copies."""
     actions: list[tuple[Action, int]] = []
     reader = k

@@ -1,4 +1,4 @@
-"""What the passes of `nn.compile` make: an execution plan, immutable, the same on every rank that compiles the same graph."""
+"""The product of the passes of `nn.compile`: an execution plan, immutable, the same on every rank that compiles the same graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a validator knows of a plan before it runs it: who contributes to which gradient, and what to call things.
+"""A validator's knowledge of a plan before it runs it: who contributes to which gradient, and what to call things.
 
 All of it follows from steps, actions and the operators' declarations; nothing from what the compiler's passes found out.
 """

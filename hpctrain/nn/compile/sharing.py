@@ -18,7 +18,7 @@ from hpctrain.nn.compile.steps import Steps
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which tensor owns the storage of each: itself, the tensor that it is a view of, or one that it overwrites.
+    """The tensor that owns the storage of each: itself, the tensor that it is a view of, or one that it overwrites.
 
     activations, gradients: by tensor.
     """

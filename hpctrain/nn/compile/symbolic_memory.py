@@ -59,7 +59,7 @@ class SymbolicMemory:
         self._overwritten.pop(value, None)
 
     def add_name(self, region: Region, value: Value) -> None:
-        """What `region` holds is also `value`."""
+        """Let the content of `region` be `value`, too."""
         if region.size_bytes:
             self._stretches[region.offset].values.add(value)
 

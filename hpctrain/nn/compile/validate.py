@@ -55,7 +55,7 @@ def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
 
 
 class _Pass:
-    """What forward and backward share. done: how often each action of this pass has happened so far."""
+    """The base of forward and backward. done: how often each action of this pass has happened so far."""
 
     def __init__(self, facts: PlanFacts, memory: SymbolicMemory) -> None:
         self.facts, self.plan, self.memory = facts, facts.plan, memory
