@@ -139,7 +139,7 @@ def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
 
 
 def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -> None:
-    """Memory that a step has to itself: saved from forward to backward, scratch while it runs, gradients to be added to others."""
+    """Memory of a single step: saved from forward to backward, scratch while it runs, gradients to be added to others."""
     for k, step in enumerate(steps.steps):
         operator = step.operator
         runs = [line.forward(k)[-1], *line.backward(k, (*_COMPUTES, *_REMAKES))]

@@ -1,4 +1,4 @@
-"""The product of the passes of `nn.compile`: an execution plan, immutable, the same on every rank that compiles the same graph."""
+"""The product of the passes of `nn.compile`: an execution plan, immutable, equal on every rank that compiles the same graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.nn.compile.packing import Block
 
 
 class Action(Enum):
-    """What a pass does with a step."""
+    """The deed of a pass on a step."""
 
     FORWARD = auto()
     RECOMPUTE = auto()  # make the output again, which was not kept

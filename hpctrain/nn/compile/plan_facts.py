@@ -21,7 +21,7 @@ _PHASES = {
 
 
 class PlanFacts:
-    """Of one plan.
+    """The facts of one plan.
 
     Attributes:
         plan: the plan. users: by parameter, the positions of the steps that have it.

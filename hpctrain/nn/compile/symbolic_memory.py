@@ -80,7 +80,7 @@ class SymbolicMemory:
         raise InvalidPlanError(f"{place}, but {self._writer_at(region)}.")
 
     def contributions(self, region: Region, tensor: int) -> Contributions | None:
-        """Who has added to the gradient of `tensor` in `region`; None where that is not what it holds."""
+        """The steps that have added to the gradient of `tensor` in `region`; None where that is not what it holds."""
         stretch = self._stretches.get(region.offset)
         for value in stretch.values if stretch is not None and stretch.region == region else ():
             if value[:2] == ("gradient", tensor) and isinstance(value[2], frozenset):

@@ -316,5 +316,5 @@ def _in_use(k: int) -> Value:
 
 
 def _partial(k: int, i: int) -> Value:
-    """What step k has to add to the gradient of its i-th input."""
+    """The term that step k adds to the gradient of its i-th input."""
     return ("partial", k, i)
