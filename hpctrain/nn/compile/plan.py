@@ -12,7 +12,7 @@ from hpctrain.nn.compile.packing import Block
 
 
 class Action(Enum):
-    """The deed of a pass on a step."""
+    """An action of a pass on a step."""
 
     FORWARD = auto()
     RECOMPUTE = auto()  # make the output again, which was not kept

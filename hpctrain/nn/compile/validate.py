@@ -124,7 +124,7 @@ class _Forward(_Pass):
                 raise self.facts.error(Action.FORWARD, k, f"happens {self.done[Action.FORWARD, k]} times instead of once")
 
     def _begin(self, action: Action, k: int) -> None:
-        """What is sent is read from now on, until the step ends."""
+        """The step's message is read from now on, until the step ends."""
         if not self.plan.steps[k].operator.begins_early:
             raise self.facts.error(action, k, "is none: its operator cannot begin early")
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
@@ -198,7 +198,7 @@ class _Backward(_Pass):
         self._compute(action, k, writes=step.operator.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
-        """Of steps with the same parameters, forward's last one writes the gradient, the others add to it; who announces it is
+        """Among steps with the same parameters, forward's last one writes the gradient, the others add to it; who announces it is
         the last to do so."""
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
