@@ -49,7 +49,7 @@ def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
     if not plan.training:
         return
     if plan.logits_grad is None or plan.logits_grad.overlaps(plan.logits):
-        raise InvalidPlanError(f"The gradient of the logits has no place of its own in training, but {plan.logits_grad}.")
+        raise InvalidPlanError(f"The gradient of the logits, {facts.name(plan.output)}, has no place of its own in training.")
     facts.check_region(plan.logits_grad, plan.output, "the logits' gradient")
     memory.write(plan.logits_grad, gradient(facts.grad_owner(plan.output), frozenset({LOSS})), "the loss")
 
