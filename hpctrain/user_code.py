@@ -16,13 +16,15 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.nearest import choices
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -108,6 +110,8 @@ def offers(group: str) -> Mapping[str, Offer]:
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """Those of packages on the import path, which are looked for once."""
+    from importlib.metadata import entry_points  # takes longer than all of this module
+
     return tuple(entry_points(group=group))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import OptionError
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.batch_norm import BatchNorm
 from hpctrain.nn.layers.conv2d import Conv2d
@@ -31,33 +31,48 @@ class Norm:
         return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
 
 
-def scaled(channels: int, width: float) -> int:
+def scaled(channels: int, width: float, option: str = "channels") -> int:
     """`channels` times `width`, rounded, at least 1.
 
+    Args:
+        option: the name of the option that has given `channels`, where one has.
+
     Raises:
-        ConfigError: no channels, a width that is not positive, or so large that a layer would have more than a million channels.
+        OptionError: no channels, a width that is not positive, or so large that a layer would have more than a million channels.
     """
     if channels < 1:
-        raise ConfigError(f"A layer cannot have {channels} channels; it must have at least 1.")
+        raise OptionError(f"A layer cannot have {channels} channels; it must have at least 1.", option)
     if not width > 0.0:
-        raise ConfigError(f"A width of {width} leaves no channels; it must be above 0, and 1.0 is the published network.")
+        sentence = f"A width of {width} leaves no channels; it must be above 0, and 1.0 is the published network."
+        raise OptionError(sentence, "width")
     largest = MOST_CHANNELS / channels
     if width > largest:
-        raise ConfigError(
+        raise OptionError(
             f"A width of {width:g} makes more than {MOST_CHANNELS:,} channels of {channels}, and no layer may have more; "
-            f"the largest width for this layer is {largest:g}."
+            f"the largest width for this layer is {largest:g}.",
+            "width",
         )
     return max(1, round(channels * width))
 
 
 def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
     """Raises:
-    ConfigError: the family has no network of this depth.
+    OptionError: the family has no network of this depth.
     """
     depths = sorted(known)
     if depth not in depths:
         nearest = min(depths, key=lambda other: abs(other - depth))
-        raise ConfigError(f"There is no {family} of depth {depth}; known depths are {depths}, the nearest is {nearest}.")
+        raise OptionError(f"There is no {family} of depth {depth}; known depths are {depths}, the nearest is {nearest}.", "depth")
+
+
+def check_dropout(dropout: float) -> None:
+    """Check the option of that name.
+
+    Raises:
+        OptionError: it is no probability below 1.
+    """
+    if not 0.0 <= dropout < 1.0:
+        raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
 
 def basic_block(channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None) -> Residual:

@@ -288,6 +288,21 @@ def test_an_error_at_import_is_told_once_by_all_ranks(job: Job, folder: Path) ->
     assert "Traceback" not in outcome.output
 
 
+def test_a_checkpoint_has_nothing_imported(job: Job, folder: Path) -> None:
+    """Code that it names is imported where the configuration names it too, and nowhere else."""
+    plain = ["model=small", "optimizer={name: sgd, lr: 0.1}", "averager=blocking", "data.augment=[flip]", "metrics.reporters=[]"]
+    command = ["-m", "hpctrain", "train", "mine/own.yaml", *plain]
+    outcome = job(0, [*command, "--steps", "3"], cwd=folder)  # an epoch
+    assert outcome.code == 0, outcome.output
+    (folder / "mine" / "own_code.py").write_text("open('imported', 'w')")
+    outcome = job(0, [*command, "schedule=constant", "--resume", "auto"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    assert "schedule: own_code.py:Halving -> constant" in outcome.stdout
+    outcome = job(0, ["-m", "hpctrain", "eval", "mine/own.yaml", *plain, "schedule=constant"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    assert not (folder / "imported").exists()
+
+
 GROUPS: Mapping[str, tuple[str, str]] = {
     "models": ("model", "model"),
     "optimizers": ("optimizer.name", "SignDescent"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, OptionError
 from hpctrain.models import catalogue
 from hpctrain.models.parts import MOST_CHANNELS, scaled
 
@@ -37,3 +37,20 @@ def test_a_layer_without_channels_is_refused(channels: int) -> None:
 def test_the_small_network_has_no_empty_layers(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="it must have at least 1"):
         catalogue.build("small", options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        *((model, {"width": -1.0}) for model in ("vgg11", "resnet18", "resnet20", "small")),
+        *((model, {"depth": 17}) for model in ("vgg", "resnet", "resnet_small")),
+        *((model, {"dropout": 1.0}) for model in ("vgg11", "small")),
+        ("small", {"channels": []}),
+        ("small", {"channels": [4, 0]}),
+        ("small", {"hidden": -1}),
+    ],
+)
+def test_a_refusal_names_its_option(model: str, options: dict[str, object]) -> None:
+    with pytest.raises(OptionError) as caught:
+        catalogue.build(model, options)
+    assert [caught.value.option] == list(options)

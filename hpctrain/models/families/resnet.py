@@ -44,7 +44,7 @@ def build(
             section 5.1).
 
     Raises:
-        ConfigError: a depth that does not exist, or a width that is not positive.
+        OptionError: a depth that does not exist, or a width that is not positive.
     """
     check_depth("ResNet", depth, _BLOCKS)
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)

@@ -45,7 +45,7 @@ def build(
         zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0.
 
     Raises:
-        ConfigError: a depth that does not exist, or a width that is not positive.
+        OptionError: a depth that does not exist, or a width that is not positive.
     """
     check_depth("small ResNet", depth, (20, 32, 44, 56, 110))
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)

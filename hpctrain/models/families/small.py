@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.errors import ConfigError
-from hpctrain.models.parts import Norm, scaled
+from hpctrain.errors import OptionError
+from hpctrain.models.parts import Norm, check_dropout, scaled
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.batch_norm import BatchNorm
@@ -49,17 +49,18 @@ def build(
         width: Factor on all channels and hidden features.
 
     Raises:
-        ConfigError: no stages, or a width that is not positive.
+        OptionError: no stages, a width that is not positive, or a dropout outside [0, 1).
     """
     if not channels:
-        raise ConfigError("A small network needs at least one stage; channels is empty, the default is [16, 32].")
+        raise OptionError("A small network needs at least one stage; channels is empty, the default is [16, 32].", "channels")
+    check_dropout(dropout)
     norm = Norm(epsilon, momentum, synchronised) if batch_norm else None
     layers: dict[str, Layer] = {}
     for stage, published in enumerate(channels):
         channels_out = scaled(published, width)
         layers[f"stage{stage + 1}"] = _stage(channels_in, channels_out, norm)
         channels_in = channels_out
-    features = scaled(hidden, width) if hidden else 0
+    features = scaled(hidden, width, "hidden") if hidden else 0
     layers |= {"avgpool": AdaptiveAveragePool(grid), "flatten": Flatten()}
     layers["classifier"] = _classifier((grid, grid, channels_in), features, classes, dropout, seed)
     return Sequential(layers)

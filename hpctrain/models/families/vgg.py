@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hpctrain.models.parts import Norm, check_depth, scaled
+from hpctrain.models.parts import Norm, check_depth, check_dropout, scaled
 from hpctrain.nn import initialise
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
@@ -53,9 +53,10 @@ def build(
         dropout: Probability of dropping a feature in front of each of the last two linear layers, in [0, 1).
 
     Raises:
-        ConfigError: a depth that does not exist, or a width that is not positive.
+        OptionError: a depth that does not exist, a width that is not positive, or a dropout outside [0, 1).
     """
     check_depth("VGG", depth, _CONVOLUTIONS)
+    check_dropout(dropout)
     norm = Norm(epsilon, momentum, synchronised) if batch_norm else None
     channels = scaled(_CHANNELS[-1], width)
     return Sequential(
