@@ -86,6 +86,11 @@ def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
 
 def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
     """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
+    if plan.rows == 1:
+        for number, pattern in enumerate(config.grid.overlap):
+            sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so that no image is split and no halo travels; "
+            yield number, sentence + "set grid.rows to 2 or more, or leave grid.overlap out.", False
+        return
     undivided = overlap(graph, plan).undivided if config.grid.overlap else {}  # a large split group takes long
     for number, pattern in enumerate(config.grid.overlap if undivided else ()):
         matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]

@@ -23,6 +23,7 @@ from hpctrain.storage.hdf5_store import read_store, write_store
 
 _log = get_logger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
+_SET_ASIDE = re.compile(r"checkpoint-(\d{8,})-set-aside\.h5")
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,13 @@ def checkpoint_path(directory: Path, global_step: int) -> Path:
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first; none where it is missing."""
+    return _matching(directory, _NAME)
+
+
+def _matching(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []
-    matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    matches = ((name.fullmatch(path.name), path) for path in directory.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
@@ -113,13 +118,15 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
 
 
 def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` checkpoints that were written last; give what was deleted.
+    """Delete all but the `keep` checkpoints that were written last, and all but as many set-aside ones; give what was deleted.
 
     Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
-    by_age = sorted(checkpoints(directory), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
-    deleted = [path for _, path in by_age[:-keep]]
+    deleted = []
+    for name in (_NAME, _SET_ASIDE):
+        by_age = sorted(_matching(directory, name), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
+        deleted += [path for _, path in by_age[:-keep]]
     for path in deleted:
         path.unlink(missing_ok=True)
     return deleted

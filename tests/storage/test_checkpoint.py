@@ -25,6 +25,7 @@ from hpctrain.storage.checkpoint import (
     read_newest,
     refuse_others,
     restore,
+    set_aside,
     statistic_key,
     write,
 )
@@ -130,6 +131,19 @@ def test_prune_keeps_what_was_written_last(tmp_path):
     assert listing(tmp_path) == ["checkpoint-00000011.h5"]
     with pytest.raises(AssertionError):
         prune(tmp_path, 0)
+
+
+def test_prune_keeps_as_many_of_those_that_are_set_aside(tmp_path):
+    for step in (5, 7, 9, 11):
+        path = checkpoint_path(tmp_path, step)
+        write(path, content(step))
+        os.utime(path, (step, step))
+    aside = set_aside(tmp_path, 5)
+    write(checkpoint_path(tmp_path, 6), content(6))
+    assert prune(tmp_path, 2) == aside[:1]
+    assert listing(tmp_path) == sorted(
+        [checkpoint_path(tmp_path, 5).name, checkpoint_path(tmp_path, 6).name, *(path.name for path in aside[1:])]
+    )
 
 
 class Stop(Exception):
