@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hpctrain.nn.compile.packing import ALIGNMENT_BYTES
+from hpctrain.backend.alignment import aligned
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.program import Program
 
@@ -57,7 +57,7 @@ class Poisoner:
         for at, block in sorted(live, key=lambda each: each[0]):
             if at > begin:
                 yield slice(begin, at)
-            begin = max(begin, at + -(-block.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            begin = max(begin, at + aligned(block.size_bytes))
         if begin < self.program.activation_bytes:
             yield slice(begin, self.program.activation_bytes)
 

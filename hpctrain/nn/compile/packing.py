@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
+from hpctrain.backend.alignment import aligned
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,6 @@ class Block:
     def meets(self, other: Block) -> bool:
         """True where some time slot belongs to both."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
-
-
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def pack(blocks: Sequence[Block]) -> tuple[list[int], int]:
@@ -66,7 +62,7 @@ def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]]) ->
     arena = 0
     for index in sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)):
         block = blocks[index]
-        size = _round_up(block.size_bytes)
+        size = aligned(block.size_bytes)
         offset = _best_gap(placed, block, size)
         offsets[index] = offset
         placed.append((offset, offset + size, block))
@@ -91,7 +87,7 @@ def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int)
 def lower_bound(blocks: Sequence[Block]) -> int:
     """Bytes that no packing can go below: the most that is live in one time slot."""
     times = {span[0] for block in blocks for span in block.spans}
-    return max((sum(_round_up(b.size_bytes) for b in blocks if _live(b, t)) for t in times), default=0)
+    return max((sum(aligned(b.size_bytes) for b in blocks if _live(b, t)) for t in times), default=0)
 
 
 def _live(block: Block, time: int) -> bool:

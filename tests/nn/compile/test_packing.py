@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.nn.compile.packing import ALIGNMENT_BYTES, Block, lower_bound, pack
+from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
+from hpctrain.nn.compile.packing import Block, lower_bound, pack
 
 
 @st.composite
@@ -32,7 +33,7 @@ def test_blocks_alive_together_never_overlap(blocks: list[Block]) -> None:
 @given(_blocks())
 def test_the_arena_is_between_the_bound_and_the_sum(blocks: list[Block]) -> None:
     _, arena = pack(blocks)
-    padded = sum(-(-b.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for b in blocks)
+    padded = sum(aligned(b.size_bytes) for b in blocks)
     assert lower_bound(blocks) <= arena <= padded
 
 
