@@ -18,9 +18,11 @@ import numpy as np
 
 from benchmarks.process import cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm import mpi
 from hpctrain.comm.grid import ProcessGrid
@@ -111,12 +113,11 @@ class Rank:
         total = self._shape.batch * self.world.size
         averagers: dict[str, GradientAverager] = {}
         for name, group in network.groups.items():
-            if self._settings["averager"] == "blocking":
-                averagers[name] = Blocking(group, Sgd(momentum=0.9), groups.gradients[name], progress)
-            else:
-                averagers[name] = Sharded(group, Sgd(momentum=0.9), groups.gradients[name], progress, nominal_batch=total)
-        for averager in averagers.values():
-            averager.agree()
+            comm = groups.gradients[name]
+            strategy = (Blocking if self._settings["averager"] == "blocking" else Sharded)(
+                PlannedGroup(group, comm.size, nominal_batch=total)
+            )
+            averagers[name] = make_averager(strategy, AveragerSetup(group, Sgd(momentum=0.9), comm, progress))
         message = StepReduction(groups.messages, progress, network.statistics.size)
         step = TrainingStep(network, averagers, progress, message, counts_of=groups.counts_of)
         batch = self._batch(groups, network, distribution)

@@ -20,7 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
@@ -73,13 +76,16 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
         distribution=distribution,
     )
     averagers = {
-        name: Blocking(group, Sgd(momentum=0.9), groups.gradients[name], progress) for name, group in network.groups.items()
+        name: make_averager(
+            Blocking(PlannedGroup(group, groups.gradients[name].size)),
+            AveragerSetup(group, Sgd(momentum=0.9), groups.gradients[name], progress),
+        )
+        for name, group in network.groups.items()
     }
     step = TrainingStep(
         network, averagers, progress, message := StepReduction(groups.messages, progress, 0), counts_of=groups.counts_of
     )
     for name, group in network.groups.items():
-        averagers[name].agree()
         state = [view for each in averagers[name].owned() for view in averagers[name].optimizer.state(each).values()]
         for array in (group.data, group.grad, *state):  # touched, so that they are resident before activations are
             array += 0.0

@@ -6,7 +6,6 @@ compute on the same memory; each has its own communicator, optimiser and buffers
 
 from __future__ import annotations
 
-import inspect
 import json
 import socket
 import sys
@@ -21,7 +20,9 @@ import numpy as np
 
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.specs import LinearSpec
 from hpctrain.comm import mpi, progress_mode
@@ -143,17 +144,16 @@ class Rank:
             comm = CountingCommunicator(self._split(f"gradients of {name}"), counters)
             messages = self._split(f"messages of {name}")
         (group,) = self.network.groups.values()
-        fixed: dict[str, Any] = {"group": group, "optimizer": Sgd(momentum=0.9), "comm": comm, "progress": self.progress}
-        accepted = inspect.signature(AVERAGERS.find(choice[0])).parameters
-        program = {"nominal_batch": self.batch.global_count, "nodes": self.nodes}
-        fixed.update((key, value) for key, value in program.items() if key in accepted)
-        averager = AVERAGERS.create(choice[0], choice[1], **fixed)
+        nodes = self.nodes if comm.size > 1 else None
+        planned = PlannedGroup(group, comm.size, nodes, self.batch.global_count)
+        strategy = AVERAGERS.create(choice[0], choice[1], group=planned)
+        averager = make_averager(strategy, AveragerSetup(group, Sgd(momentum=0.9), comm, self.progress))
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
         message = StepReduction(messages, self.progress, self.network.statistics.size)
         step = TrainingStep(self.network, {"all": averager}, self.progress, message)
         # Orders that follow from measurements need their steps; for all others two make connections and buffers.
-        warmup = self.settings.warmup if "replan" in accepted else 2
+        warmup = self.settings.warmup if hasattr(strategy.options, "replan") else 2
         return Variant(averager, step, message, counters, mode, warmup)
 
     def barrier(self) -> None:

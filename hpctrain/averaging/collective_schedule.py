@@ -1,4 +1,4 @@
-"""Schedules: what an averager posts in a step, in posting order. Pure data, hashed and compared over the ranks at start."""
+"""Schedules: the collectives of a step, in posting order. Pure data, hashed and compared over the ranks at start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from enum import StrEnum
 from typing import Any
 
 from hpctrain.averaging.slices import Slice, layer_slices
-from hpctrain.comm.base import Communicator
-from hpctrain.errors import CheckpointError, CollectiveMismatchError
+from hpctrain.errors import CheckpointError
+
+#: attribute of a slice -> the key that stored schedules have it under
+_STORED_KEYS = {"sufficient_factors": "factors"}
 
 
 class OperationKind(StrEnum):
@@ -67,12 +69,13 @@ class CollectiveSchedule:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As text that `from_json` reads; a slice and an operation a line, for people."""
+        """As text that `from_json` reads; a slice and an operation per line, for people."""
         values = asdict(self)
+        values["slices"] = [{_STORED_KEYS.get(key, key): value for key, value in piece.items()} for piece in values["slices"]]
         items = []
         for name, value in values.items():
-            if isinstance(value, tuple):
-                lines = ",\n".join(f"  {json.dumps(each)}" for each in value)
+            if isinstance(value, list | tuple):
+                lines = ",\n".join(f"  {json.dumps(item)}" for item in value)
                 items.append(f' "{name}": [\n{lines}\n ]')
             else:
                 items.append(f' "{name}": {json.dumps(value)}')
@@ -87,16 +90,21 @@ class CollectiveSchedule:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            slices = tuple(
-                Slice(**{**each, "parameters": tuple(each["parameters"]), "replicated": tuple(each["replicated"])})
-                for each in values.pop("slices")
-            )
+            slices = tuple(map(_slice, values.pop("slices")))
             operations = tuple(
-                Operation(OperationKind(each["kind"]), each["slice"], Stream(each["stream"])) for each in values.pop("operations")
+                Operation(OperationKind(item["kind"]), item["slice"], Stream(item["stream"])) for item in values.pop("operations")
             )
             return CollectiveSchedule(slices=slices, operations=operations, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"A stored schedule cannot be read ({error!r}); delete it, and it is measured anew.") from error
+
+    def text(self, operation: Operation) -> str:
+        """The operation and what it moves, as messages and traces name it."""
+        if operation.kind is OperationKind.NORMS:
+            return str(operation.kind)
+        piece = self.slices[operation.slice]
+        of_layer = operation.kind in (OperationKind.INPUTS, OperationKind.ERRORS)
+        return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
 
     def lines(self) -> list[str]:
         """Every operation with its slice, and the window, as one line each: what ranks compare where digests differ."""
@@ -104,9 +112,9 @@ class CollectiveSchedule:
         for operation in self.operations:
             where = ""
             if operation.slice >= 0:
-                each = self.slices[operation.slice]
-                replicated = f" with {', '.join(each.replicated)}" if each.replicated else ""
-                where = f" of {each.name} [{each.start}, {each.stop}){replicated}"
+                piece = self.slices[operation.slice]
+                replicated = f" with {', '.join(piece.replicated)}" if piece.replicated else ""
+                where = f" of {piece.name} [{piece.start}, {piece.stop}){replicated}"
             lines.append(f"{operation.kind}{where} on {operation.stream}")
         return lines
 
@@ -117,30 +125,27 @@ class CollectiveSchedule:
             samples: of the step, by rank.
         """
         moving = [operation for operation in self.operations if operation.kind is not OperationKind.NORMS]
-        found: dict[OperationKind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
+        elements: dict[OperationKind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
         for operation in moving:
-            each = self.slices[operation.slice]
-            begin, end = each.part(rank, self.ranks)
-            own = end - begin
+            piece = self.slices[operation.slice]
+            others = piece.size - piece.owned_size(rank, self.ranks)
             if operation.kind is OperationKind.ALLREDUCE:
-                found[operation.kind] += 2 * (each.size - own)
-            elif operation.kind is OperationKind.INPUTS:  # this rank's samples, the others' rows
-                for piece in (self.slices[k] for k in layer_slices(self.slices, operation.slice)):
-                    begin, end = piece.part(rank, self.ranks)
-                    found[operation.kind] += samples[rank] * (piece.size - (end - begin)) // piece.unit
+                others *= 2
+            elif operation.kind is OperationKind.INPUTS:  # of this rank's samples, the columns that others own
+                layer = [self.slices[k] for k in layer_slices(self.slices, operation.slice)]
+                others = sum(samples[rank] * (part.size - part.owned_size(rank, self.ranks)) // part.unit for part in layer)
             elif operation.kind is OperationKind.ERRORS:
-                found[operation.kind] += (sum(samples) - samples[rank]) * each.unit
-            else:
-                found[operation.kind] += each.size - own
-        return found
+                others = (sum(samples) - samples[rank]) * piece.unit
+            elements[operation.kind] += others
+        return elements
 
     def table(self) -> str:
         """For people: position, stream, operation, slice, elements, priority."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
         for position, operation in enumerate(self.operations):
-            each = self.slices[operation.slice] if operation.slice >= 0 else None
-            what = (each.name, f"{each.size:,}", str(each.order)) if each is not None else ("all", "", "")
-            rows.append((str(position), operation.stream.value, operation.kind.value, *what))
+            piece = self.slices[operation.slice] if operation.slice >= 0 else None
+            cells = (piece.name, f"{piece.size:,}", str(piece.order)) if piece is not None else ("all", "", "")
+            rows.append((str(position), operation.stream.value, operation.kind.value, *cells))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         numbers = (0, 4, 5)
         aligned = (
@@ -154,45 +159,8 @@ class CollectiveSchedule:
         return "\n".join([head, *aligned])
 
 
-def sharded_operations(
-    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, *, norms: bool
-) -> tuple[Operation, ...]:
-    """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
-
-    Args:
-        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients.
-    """
-    first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
-    inputs = [Operation(OperationKind.INPUTS, k, Stream.GRADIENTS) for k, each in enumerate(slices) if each.factors and first[k]]
-    order = [
-        Operation(OperationKind.ALLGATHER, k, gathers)
-        if gather
-        else Operation(OperationKind.ERRORS if slices[k].factors else OperationKind.REDUCE_SCATTER, k, Stream.GRADIENTS)
-        for k, gather in sent
-    ]
-    if not norms:
-        return (*inputs, *order)
-    late = sorted((each for each in order if each.kind is OperationKind.ALLGATHER), key=lambda each: slices[each.slice].order)
-    reductions = (each for each in order if each.kind is not OperationKind.ALLGATHER)
-    return (*inputs, *reductions, Operation(OperationKind.NORMS, -1, Stream.GRADIENTS), *late)
-
-
-def agree(comm: Communicator, schedule: CollectiveSchedule) -> None:
-    """Make sure that all ranks hold the same schedule. Collective; set-up only.
-
-    Raises:
-        CollectiveMismatchError: on every rank, with the first operation that differs and who has what.
-    """
-    if len(set(comm.allgather_object(schedule.digest()))) == 1:
-        return
-    every = comm.allgather_object(schedule.lines())
-    for position in range(max(map(len, every))):
-        found = [lines[position] if position < len(lines) else "nothing more" for lines in every]
-        if len(set(found)) > 1:
-            other = next(rank for rank, line in enumerate(found) if line != found[0])
-            where = f"operation {position - 1}" if position else "the request"
-            raise CollectiveMismatchError(
-                f"The ranks' schedules differ, first in {where}: rank 0 has {found[0]}, but rank {other} has {found[other]}; "
-                f"every rank must have the same model, options and posting order."
-            )
-    raise CollectiveMismatchError("The ranks' schedules differ in their slices; every rank must have the same model and options.")
+def _slice(stored: Mapping[str, Any]) -> Slice:
+    values = dict(stored)
+    for attribute, key in _STORED_KEYS.items():
+        values[attribute] = values.pop(key)
+    return Slice(**{**values, "parameters": tuple(stored["parameters"]), "replicated": tuple(stored["replicated"])})

@@ -1,7 +1,7 @@
 """Norms over several groups of parameters: split layers lie in blocks on several ranks, and clipping needs all groups.
 
 Every rank adds up squares of what it owns, or of its share of what every rank holds; each element of the network, wherever its
-copies are, counts on one rank of all. So one small allreduce a step over all ranks completes every norm of every group.
+copies are, counts on one rank of all. So one small allreduce per step over all ranks completes every norm of every group.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hpctrain.comm.progress import PostingQueue, ProgressEngine, Ticket
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Norms
 
-WHAT = "allreduce of norms"
+_TEXT = "allreduce of norms"
 
 
 class _GroupNorms(Norms):
-    """One group's rows of the norms of all groups.
+    """One group's part of the norms of all groups.
 
     Args:
-        all_squares: (parameters of all groups, 2); `rows` are this group's.
+        all_squares: float64 (parameters of all groups, 2), of which `place` is this group's.
     """
 
-    def __init__(self, group: FlatGroup, all_squares: np.ndarray, rows: slice) -> None:
+    def __init__(self, group: FlatGroup, all_squares: np.ndarray, place: slice) -> None:
         self.index = {segment.parameter: i for i, segment in enumerate(group.segments)}
-        self.squares = all_squares[rows]
+        self.squares = all_squares[place]
         self._all_squares = all_squares
 
     def global_gradient(self) -> float:
@@ -53,11 +53,11 @@ class JointStep:
     ticket: Ticket
     norms: Sequence[Norms]
     _progress: ProgressEngine
-    _gates: Sequence[LocalEvent]
+    _contributions: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
         """The member's squares of what is its own are in place. Never waits."""
-        self._gates[member].open()
+        self._contributions[member].happen()
 
     def complete(self) -> None:
         """Wait for all norms of the step; every member has announced all its gradients."""
@@ -65,53 +65,44 @@ class JointStep:
 
 
 class JointNorms:
-    """Shared by the averagers of one network's groups; each joins once, in the same order on every rank.
+    """Shared by the averagers of one network's groups. Making it is collective over all ranks.
 
-    Its message is posted on a communicator of its own, one a step, so its order depends on nothing else. What is sent holds
+    Its message is posted on a communicator of its own, one per step, so its order depends on nothing else. What is sent holds
     until the step after the next: two buffers take turns, and a step waits for the message that left its buffer.
 
     Args:
         comm: all ranks that hold a part of the network, or a copy of one. Each group's ranks are some of them or all.
+        groups: in the same order on every rank. Parameters have the same names on all ranks of a group.
     """
 
-    def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:
-        self._all_ranks = comm
+    def __init__(self, comm: Communicator, progress: ProgressEngine, groups: Sequence[FlatGroup]) -> None:
+        own = comm.split(0, comm.rank, f"{comm.name} norms")
+        assert own is not None
+        self._comm = own
         self._progress = progress
-        self._groups: list[FlatGroup] = []
-        self._comm: Communicator | None = None
+        self._groups = tuple(groups)
         self._queue: PostingQueue | None = None
+        ends = np.cumsum([0] + [len(group.segments) for group in groups])
+        places = [slice(int(begin), int(end)) for begin, end in pairwise(ends)]
         self._buffers: list[tuple[np.ndarray, tuple[Norms, ...]]] = []
+        for _ in range(2):
+            squares = np.zeros((int(ends[-1]), 2), np.float64)
+            views = (_GroupNorms(group, squares, place) for group, place in zip(groups, places, strict=True))
+            self._buffers.append((squares, tuple(views)))
         self._sent: list[Ticket | None] = [None, None]
-        self._begun: list[int] = []
+        self._begun = [0] * len(groups)
         self._step: JointStep | None = None
         self._steps = 0
 
-    def join(self, group: FlatGroup) -> int:
-        """A group takes part; its place among the members. Parameters have the same names on all ranks of it."""
-        assert self._comm is None, "groups join before any averager agrees"
-        self._groups.append(group)
-        self._begun.append(0)
-        return len(self._groups) - 1
-
-    def agree(self) -> None:
-        """Make the communicator and the buffers, once. Collective over all ranks."""
-        if self._comm is not None:
-            return
-        comm = self._all_ranks
-        self._comm = comm.split(0, comm.rank, f"{comm.name} norms")
-        ends = np.cumsum([0] + [len(group.segments) for group in self._groups])
-        for _ in range(2):
-            squares = np.zeros((int(ends[-1]), 2), np.float64)
-            rows = [slice(int(begin), int(end)) for begin, end in pairwise(ends)]
-            views = (_GroupNorms(group, squares, own) for group, own in zip(self._groups, rows, strict=True))
-            self._buffers.append((squares, tuple(views)))
+    def member(self, group: FlatGroup) -> int:
+        """The place of a group among the members."""
+        return next(member for member, other in enumerate(self._groups) if other is group)
 
     def begin_step(self, member: int) -> JointStep:
         """The step that this member begins: every member begins one before any begins the next. Queues the message.
 
         May wait for the message of the step before last: a rank that updates nothing has never waited for it.
         """
-        self.agree()
         if self._begun[member] == self._steps:
             self._step = self._queued()
             self._steps += 1
@@ -121,19 +112,17 @@ class JointNorms:
         return self._step
 
     def _queued(self) -> JointStep:
-        comm = self._comm
-        assert comm is not None
         if self._queue is None:
             # Made after the averagers' queues, it is served after them: what they complete leaves in the same pass.
-            self._queue = self._progress.queue(comm)
+            self._queue = self._progress.queue(self._comm)
         turn = self._steps % 2
         left = self._sent[turn]
         if left is not None:
             self._progress.wait(left)
         squares, views = self._buffers[turn]
-        gates = [LocalEvent(f"squares of group {member}") for member in range(len(self._groups))]
-        ticket = self._sent[turn] = self._queue.post(lambda: comm.iallreduce(squares), WHAT, gates)
-        return JointStep(ticket, views, self._progress, gates)
+        contributions = [LocalEvent(f"squares of group {member}") for member in range(len(self._groups))]
+        ticket = self._sent[turn] = self._queue.post(lambda: self._comm.iallreduce(squares), _TEXT, contributions)
+        return JointStep(ticket, views, self._progress, contributions)
 
 
 def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.boxes import even, even_interval, even_intervals
-from hpctrain.nn.parameter import FlatGroup, Segment
+from hpctrain.nn.parameter import GroupLayout, Segment
 
 #: of a linear layer's weight in a slice, on each rank: a product of fewer rows is slow
 _LEAST_ROWS = 32
@@ -20,8 +20,9 @@ class Slice:
     Attributes:
         name: for messages and tables. order: forward position of its front-most parameter, the priority key.
         parameters: those it touches, in forward order.
-        unit: elements that stay on one rank (a row of a linear layer's weight where factors are exchanged), else 1.
-        factors: the gradient is made from the exchanged inputs and errors of a linear layer; the slice is rows of its weight.
+        unit: elements that stay on one rank (a row of a linear layer's weight where sufficient factors are exchanged), else 1.
+        sufficient_factors: the gradient is made from the exchanged inputs and errors of a linear layer, of whose weight the slice
+            is rows.
         replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
     """
 
@@ -31,7 +32,7 @@ class Slice:
     order: int
     parameters: tuple[str, ...]
     unit: int = 1
-    factors: bool = False
+    sufficient_factors: bool = False
     replicated: tuple[str, ...] = ()
 
     @property
@@ -51,13 +52,18 @@ class Slice:
         begin, end = even_interval(self.units, ranks, rank)
         return self.start + self.unit * begin, self.start + self.unit * end
 
+    def owned_size(self, rank: int, ranks: int) -> int:
+        """Elements of one rank's part."""
+        begin, end = self.part(rank, ranks)
+        return end - begin
 
-def per_parameter(group: FlatGroup) -> tuple[Slice, ...]:
+
+def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
     """One slice a parameter, empty ones left out, in forward order."""
-    return tuple(_joined(group, (segment,)) for segment in group.segments if segment.size)
+    return tuple(_joined((segment,)) for segment in layout.segments if segment.size)
 
 
-def fused(group: FlatGroup, least: int, leave_out: Collection[str] = ()) -> tuple[Slice, ...]:
+def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = ()) -> tuple[Slice, ...]:
     """Neighbours joined, from the last parameter to the first, until a slice has `least` elements; in forward order.
 
     Backward reaches the last parameter first, so only the front-most slice of a run stays smaller than `least`.
@@ -66,39 +72,41 @@ def fused(group: FlatGroup, least: int, leave_out: Collection[str] = ()) -> tupl
         leave_out: parameters that are in no slice and that no slice spans.
     """
     slices: list[Slice] = []
-    for run in _runs(group, leave_out):
+    for run in _runs(layout, leave_out):
         pending: list[Segment] = []
         for segment in reversed(run):
             pending.insert(0, segment)
             if sum(each.size for each in pending) >= least:
-                slices.append(_joined(group, pending))
+                slices.append(_joined(pending))
                 pending = []
         if pending:
-            slices.append(_joined(group, pending))
+            slices.append(_joined(pending))
     return tuple(sorted((each for each in slices if each.size), key=lambda each: each.start))
 
 
-def cut(group: FlatGroup, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
-    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices with factors stay whole."""
+def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
+    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices of exchanged layers stay whole."""
     assert most >= 1
     pieces: list[Slice] = []
     for each in slices:
-        if each.factors or each.size <= most:
+        if each.sufficient_factors or each.size <= most:
             pieces.append(each)
             continue
         for begin, end in even_intervals(each.size, -(-each.size // most)):
-            pieces.append(_piece(group, each, each.start + begin, each.start + end))
+            pieces.append(_piece(layout, each, each.start + begin, each.start + end))
     return tuple(pieces)
 
 
-def with_factors(group: FlatGroup, weight: str, replicated: Sequence[str], ranks: int, most: int) -> tuple[Slice, ...]:
+def sufficient_factor_slices(
+    layout: GroupLayout, weight: str, replicated: Sequence[str], ranks: int, most: int
+) -> tuple[Slice, ...]:
     """The slices of a linear layer (K, M) that exchanges inputs and errors: of each, rank r owns whole rows of the weight.
 
     Slices have at most `most` elements, but enough rows for a product. All but the last have a multiple of `ranks` rows, so
     each rank owns as many rows in all as if there were one slice.
     """
-    segment = group.segment(weight)
-    inputs, outputs = group.parameters[weight].spec.shape
+    segment = layout.segment(weight)
+    inputs, outputs = layout.specs[weight].shape
     rows = max(most // max(1, outputs), _LEAST_ROWS * ranks)
     rows = max(1, -(-inputs // -(-inputs // rows)))  # even slices
     rows = -(-rows // ranks) * ranks
@@ -114,15 +122,15 @@ def with_factors(group: FlatGroup, weight: str, replicated: Sequence[str], ranks
 
 def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
     """Positions of all slices that exchange the same inputs and errors as slice k does, in order; itself, where it is no such."""
-    if not slices[k].factors:
+    if not slices[k].sufficient_factors:
         return (k,)
-    return tuple(i for i, each in enumerate(slices) if each.factors and each.parameters == slices[k].parameters)
+    return tuple(i for i, each in enumerate(slices) if each.sufficient_factors and each.parameters == slices[k].parameters)
 
 
-def _runs(group: FlatGroup, leave_out: Collection[str]) -> Iterator[list[Segment]]:
+def _runs(layout: GroupLayout, leave_out: Collection[str]) -> Iterator[list[Segment]]:
     """Maximal lists of neighbouring segments without the named ones."""
     run: list[Segment] = []
-    for segment in group.segments:
+    for segment in layout.segments:
         if segment.parameter in leave_out:
             if run:
                 yield run
@@ -133,24 +141,24 @@ def _runs(group: FlatGroup, leave_out: Collection[str]) -> Iterator[list[Segment
         yield run
 
 
-def _joined(group: FlatGroup, segments: Sequence[Segment]) -> Slice:
+def _joined(segments: Sequence[Segment]) -> Slice:
     touched = [segment for segment in segments if segment.size] or segments[:1]
     first, last = touched[0], touched[-1]
     name = first.parameter if first is last else f"{first.parameter} .. {last.parameter}"
     return Slice(name, first.start, last.stop, first.order, tuple(segment.parameter for segment in touched))
 
 
-def _piece(group: FlatGroup, whole: Slice, start: int, stop: int) -> Slice:
-    parts = [group.segment(name).part(start, stop) for name in whole.parameters]
+def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
+    parts = [layout.segment(name).part(start, stop) for name in whole.parameters]
     touched = [part for part in parts if part.size]
     first, last = touched[0], touched[-1]
-    begin = start - group.segment(first.parameter).start
-    end = stop - group.segment(last.parameter).start
+    begin = start - layout.segment(first.parameter).start
+    end = stop - layout.segment(last.parameter).start
     where = f"[{begin}:{end}]" if first is last else f"[{begin}:] .. {last.parameter}[:{end}]"
     return Slice(f"{first.parameter}{where}", start, stop, first.order, tuple(part.parameter for part in touched))
 
 
-def fingerprint(group: FlatGroup, exchanging: Collection[str] = ()) -> str:
+def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
     """The group's parameters, and which exchange inputs and errors, in one short word."""
-    text = repr([(each.parameter, each.start, each.stop, each.parameter in exchanging) for each in group.segments])
-    return f"parameters {hashlib.sha256(f'{group.dtype} {text}'.encode()).hexdigest()[:16]}"
+    text = repr([(each.parameter, each.start, each.stop, each.parameter in exchanging) for each in layout.segments])
+    return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"

@@ -1,7 +1,9 @@
-"""Inputs and errors of a linear layer, exchanged instead of its gradients.
+"""Sufficient factors: inputs and errors of a linear layer, exchanged instead of its gradients.
 
-Rank r gets its K / P columns of everyone's inputs (an all-to-all in forward) and everyone's errors (an allgather in backward) and
-computes its rows of the global gradient with products of depth B, the step's global batch: one a slice, so that a slice is
+The gradient of a linear layer's weight is x^T dy, so inputs and errors suffice to make it wherever it is needed (Xie, Kim, Zhou,
+Ho, Kumar, Yu and Xing, "Distributed machine learning via sufficient factor broadcasting", 2015, arXiv:1511.08486). Here rank r
+gets its K / P columns of everyone's inputs (an all-to-all in forward) and everyone's errors (an allgather in backward), and
+computes its rows of the global gradient with products of depth B, the step's global batch: one per slice, so that a slice is
 gathered under the next one's product. The bias's gradient is the sum of the gathered errors, complete on every rank. Lee et al.,
 MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
 """
@@ -16,7 +18,7 @@ import numpy as np
 from hpctrain.averaging.slices import Slice
 from hpctrain.boxes import even
 from hpctrain.comm.base import Array, Communicator, Handle
-from hpctrain.nn.parameter import FlatGroup, Parameter
+from hpctrain.nn.parameter import FlatGroup, GroupLayout
 
 FcExchange = Literal["auto", "always", "never"]
 
@@ -43,20 +45,23 @@ class SufficientFactorExchange:
         # Columns of the inputs (rows of the weight) that each rank owns, slice by slice; empty ones too.
         spans = [[each.part(rank, comm.size) for each in slices] for rank in range(comm.size)]
         self._spans = [
-            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in every] for every in spans
+            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in of_rank] for of_rank in spans
         ]
-        self._columns = [sum(high - low for low, high in every) for every in self._spans]
-        own = [high - low for low, high in self._spans[comm.rank]]
-        self._packed_columns = [(sum(own[:piece]), sum(own[: piece + 1])) for piece in range(len(slices))]
+        self._columns = [sum(high - low for low, high in of_rank) for of_rank in self._spans]
+        widths = [high - low for low, high in self._spans[comm.rank]]
+        self._packed_columns = [(sum(widths[:piece]), sum(widths[: piece + 1])) for piece in range(len(slices))]
         self._own_gradients = [group.grad[begin:end].reshape(-1, self._outputs) for begin, end in spans[comm.rank]]
-        self._reserve(batch, max(even(batch, comm.size)))
+        self._counts: Sequence[int] = (0,) * comm.size
+        self._samples = self._mine = 0
+        self._capacity = batch, max(even(batch, comm.size))
+        self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
-    def _reserve(self, batch: int, mine: int) -> None:
-        self._capacity = batch, mine
-        like = self._group.grad
-        self._packed = np.empty_like(like, shape=(mine * self._inputs,))
-        self._columns_of_all = np.empty_like(like, shape=(batch * self._columns[self._comm.rank],))
-        self._errors_of_all = np.empty_like(like, shape=(batch * self._outputs,))
+    def _buffers(self) -> tuple[Array, Array, Array]:
+        """Of this rank's inputs, packed; of its columns of everyone's inputs; of everyone's errors."""
+        batch, mine = self._capacity
+        sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
+        packed, columns, errors = (np.empty_like(self._group.grad, shape=(size,)) for size in sizes)
+        return packed, columns, errors
 
     def begin_step(self, counts: Sequence[int]) -> None:
         """counts: the step's samples on each rank. The previous step's exchange is over."""
@@ -64,7 +69,8 @@ class SufficientFactorExchange:
         self._samples = sum(counts)
         self._mine = counts[self._comm.rank]
         if self._samples > self._capacity[0] or self._mine > self._capacity[1]:
-            self._reserve(max(self._samples, self._capacity[0]), max(self._mine, self._capacity[1]))
+            self._capacity = max(self._samples, self._capacity[0]), max(self._mine, self._capacity[1])
+            self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def pack_inputs(self, x: Array | None) -> None:
         """Copy x (n, K), columns of one rank after the other; None: zeros."""
@@ -81,17 +87,17 @@ class SufficientFactorExchange:
     def pack_errors(self, dy: Array | None) -> None:
         """Copy dy (n, M) to its place among all ranks' errors; None: zeros."""
         begin = sum(self._counts[: self._comm.rank]) * self._outputs
-        own = self._errors_of_all[begin : begin + self._mine * self._outputs]
-        own[...] = 0 if dy is None else dy.reshape(-1)
+        place = self._errors_of_all[begin : begin + self._mine * self._outputs]
+        place[...] = 0 if dy is None else dy.reshape(-1)
 
     def post_inputs(self) -> Handle:
         """The all-to-all of inputs."""
-        own = self._columns[self._comm.rank]
+        width = self._columns[self._comm.rank]
         return self._comm.ialltoall(
             self._packed[: self._mine * self._inputs],
-            self._columns_of_all[: self._samples * own],
+            self._columns_of_all[: self._samples * width],
             [self._mine * columns for columns in self._columns],
-            [count * own for count in self._counts],
+            [count * width for count in self._counts],
         )
 
     def post_errors(self) -> Handle:
@@ -102,41 +108,46 @@ class SufficientFactorExchange:
     def multiply(self, piece: int) -> None:
         """Write this rank's rows of one slice of the weight's global gradient; with the first also the bias's whole one."""
         errors = self._errors_of_all[: self._samples * self._outputs].reshape(self._samples, self._outputs)
-        own = self._columns[self._comm.rank]
+        width = self._columns[self._comm.rank]
         low, high = self._packed_columns[piece]
-        inputs = self._columns_of_all[: self._samples * own].reshape(self._samples, own)[:, low:high]
+        inputs = self._columns_of_all[: self._samples * width].reshape(self._samples, width)[:, low:high]
         np.matmul(inputs.T, errors, out=self._own_gradients[piece])
         for bias in self._bias if piece == 0 else ():
             np.sum(errors, axis=0, out=bias.grad)
 
 
-def layers(group: FlatGroup) -> list[tuple[Parameter, list[Parameter]]]:
-    """(weight, [bias] or []) of each linear layer that can give factors, in forward order."""
-    found: list[tuple[Parameter, list[Parameter]]] = []
-    for parameter in group.parameters.values():
-        if not parameter.spec.factors:
+def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:
+    """Weight -> (bias,) or () of each linear layer that can give sufficient factors, in forward order."""
+    layers: dict[str, tuple[str, ...]] = {}
+    for name, spec in layout.specs.items():
+        if not spec.sufficient_factors:
             continue
-        if len(parameter.spec.shape) == 2:
-            found.append((parameter, []))
+        if len(spec.shape) == 2:
+            layers[name] = ()
         else:
-            weight, biases = found[-1]
-            assert parameter.name.rpartition(".")[0] == weight.name.rpartition(".")[0], "a bias follows its weight"
-            biases.append(parameter)
-    return found
+            weight = list(layers)[-1]
+            assert name.rpartition(".")[0] == weight.rpartition(".")[0], "a bias follows its weight"
+            layers[weight] += (name,)
+    return layers
 
 
 def exchanging_layers(
-    group: FlatGroup, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
+    layout: GroupLayout, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
 ) -> dict[str, tuple[str, ...]]:
-    """Weight -> biases of the linear layers that exchange inputs and errors; never one of which these ranks hold nothing."""
+    """Weight -> biases of the linear layers that exchange sufficient factors; never one of which these ranks hold nothing.
+
+    Args:
+        choice: "auto" where that moves less, which needs the nominal batch. micro_batches: with several there is none, as the
+            inputs of all would have to be kept.
+    """
     if choice == "never" or micro_batches > 1:
         return {}
-    found = {}
-    for weight, biases in layers(group):
-        if not weight.size:  # fewer features than the grid has rows
+    exchanging = {}
+    for weight, biases in linear_layers(layout).items():
+        inputs, outputs = layout.specs[weight].shape
+        if not inputs * outputs:  # fewer features than the grid has rows
             continue
-        inputs, outputs = weight.spec.shape
         less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
         if choice == "always" or (ranks > 1 and less):
-            found[weight.name] = tuple(bias.name for bias in biases)
-    return found
+            exchanging[weight] = biases
+    return exchanging

@@ -11,7 +11,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.loader import Loader
 from hpctrain.errors import DataError
-from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
@@ -107,8 +107,9 @@ def build_replica(
         network,
         groups=session.groups,
         progress=session.progress,
-        averager=partial(make_averager, config) if trains else None,
+        strategy=partial(make_strategy, config) if trains else None,
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
+        nominal_batch=config.batch,
         micro_batches=config.micro_batches,
     )
     if replica.distribution is not None:

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.norms import JointNorms
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
-from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
-from hpctrain.nn.parameter import FlatGroup
+from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -108,7 +106,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     yield from _fault(("model",), model, partial(catalogue.build, model.name))
     yield from _fault(("optimizer",), optimizer, partial(OPTIMIZERS.create, optimizer.name))
     yield from _fault(("schedule",), schedule, partial(_make_schedule, config))
-    yield from _fault(("averager",), averager, partial(_make_averager, config, grid.splits_parameters(config)))
+    yield from _fault(("averager",), averager, partial(_make_strategy, config, grid.splits_parameters(config)))
     for path, kind in LISTS.items():
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
             # A reporter may open files or connections where it is made.
@@ -124,12 +122,17 @@ def _optimizer(config: Config) -> Optimizer:
         return Sgd()
 
 
-def _make_averager(config: Config, splits_parameters: bool, options: Options) -> None:
-    """Over no parameters and on one process: the constructor knows the ranges, and has nothing to allocate or to post."""
-    alone, group = SingleCommunicator(), FlatGroup({}, config.dtype)
-    progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=alone.abort)
-    norms = JointNorms(alone, progress) if splits_parameters else None
-    make_averager(config, group, _optimizer(config), alone, progress, norms=norms, options=options)
+def _make_strategy(config: Config, splits_parameters: bool, options: Options) -> None:
+    """Over no parameters and on one rank: what is refused depends on neither."""
+    group = PlannedGroup(
+        GroupLayout({}, config.dtype),
+        1,
+        nominal_batch=config.batch,
+        micro_batches=config.micro_batches,
+        needs_norms=_optimizer(config).needs_norms,
+        several_groups=splits_parameters,
+    )
+    make_strategy(config, group, options)
 
 
 def _make_schedule(config: Config, options: Options) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.grid import GridAxis
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import CheckpointError, ConfigError
@@ -29,33 +29,33 @@ def agree(session: Session, parts: Parts, start: CheckpointContent | None = None
         CheckpointError: a schedule that cannot be read, or none in `schedule_from`. ConfigError: none there that fits.
         CollectiveMismatchError: ranks with different schedules.
     """
-    stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts, start, schedule_from))
+    stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts.replica.strategies, start, schedule_from))
     parts.replica.agree(stored)
 
 
 def _stored(
-    session: Session, parts: Parts, start: CheckpointContent | None, schedule_from: str | None
+    session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None, schedule_from: str | None
 ) -> dict[str, CollectiveSchedule]:
     """A schedule that fits, by group, for those groups that have one."""
-    own = {} if start is None else _of_checkpoint(start)
-    keys = {group: _key(group, session.grid.row) for group in parts.replica.averagers}
-    found = {group: own[key] for group, key in keys.items() if key in own and parts.replica.averagers[group].accepts(own[key])}
-    if schedule_from is None or len(found) == len(keys):
-        return found
+    kept = {} if start is None else _of_checkpoint(start)
+    keys = {group: _key(group, session.grid.row) for group in strategies}
+    stored = {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
+    if schedule_from is None or len(stored) == len(keys):
+        return stored
     others = of_run(schedule_from)
-    for group, averager in parts.replica.averagers.items():
-        if group not in found:
-            found[group] = fitting(schedule_from, keys[group], others, averager)
-    return found
+    for group, strategy in strategies.items():
+        if group not in stored:
+            stored[group] = fitting(schedule_from, keys[group], others, strategy)
+    return stored
 
 
-def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], averager: GradientAverager) -> CollectiveSchedule:
+def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy) -> CollectiveSchedule:
     """The schedule of that key.
 
     Raises:
         ConfigError: it is not there, or is one for something else.
     """
-    if averager.request() is None:
+    if strategy.request() is None:
         raise ConfigError("The averager has no schedule, so its runs repeat as they are; leave --schedule-from out.")
     if key not in schedules:
         raise ConfigError(
@@ -63,18 +63,18 @@ def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], 
             f"set grid and plan as they were there, or leave --schedule-from out."
         )
     stored = schedules[key]
-    if stored.ranks != averager.comm.size:
+    if stored.ranks != strategy.group.ranks:
         raise ConfigError(
-            f"The schedule of {key} in {source} is one of {stored.ranks} ranks, but here are {averager.comm.size}; "
+            f"The schedule of {key} in {source} is one of {stored.ranks} ranks, but here are {strategy.group.ranks}; "
             f"start as many ranks on the same grid, or leave --schedule-from out."
         )
-    if stored.request != averager.request():
+    if stored.request != strategy.request():
         raise ConfigError(
-            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run asks for {averager.request()!r}; "
+            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run asks for {strategy.request()!r}; "
             f"give it the same averager, options and model, or leave --schedule-from out."
         )
-    if not averager.accepts(stored):
-        norms = "no norms" if averager.optimizer.needs_norms else "norms"
+    if not strategy.accepts(stored):
+        norms = "no norms" if strategy.group.needs_norms else "norms"
         raise ConfigError(
             f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm do); "
             f"give this run the same optimizer, or leave --schedule-from out."

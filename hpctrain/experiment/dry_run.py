@@ -10,37 +10,31 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import check_grid, coordinates
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
 from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment import grid
-from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.model import model_options
 from hpctrain.models import catalogue
+from hpctrain.nn.distribution import Shard
 from hpctrain.nn.network import ALL, MODEL, declared, local_spec
-from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import PlanReport
 from hpctrain.parallel.plan_reporter import report_plan
-from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.virtual.communicator import Group, ThreadCommunicator
-from hpctrain.virtual.policies import Prompt
-from hpctrain.virtual.scheduler import Scheduler
 
 Image = tuple[int, int, int]
 
@@ -197,78 +191,48 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
     Raises:
         ConfigError: an averager that a run would refuse.
     """
-    found: list[GroupSchedule] = []
+    partitioned = partition_graph(task.graph_of(1), task.plan, (1, *(0,) * (task.plan.rows - 1)))
+    rows_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all rows that they are of
     for row in range(task.plan.rows):
-        for made in _schedules_of(task, row, link, ranks_per_node):
-            same = next((k for k, each in enumerate(found) if replace(each, rows=made.rows) == made), None)
-            if same is None:
-                found.append(made)
-            elif row not in found[same].rows:
-                old = found[same]
-                found[same] = replace(old, rows=(*old.rows, row))
-    return tuple(sorted(found, key=lambda each: each.group))
+        for schedule in _schedules_of(task, _layouts(task, partitioned.shards_of(row)), row, link, ranks_per_node):
+            rows_of.setdefault(schedule, []).append(row)
+    schedules = (replace(schedule, rows=tuple(rows)) for schedule, rows in rows_of.items())
+    return tuple(sorted(schedules, key=lambda schedule: schedule.group))
 
 
-def _schedules_of(task: PlannedRun, row: int, link: LinkModel, ranks_per_node: int | None) -> list[GroupSchedule]:
+def _schedules_of(
+    task: PlannedRun, layouts: Mapping[str, GroupLayout], row: int, link: LinkModel, ranks_per_node: int | None
+) -> list[GroupSchedule]:
     config, plan = task.config, task.plan
     node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
-    progress = ProgressEngine(rank=0, deadline_seconds=config.deadline_seconds, abort=lambda code: None)
-    groups = _groups(task, row, progress)
-    world = _imagined(0, plan.rows * plan.cols)
-    norms = JointNorms(world, progress) if MODEL in groups else None
-    optimizer = _Unbound(OPTIMIZERS.create(config.optimizer.name, config.optimizer.options))
-    made = []
-    for name, group in groups.items():
-        comm = world if name == ALL else _imagined(0, plan.cols)
+    needs_norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
+    schedules = []
+    for name, layout in layouts.items():
         places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
-        nodes = [node_of[place] for place in places]
-        averager = make_averager(config, group, optimizer, comm, progress, norms=norms, nodes=nodes)
+        group = PlannedGroup(
+            layout,
+            len(places),
+            [node_of[place] for place in places],
+            config.batch,
+            config.micro_batches,
+            needs_norms=needs_norms,
+            several_groups=MODEL in layouts,
+        )
+        strategy = make_strategy(config, group)
         samples = task.counts if name == ALL else _by_split_group(task.counts, plan.rows)
-        made.append(GroupSchedule(name, (row,), comm.size, group.size, samples, averager.plan(link), averager.order))
-    return made
+        order = None if strategy.levels is None else strategy.levels.order
+        schedules.append(GroupSchedule(name, (), len(places), layout.size, samples, strategy.plan(link), order))
+    return schedules
 
 
-class _Unbound(Optimizer):
-    """Stands for an optimiser in an averager that is only planned: no state is allocated."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-
-    @property
-    def needs_norms(self) -> bool:
-        return self._inner.needs_norms
-
-    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        return None
-
-    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        raise AssertionError("a plan updates nothing")
-
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        return {}
-
-
-def _groups(task: PlannedRun, row: int, progress: ProgressEngine) -> dict[str, FlatGroup]:
-    """The parameter groups of one rank of a split group, which take no memory."""
-    distribution = GridDistribution(task.plan, SplitGroup(_imagined(row, task.plan.rows), progress))
-    distribution.prepare(task.graph_of(1))
+def _layouts(task: PlannedRun, shards: Mapping[str, Shard]) -> dict[str, GroupLayout]:
+    """The parameter groups of a rank that has these parts of split parameters."""
     members: dict[str, dict[str, ParameterSpec]] = {}
     for name, spec in task.specs.items():
-        shard = distribution.shard(name)
+        shard = shards.get(name)
         members.setdefault(ALL if shard is None else MODEL, {})[name] = local_spec(spec, shard)
     orders = {name: order for order, name in enumerate(task.specs)}
-    return {name: FlatGroup(inside, task.config.dtype, zeros=_sized, orders=orders) for name, inside in members.items()}
-
-
-def _sized(size: int, dtype: str) -> np.ndarray:
-    """An array of this size without memory of its own."""
-    return np.broadcast_to(np.zeros(1, dtype), (size,))
-
-
-def _imagined(rank: int, size: int) -> Communicator:
-    """A group in which nobody will ever post."""
-    scheduler = Scheduler(size, Prompt())
-    return ThreadCommunicator(scheduler, Group("planned", scheduler.ranks), rank, size)
+    return {name: GroupLayout(inside, task.config.dtype, orders=orders) for name, inside in members.items()}
 
 
 def _by_split_group(counts: Sequence[int], rows: int) -> tuple[int, ...]:

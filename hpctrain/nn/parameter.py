@@ -49,15 +49,15 @@ class Interchange:
 class ParameterSpec:
     """The declaration of a layer: shape (KRSC, or (in, out)), first values, whether weight decay may apply to it by default.
 
-    factors: the gradient is x^T dy of a linear layer's inputs and errors (its bias's: the sum of the errors), so it may be made
-    elsewhere from these.
+    sufficient_factors: the gradient is x^T dy of a linear layer's inputs and errors (its bias's: the sum of the errors), so it
+    may be made elsewhere from these.
     """
 
     shape: tuple[int, ...]
     initialise: Initializer
     decay: bool = True
     interchange: Interchange = Interchange()
-    factors: bool = False
+    sufficient_factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,41 +110,34 @@ class Segment:
         return Segment(self.parameter, low, max(low, min(stop, self.stop)), self.order, self.decay)
 
 
-class FlatGroup:
-    """Parameters averaged over one communicator: flat data and gradient buffers and the table of their segments.
+class GroupLayout:
+    """The places of a group's parameters in its flat buffers: all that sizes, owners and orders follow from, without the buffers.
 
     Segments lie in forward order without gaps, so a shard is a list of slices and the payload of a collective is exactly
-    the parameters. `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them.
+    the parameters.
 
     Args:
         specs: name -> declared parameter, in forward order.
         dtype: "float32" or "float64".
-        zeros: allocates a zeroed 1-D array (a backend's; NumPy's by default).
+        orders: forward positions of the parameters in the whole network; None: those in this group.
+
+    Attributes:
+        size: elements. item_bytes: bytes of one. segments: one per parameter, whole, in forward order.
     """
 
     def __init__(
-        self,
-        specs: Mapping[str, ParameterSpec],
-        dtype: str = "float32",
-        *,
-        zeros: Callable[[int, str], np.ndarray] = np.zeros,
-        orders: Mapping[str, int] | None = None,
+        self, specs: Mapping[str, ParameterSpec], dtype: str = "float32", *, orders: Mapping[str, int] | None = None
     ) -> None:
-        sizes = [math.prod(spec.shape) for spec in specs.values()]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self.size = int(starts[-1])
+        self.specs = dict(specs)
         self.dtype = dtype
-        self.data = zeros(self.size, dtype)
-        self.grad = zeros(self.size, dtype)
-        self.parameters: dict[str, Parameter] = {}
+        self.item_bytes = np.dtype(dtype).itemsize
         segments = []
+        start = 0
         for position, (name, spec) in enumerate(specs.items()):
-            low, high = int(starts[position]), int(starts[position + 1])
-            order = position if orders is None else orders[name]
-            segments.append(Segment(name, low, high, order, spec.decay))
-            self.parameters[name] = Parameter(
-                name, spec, order, self.data[low:high].reshape(spec.shape), self.grad[low:high].reshape(spec.shape)
-            )
+            stop = start + math.prod(spec.shape)
+            segments.append(Segment(name, start, stop, position if orders is None else orders[name], spec.decay))
+            start = stop
+        self.size = start
         self.segments: tuple[Segment, ...] = tuple(segments)
         self._by_name = {segment.parameter: segment for segment in segments}
 
@@ -156,6 +149,34 @@ class FlatGroup:
         """Parts of segments that make up [start, stop), in order, empty ones left out."""
         parts = (segment.part(start, stop) for segment in self.segments)
         return tuple(part for part in parts if part.size)
+
+
+class FlatGroup(GroupLayout):
+    """Parameters averaged over one communicator: their layout, with the flat buffers of data and gradients.
+
+    `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them.
+
+    Args:
+        specs, dtype, orders: as in `GroupLayout`.
+        zeros: allocates a zeroed 1-D array (a backend's; NumPy's by default).
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParameterSpec],
+        dtype: str = "float32",
+        *,
+        zeros: Callable[[int, str], np.ndarray] = np.zeros,
+        orders: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(specs, dtype, orders=orders)
+        self.data = zeros(self.size, dtype)
+        self.grad = zeros(self.size, dtype)
+        self.parameters: dict[str, Parameter] = {}
+        for segment in self.segments:
+            spec, place = specs[segment.parameter], slice(segment.start, segment.stop)
+            data, grad = self.data[place].reshape(spec.shape), self.grad[place].reshape(spec.shape)
+            self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad)
 
 
 def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
 from hpctrain.boxes import Box, Interval, shape_of
+from hpctrain.nn.distribution import Shard
 from hpctrain.parallel import layout
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, NoInterior, split_interior
 from hpctrain.parallel.layout import Layout
@@ -69,6 +70,17 @@ class PartitionedGraph:
                 for name in (*step.node.parameters.values(), *step.node.statistics.values()):
                     intervals[name] = step.sharding.channel_intervals
         return intervals
+
+    def shards_of(self, rank: int) -> dict[str, Shard]:
+        """Split parameters and statistics by full name: the part of each that one rank has."""
+        shards = {}
+        for step in self.steps:
+            if step.node is not None and step.sharding is not None and step.sharding.channel_intervals is not None:
+                for role, name in (*step.node.parameters.items(), *step.node.statistics.items()):
+                    # Linear weights are (in, out), all other split tensors have their output channels first.
+                    dim = 1 if isinstance(step.node.spec, LinearSpec) and role == "weight" else 0
+                    shards[name] = Shard(dim, step.sharding.channel_intervals[rank])
+        return shards
 
     def local(self, rank: int, group: SplitGroup) -> Graph:
         """The graph that one rank runs."""

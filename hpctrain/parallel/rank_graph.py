@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 from hpctrain.backend.kernels.graph import Graph
-from hpctrain.backend.kernels.specs import LinearSpec
 from hpctrain.boxes import Box
 from hpctrain.nn.distribution import Shard
 from hpctrain.parallel.layout import LayoutKind
@@ -33,7 +32,9 @@ class GridDistribution:
         rank = self.group.rank
         # Shards depend on the plan and the layers alone, so any samples will do: all of them on the first rank.
         counts = (graph.tensors[0].shape[0], *(0,) * (self.group.size - 1))
-        for step in partition_graph(graph, self.plan, counts).steps:
+        partitioned = partition_graph(graph, self.plan, counts)
+        self._shards = partitioned.shards_of(rank)
+        for step in partitioned.steps:
             node, sharding = step.node, step.sharding
             if node is None or sharding is None:
                 continue
@@ -46,11 +47,6 @@ class GridDistribution:
                     kind is LayoutKind.SAMPLES,
                     kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),
                 )
-            if sharding.channel_intervals is not None:
-                for role, name in (*node.parameters.items(), *node.statistics.items()):
-                    # Linear weights are (in, out), all other split tensors have their output channels first.
-                    dim = 1 if isinstance(node.spec, LinearSpec) and role == "weight" else 0
-                    self._shards[name] = Shard(dim, sharding.channel_intervals[rank])
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         return self.partitioned(graph, counts).local(self.group.rank, self.group)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, TileOfRank
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
-from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -37,19 +37,8 @@ _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
-class AveragerFactory(Protocol):
-    """Makes the averager of one parameter group; called once per group, with all that a replica knows."""
-
-    def __call__(
-        self,
-        *,
-        group: FlatGroup,
-        optimizer: Optimizer,
-        comm: Communicator,
-        progress: ProgressEngine,
-        norms: JointNorms | None,
-        nodes: Sequence[int],
-    ) -> GradientAverager: ...
+#: the strategy for one group of parameters, such as the class `Sharded` itself
+StrategyFactory = Callable[[PlannedGroup], Strategy]
 
 
 def make_network(
@@ -95,22 +84,26 @@ def make_network(
 class Replica:
     """A rank's copy of a model, and what trains it. Making one is not collective; `agree` and all that trains is.
 
+    Until its ranks have agreed it has no averagers, and only evaluates.
+
     A step leaves its sums on their way: they travel under the next step, or until `settle` waits for them.
 
     Args:
         network: this rank's part of the model (see `make_network`). groups: its place on the grid, and its communicators.
         progress: the process's engine; where it has a tracer, steps are recorded.
-        averager: makes the averager of each parameter group; None: a replica that only evaluates.
-        optimizer: makes an optimiser that is not bound yet. micro_batches: passes that one step's samples are split into.
+        strategy: makes the averaging strategy of each parameter group; None: a replica that only evaluates.
+        optimizer: makes an optimiser that is not bound yet.
+        nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
+        micro_batches: passes that one step's samples are split into.
 
     Attributes:
-        averagers: by parameter group. shards: split parameters as whole ones and back.
+        strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
         tiles: what the ranks that share samples read of them; None where each reads its own.
         global_step: steps done. lr: the learning rate of the last of them.
 
     Raises:
-        ConfigError: an averager that cannot do what is asked for.
+        ConfigError: a strategy that cannot do what is asked for.
     """
 
     def __init__(
@@ -119,8 +112,9 @@ class Replica:
         *,
         groups: GridGroups,
         progress: ProgressEngine,
-        averager: AveragerFactory | None = None,
+        strategy: StrategyFactory | None = None,
         optimizer: Callable[[], Optimizer] | None = None,
+        nominal_batch: int | None = None,
         micro_batches: int = 1,
     ) -> None:
         self.network, self.groups, self.progress = network, groups, progress
@@ -129,18 +123,33 @@ class Replica:
         self.tiles: TileOfRank | None = None
         if self.distribution is not None:
             self.tiles = self.distribution.tiles_by_counts(network.graph)
+        self.strategies: dict[str, Strategy] = {}
+        self._optimizers: dict[str, Optimizer] = {}
+        if strategy is not None and optimizer is not None:
+            for name, group in network.groups.items():
+                unbound = self._optimizers[name] = traced_optimizer(optimizer(), progress.trace)
+                self.strategies[name] = strategy(
+                    PlannedGroup(
+                        group,
+                        groups.gradients[name].size,
+                        groups.nodes[name],
+                        nominal_batch,
+                        micro_batches,
+                        needs_norms=unbound.needs_norms,
+                        several_groups=MODEL in network.groups,
+                    )
+                )
         self.averagers: Mapping[str, GradientAverager] = {}
-        if averager is not None and optimizer is not None:
-            self.averagers = make_averagers(network, groups, progress, averager, optimizer)
         self.shards = Shards(network, groups.shard_holders, progress)
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
-        self._step = TrainingStep(network, self.averagers, progress, self._reduction, micro_batches, groups.counts_of)
+        self._micro_batches = micro_batches
+        self._step = self._training_step()
         self.global_step, self.lr = 0, 0.0
         self._current_lr = 0.0
         self._finite_at_step = -1
 
     def agree(self, stored: Mapping[str, CollectiveSchedule] = _NO_SCHEDULES) -> None:
-        """Fix what each averager posts in a step. Collective; once, before all else that is.
+        """Make the averagers, with what each of them posts in a step. Collective; once, before all else that is.
 
         Args:
             stored: schedules of an earlier run, by parameter group; used where they fit.
@@ -148,8 +157,20 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
-        for group, averager in self.averagers.items():
-            averager.agree(stored.get(group))
+        norms = None
+        if MODEL in self.network.groups and any(optimizer.needs_norms for optimizer in self._optimizers.values()):
+            norms = JointNorms(self.groups.norms, self.progress, tuple(self.network.groups.values()))
+        averagers = {}
+        for name, strategy in self.strategies.items():
+            group, comm = self.network.groups[name], self.groups.gradients[name]
+            setup = AveragerSetup(group, self._optimizers[name], comm, self.progress, norms)
+            averagers[name] = make_averager(strategy, setup, stored.get(name))
+        self.averagers = averagers
+        self._step = self._training_step()
+
+    def _training_step(self) -> TrainingStep:
+        counts_of = self.groups.counts_of
+        return TrainingStep(self.network, self.averagers, self.progress, self._reduction, self._micro_batches, counts_of)
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.
@@ -267,25 +288,3 @@ class Replica:
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             raise error
-
-
-def make_averagers(
-    network: Network, groups: GridGroups, progress: ProgressEngine, averager: AveragerFactory, optimizer: Callable[[], Optimizer]
-) -> dict[str, GradientAverager]:
-    """One averager, with an optimiser of its own, per parameter group.
-
-    Raises:
-        ConfigError: norms of split layers, which the averager cannot add up.
-    """
-    norms = JointNorms(groups.norms, progress) if MODEL in network.groups else None
-    return {
-        name: averager(
-            group=group,
-            optimizer=traced_optimizer(optimizer(), progress.trace),
-            comm=groups.gradients[name],
-            progress=progress,
-            norms=norms,
-            nodes=groups.nodes[name],
-        )
-        for name, group in network.groups.items()
-    }

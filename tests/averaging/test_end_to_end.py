@@ -8,7 +8,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.sharding import ShardedAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
@@ -38,8 +37,6 @@ def _alone(task: Task) -> Result:
 
 def _together(task: Task, strategy: str, ranks: int) -> list[Result]:
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
-    if task.micro_batches > 1 and issubclass(kind, ShardedAverager):
-        options = {**options, "micro_batches": task.micro_batches}
     return run_virtual(ranks, lambda comm: _train(task, comm, kind, options))
 
 

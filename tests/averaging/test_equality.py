@@ -7,11 +7,12 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging import planning, slices
+from hpctrain.averaging import slice_sizes, slices
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
@@ -21,7 +22,7 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, make, make_group, run_steps
+from tests.support.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, averaged, make, make_group, run_steps, watched
 from tests.support.training import Result, Task, distance, train
 
 STEPS = 20
@@ -66,7 +67,7 @@ def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
                 assert data.tobytes() == expected.tobytes(), f"{ranks} ranks, seed {seed}"
 
 
-SLICED: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
+SLICED: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "sharded": (Sharded, {"bucket_bytes": 16, "fc_exchange": "always"}),
     "priority": (Priority, {"slice_parameters": 3, "window": 2, "fc_exchange": "always"}),
 }
@@ -83,8 +84,7 @@ def test_linear_layers_may_exchange_factors_and_gather_in_slices(
     kind, options = SLICED[strategy]
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
-        averager = kind(make_group(), OPTIMIZERS[optimizer](), comm, virtual_engine(comm), **options)  # type: ignore[arg-type]
-        averager.agree()
+        averager = averaged(kind, make_group(), OPTIMIZERS[optimizer](), comm, virtual_engine(comm), **options)
         assert averager.schedule is not None
         weight = [each for each in averager.schedule.slices if each.parameters == ("a.weight",)]
         assert len(weight) > 1 or comm.size >= INPUTS
@@ -98,7 +98,7 @@ def test_linear_layers_may_exchange_factors_and_gather_in_slices(
 @pytest.mark.parametrize("strategy", ["bucketed", "lazy, every step"])
 def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
-        monkeypatch.setattr(planning, name, 8)
+        monkeypatch.setattr(slice_sizes, name, 8)
     for ranks, seed in ((2, None), (3, 1)):
         for data in _run(strategy, "clipping", ranks, seed):
             assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)
@@ -157,7 +157,7 @@ def test_row_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, i
 
 
 NETWORKS = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
-WHOLE: dict[str, tuple[type[GradientAverager], dict[str, object]]] = {
+WHOLE: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "sharded": (Sharded, {"bucket_bytes": 1500, "nominal_batch": 8}),
     "priority": (Priority, {"slice_parameters": 100, "window": 1, "fc_exchange": "always"}),
 }
@@ -174,7 +174,7 @@ def test_real_networks_too(strategy: str, net: str) -> None:
     expected = train(task, comm, _engine_of_one(comm), Blocking)
 
     def program(comm: ThreadCommunicator) -> Result:
-        return train(task, comm, virtual_engine(comm), lambda **given: Watched(kind(**given, **options)))  # type: ignore[arg-type]
+        return train(task, comm, virtual_engine(comm), watched(kind), **options)
 
     for result in run_virtual(3, program, seed=1):
         assert distance(result.parameters, expected.parameters) < 1e-10

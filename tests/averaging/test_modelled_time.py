@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import averaged
 
 STEPS = 8
 SIZES = (100, 300, 1000, 2000, 4000, 4000, 8000, 8000)  # elements, by layer
@@ -43,7 +44,7 @@ class _Free(Optimizer):
         return {}
 
 
-def _step_seconds(kind: type[GradientAverager], wire_share: float, ranks: int = 2, **options: Any) -> float:
+def _step_seconds(kind: type[Strategy], wire_share: float, ranks: int = 2, **options: Any) -> float:
     """Time of a late step, where an allreduce of everything would take `wire_share` of the compute."""
     specs = {f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for k, size in enumerate(SIZES)}
     total_bytes = 4 * sum(SIZES)
@@ -51,8 +52,7 @@ def _step_seconds(kind: type[GradientAverager], wire_share: float, ranks: int = 
 
     def program(comm: ThreadCommunicator) -> float:
         engine = virtual_engine(comm)
-        averager = kind(FlatGroup(specs), _Free(), comm, engine, **options)
-        averager.agree()
+        averager = averaged(kind, FlatGroup(specs), _Free(), comm, engine, **options)
         layers = list(zip(averager.group.parameters.values(), FORWARD, strict=True))
 
         def compute(seconds: float) -> None:

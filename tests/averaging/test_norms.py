@@ -17,7 +17,6 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
@@ -26,7 +25,6 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
@@ -34,6 +32,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import averaged
 
 SAMPLES, STEPS = 7, 6
 #: in forward order: (name, shape, whether its rows are split); odd sizes, so that blocks and parts are uneven
@@ -53,12 +52,12 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "neither": partial(Sgd, momentum=0.9),
 }
 STRATEGIES: dict[str, Callable[..., GradientAverager]] = {
-    "blocking": Blocking,
-    "overlap": Overlap,
-    "bucketed": partial(Bucketed, bucket_bytes=100),
-    "sharded": partial(Sharded, bucket_bytes=60),
-    "sharded, window": partial(Sharded, bucket_bytes=60, window=1, replan=False),
-    "priority": partial(Priority, slice_parameters=4, window=1),
+    "blocking": partial(averaged, Blocking),
+    "overlap": partial(averaged, Overlap),
+    "bucketed": partial(averaged, Bucketed, bucket_bytes=100),
+    "sharded": partial(averaged, Sharded, bucket_bytes=60),
+    "sharded, window": partial(averaged, Sharded, bucket_bytes=60, window=1, replan=False),
+    "priority": partial(averaged, Priority, slice_parameters=4, window=1),
 }
 
 
@@ -111,8 +110,6 @@ class _Part:
 
 def _train(part: _Part, averagers: dict[str, GradientAverager], progress: ProgressEngine) -> dict[str, np.ndarray]:
     """Some steps as a network makes them; copies of what this rank holds."""
-    for averager in averagers.values():
-        averager.agree()
     layers = part.forward_order()
     used = [pair for pair in layers if pair[1].name != "unused"]
     for step in range(STEPS):
@@ -136,7 +133,7 @@ def _alone(optimizer: str) -> dict[str, np.ndarray]:
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
     part = _Part(0, 1, {"all": slice(None)})
-    return _train(part, {"all": Blocking(part.groups["all"], OPTIMIZERS[optimizer](), comm, engine)}, engine)
+    return _train(part, {"all": averaged(Blocking, part.groups["all"], OPTIMIZERS[optimizer](), comm, engine)}, engine)
 
 
 def _on_grid(
@@ -146,7 +143,7 @@ def _on_grid(
     comm: Communicator = virtual if counters is None else CountingCommunicator(virtual, counters)
     grid = ProcessGrid(comm, rows, cols)
     part = _Part(grid.row, rows, {"all": _rows(SAMPLES, comm.rank, comm.size), "model": _rows(SAMPLES, grid.col, cols)})
-    norms = JointNorms(comm, engine)
+    norms = JointNorms(comm, engine, tuple(part.groups.values()))
     comms: dict[str, Communicator] = {"all": comm, "model": grid.along(GridAxis.DATA)}
     averagers = {
         name: STRATEGIES[strategy](group, OPTIMIZERS[optimizer](), comms[name], engine, norms=norms)
@@ -200,11 +197,3 @@ def test_without_norms_nothing_is_sent() -> None:
         return counters.total(operation="iallreduce").operations
 
     assert run_virtual(4, program) == [0] * 4
-
-
-def test_lazy_averaging_of_several_groups_is_refused() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    group = _Part(0, 1, {"all": slice(None)}).groups["all"]
-    with pytest.raises(ConfigError, match="choose sharded"):
-        Lazy(group, Sgd(), comm, engine, norms=JointNorms(comm, engine))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.averaging import planning, slices
+from hpctrain.averaging import slice_sizes, slices
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, make_group, one_step, shares
+from tests.support.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, averaged, make_group, one_step, shares
 
 OPERATIONS = {
     OperationKind.ALLREDUCE: "iallreduce",
@@ -29,7 +29,7 @@ def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tu
     def program(comm: ThreadCommunicator) -> tuple[Counters, dict[OperationKind, int]]:
         counters = Counters()
         counting = CountingCommunicator(comm, counters)
-        averager = kind(make_group(), Sgd(clip_norm=clip_norm), counting, virtual_engine(comm), **options)
+        averager = averaged(kind, make_group(), Sgd(clip_norm=clip_norm), counting, virtual_engine(comm), **options)
         for step in range(7):  # past any ordering anew
             one_step(averager, step)
         averager.drain()
@@ -83,7 +83,7 @@ def test_the_exchange_moves_inputs_errors_and_rows(monkeypatch: pytest.MonkeyPat
 def test_sending_large_slices_in_parts_moves_as_much(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     whole = _count("bucketed", ranks)
     for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
-        monkeypatch.setattr(planning, name, ITEM_BYTES)
+        monkeypatch.setattr(slice_sizes, name, ITEM_BYTES)
     for (before, _), (after, _) in zip(whole, _count("bucketed", ranks), strict=True):
         assert after.total().exchanged_bytes == before.total().exchanged_bytes
         assert after.total().operations > before.total().operations

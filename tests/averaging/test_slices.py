@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.slices import Slice, cut, fused, layer_slices, per_parameter, with_factors
+from hpctrain.averaging.slices import Slice, cut, fused, layer_slices, per_parameter, sufficient_factor_slices
 from hpctrain.boxes import even
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 
@@ -80,7 +80,7 @@ def test_parts_lie_in_rank_order_and_hold_whole_units(units: int, unit: int, ran
 
 def test_a_linear_layer_is_split_by_rows() -> None:
     specs = {name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in (("w", (5, 3)), ("b", (3,)))}
-    (each,) = with_factors(FlatGroup(specs, "float32"), "w", ("b",), 2, 1)
+    (each,) = sufficient_factor_slices(FlatGroup(specs, "float32"), "w", ("b",), 2, 1)
     assert each.counts(2) == (9, 6)
     assert each.counts(7) == (3, 3, 3, 3, 3, 0, 0)
     assert each.replicated == ("b",)
@@ -90,7 +90,7 @@ def test_a_linear_layer_is_split_by_rows() -> None:
 def test_a_linear_layer_in_slices_leaves_each_rank_as_many_rows(inputs: int, outputs: int, ranks: int, most: int) -> None:
     shapes = {"before": (3,), "w": (inputs, outputs), "b": (outputs,)}
     group = FlatGroup({name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in shapes.items()})
-    slices = with_factors(group, "w", ("b",), ranks, most)
+    slices = sufficient_factor_slices(group, "w", ("b",), ranks, most)
     assert slices[0].start == 3
     assert slices[-1].stop == 3 + inputs * outputs
     assert all(a.stop == b.start for a, b in pairwise(slices))

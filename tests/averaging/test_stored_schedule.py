@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import count
 
 import numpy as np
 import pytest
 
-from hpctrain.averaging import planning, reduction, sharding, timing
+from hpctrain.averaging import agreement, slice_sizes, step_clock
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.planning import Times
+from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import ConfigError
+from hpctrain.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import averaged, planned
 
 SIZES = (5000, 9001, 3, 12000, 8000)
 FAST, SLOW = LinkModel(1e-6, 1e-8), LinkModel(1e-3, 1e-8)  # slices of 16 KiB, and one of everything
-STRATEGIES: dict[str, Callable[..., GradientAverager]] = {
-    "bucketed": Bucketed,
-    "sharded": Sharded,
-    "priority": Priority,
-    "lazy": partial(Lazy, layers=2),
+STRATEGIES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
+    "bucketed": (Bucketed, {}),
+    "sharded": (Sharded, {}),
+    "priority": (Priority, {}),
+    "lazy": (Lazy, {"layers": 2}),
 }
 Stored = tuple[np.ndarray, list[dict[str, np.ndarray]], str]
 
 
-def _averager(strategy: str, comm: ThreadCommunicator, sizes: str = "measured") -> GradientAverager:
+def _group() -> FlatGroup:
     random = np.random.default_rng(5)
     specs = {
         f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape), decay=k != 2)
@@ -47,8 +44,15 @@ def _averager(strategy: str, comm: ThreadCommunicator, sizes: str = "measured") 
     }
     group = FlatGroup(specs, "float32")
     group.data[...] = random.standard_normal(group.size)
+    return group
+
+
+def _averager(
+    strategy: str, comm: ThreadCommunicator, sizes: str = "measured", stored: CollectiveSchedule | None = None
+) -> GradientAverager:
+    kind, options = STRATEGIES[strategy]
     optimizer = Lars(weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5)
-    return STRATEGIES[strategy](group, optimizer, comm, virtual_engine(comm), sizes=sizes)
+    return averaged(kind, _group(), optimizer, comm, virtual_engine(comm), stored=stored, sizes=sizes, **options)
 
 
 def _run(averager: GradientAverager, steps: range) -> None:
@@ -67,14 +71,12 @@ def _run(averager: GradientAverager, steps: range) -> None:
 
 
 def _measure(monkeypatch: pytest.MonkeyPatch, link: LinkModel) -> None:
-    for module in (reduction, sharding):
-        monkeypatch.setattr(module, "calibrate", lambda comm, progress: link)
+    monkeypatch.setattr(agreement, "calibrate", lambda comm, progress: link)
 
 
 def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> list[Stored]:
     def program(comm: ThreadCommunicator) -> Stored:
         averager = _averager(strategy, comm, sizes)
-        averager.agree()
         _run(averager, steps)
         state = [averager.full_state(parameter) for parameter in averager.group.parameters.values()]
         assert averager.schedule is not None
@@ -85,8 +87,7 @@ def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> 
 
 def _second(strategy: str, ranks: int, steps: range, first: Stored, stored: bool) -> list[Stored]:
     def program(comm: ThreadCommunicator) -> Stored:
-        averager = _averager(strategy, comm)
-        averager.agree(CollectiveSchedule.from_json(first[2]) if stored else None)
+        averager = _averager(strategy, comm, stored=CollectiveSchedule.from_json(first[2]) if stored else None)
         averager.group.data[...] = first[0]
         for parameter, state in zip(averager.group.parameters.values(), first[1], strict=True):
             averager.load_state(parameter, state)
@@ -132,7 +133,7 @@ def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pyt
     _measure(monkeypatch, FAST)
     first = _first("sharded", 2, range(stop))[0]
     assert CollectiveSchedule.from_json(first[2]).timed is (stop > 5)
-    monkeypatch.setattr(sharding, "calibrate", calibrate)
+    monkeypatch.setattr(agreement, "calibrate", calibrate)
     assert CollectiveSchedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
     assert bool(measured) is (stop <= 5)
 
@@ -141,19 +142,19 @@ def _measure_times(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every clock measures times by chance, which put operations into another order."""
     calls = count(seed)
 
-    def times(clock: timing.StepClock) -> Times:
+    def times(clock: step_clock.StepClock) -> Times:
         random = np.random.default_rng(next(calls))
         ready, free, needed = ({f"l{k}.weight": random.uniform(0, 1e-2) for k in range(len(SIZES))} for _ in range(3))
         return Times(ready, {name: at + ready[name] for name, at in free.items()}, needed, 3e-2)
 
-    monkeypatch.setattr(timing.StepClock, "times", times)
+    monkeypatch.setattr(step_clock.StepClock, "times", times)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     """The link and the times of two runs differ: they have the same slices and end with the same bits, in whatever order."""
-    monkeypatch.setattr(planning, "RULE_LINK", FAST)  # several slices of these few parameters
-    monkeypatch.setattr(planning, "_LEAST_BUCKET_BYTES", 1 << 12)
+    monkeypatch.setattr(slice_sizes, "RULE_LINK", FAST)  # several slices of these few parameters
+    monkeypatch.setattr(slice_sizes, "_LEAST_BUCKET_BYTES", 1 << 12)
     ended: list[Stored] = []
     for seed, link in enumerate((FAST, SLOW, LinkModel(1e-7, 1e-6), LinkModel(0.0, 0.0))):
         _measure(monkeypatch, link)
@@ -171,7 +172,7 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
 
 
 def test_times_do_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "RULE_LINK", LinkModel(1e-7, 1e-7))
+    monkeypatch.setattr(slice_sizes, "RULE_LINK", LinkModel(1e-7, 1e-7))
     orders = set()
     for seed in range(6):
         _measure(monkeypatch, LinkModel(1e-7, 1e-8))
@@ -184,20 +185,15 @@ def test_times_do_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_schedule_of_an_earlier_version_fits_the_default(strategy: str) -> None:
     """The words that it was stored under know nothing of how sizes were found."""
 
-    def request(comm: ThreadCommunicator, sizes: str) -> str:
-        return _averager(strategy, comm, sizes).request() or ""
-
-    (by_rule,), (measured,) = (run_virtual(1, lambda comm, sizes=sizes: request(comm, sizes)) for sizes in ("rule", "measured"))
+    kind, options = STRATEGIES[strategy]
+    by_rule, measured = (planned(kind, _group(), sizes=sizes, **options).request() or "" for sizes in ("rule", "measured"))
     assert "sizes" not in by_rule
     assert measured.replace(", sizes measured", "") == by_rule
     assert measured != by_rule
 
 
 def test_sizes_are_given_or_measured() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    group = FlatGroup({}, "float32")
     bucket, cut = "bucket_bytes", "slice_parameters"
     for kind, option in ((Bucketed, bucket), (Sharded, bucket), (Lazy, bucket), (Priority, cut)):
-        with pytest.raises(ConfigError, match=f"sizes is measured, but {option} is 7"):
-            kind(group, Sgd(), comm, engine, sizes="measured", **{option: 7})  # type: ignore[operator]
+        with pytest.raises(OptionError, match=f"sizes is measured, but {option} is 7"):
+            kind.Options(sizes="measured", **{option: 7})  # type: ignore[operator]

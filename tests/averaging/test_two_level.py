@@ -17,7 +17,18 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support.averaging import OPTIMIZERS, STRATEGIES, Watched, make, make_group, one_step, run_steps, shares
+from tests.support.averaging import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Watched,
+    averaged,
+    make,
+    make_group,
+    one_step,
+    planned,
+    run_steps,
+    shares,
+)
 
 IN_LEVELS = [name for name in STRATEGIES if name.startswith(("sharded", "priority"))]
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
@@ -114,23 +125,21 @@ def test_a_step_gathers_inputs_and_errors_by_the_samples_of_the_new_order() -> N
 def test_the_exchange_pays_by_nodes_not_by_ranks() -> None:
     """K/P becomes K/N in the rule: what crosses a node's link decides."""
 
-    def exchanges(comm: ThreadCommunicator, **options: object) -> bool:
-        averager = Sharded(make_group(), Sgd(), comm, virtual_engine(comm), nominal_batch=4, **options)  # type: ignore[arg-type]
-        averager.agree()
-        assert averager.schedule is not None
-        exchanged = [each.slice for each in averager.schedule.operations if each.kind is OperationKind.INPUTS]
-        return any(averager.schedule.slices[k].parameters == ("a.weight",) for k in exchanged)
+    def exchanges(**options: object) -> bool:
+        schedule = planned(Sharded, make_group(), 4, nominal_batch=4, **options).plan(None)
+        assert schedule is not None
+        exchanged = [operation.slice for operation in schedule.operations if operation.kind is OperationKind.INPUTS]
+        return any(schedule.slices[k].parameters == ("a.weight",) for k in exchanged)
 
     # a.weight is 5 x 7: B = 4 is below 35 / (7 + 5 / 4) = 4.2 for four ranks, not below 35 / (7 + 5 / 2) = 3.7 for two nodes
-    assert run_virtual(4, exchanges) == [True] * 4
-    assert run_virtual(4, partial(exchanges, nodes=(0, 0, 1, 1))) == [False] * 4
-    assert run_virtual(4, partial(exchanges, nodes=(0, 0, 1, 1), two_level=False)) == [True] * 4
+    assert exchanges()
+    assert not exchanges(nodes=(0, 0, 1, 1))
+    assert exchanges(nodes=(0, 0, 1, 1), two_level=False)
 
 
 def test_one_level_on_request_and_where_nodes_are_unlike() -> None:
     def kinds(comm: ThreadCommunicator, **options: object) -> set[type]:
-        averager = Sharded(make_group(), Sgd(), comm, virtual_engine(comm), **options)  # type: ignore[arg-type]
-        averager.agree()
+        averager = averaged(Sharded, make_group(), Sgd(), comm, virtual_engine(comm), **options)
         return {type(each) for each in averager.progress.communicators().values()}
 
     assert run_virtual(4, partial(kinds, nodes=(0, 0, 1, 1))) == [{TwoLevel}] * 4

@@ -33,8 +33,11 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels import specs
 from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
@@ -323,6 +326,9 @@ def _alone() -> dict[str, Any]:
         "ProgressEngine": ProgressEngine,
         "JointNorms": JointNorms,
         "Sharded": Sharded,
+        "PlannedGroup": PlannedGroup,
+        "AveragerSetup": AveragerSetup,
+        "make_averager": make_averager,
     }
 
 

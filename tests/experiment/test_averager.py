@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.cli.main import cli
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
@@ -23,23 +23,28 @@ WHOLE = ("plan.features.*=domain",)
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
 SENTENCE = (
-    "The averager plain adds up no norms (it takes no keyword norms), which optimizer.clip_norm and lars need; leave clip_norm "
-    "out and use sgd, or use another averager."
+    "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
+    "clip_norm out and use sgd, or use another averager."
 )
 
 #: a strategy of somebody's own that has never heard of norms
 PLAIN = """
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategy import Strategy
 
-class Plain(GradientAverager):
-    def __init__(self, group, optimizer, comm, progress, *, pieces: int = 1) -> None:
-        super().__init__(group, optimizer, comm, progress)
-
+class PlainAverager(GradientAverager):
     def begin_step(self, lr, counts=None): ...
     def grad_ready(self, parameter): ...
     def end_backward(self): ...
     def before_forward(self, parameters): ...
     def drain(self): ...
+
+class Plain(Strategy):
+    def __init__(self, group, *, pieces: int = 1) -> None:
+        super().__init__(group)
+
+    def averager(self, setup, agreement):
+        return PlainAverager(setup)
 """
 
 
@@ -51,7 +56,7 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     (package / "__init__.py").write_text("")
     (package / "plain.py").write_text(PLAIN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(averager, "AVERAGERS", Registry("own_strategies", "averager", GradientAverager))
+    monkeypatch.setattr(averager, "AVERAGERS", Registry("own_strategies", "averager", Strategy))
     return (*SMALL, "averager=plain")
 
 

@@ -6,65 +6,61 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.collective_schedules import fitting, of_run
-from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.storage.run_directory import RunDirectory
+from tests.support.averaging import planned
 
 
-def _averager(kind: type[GradientAverager], size: int = 5, clip_norm: float | None = None, **options: object) -> GradientAverager:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    group = FlatGroup({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
-    return kind(group, Sgd(clip_norm=clip_norm), comm, engine, **options)  # type: ignore[arg-type]
+def _strategy(kind: type[Strategy], size: int = 5, needs_norms: bool = False, **options: object) -> Strategy:
+    layout = GroupLayout({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
+    return planned(kind, layout, needs_norms=needs_norms, **options)
 
 
-def _schedule(averager: GradientAverager) -> CollectiveSchedule:
-    averager.agree()
-    assert averager.schedule is not None
-    return averager.schedule
+def _schedule(strategy: Strategy) -> CollectiveSchedule:
+    schedule = strategy.plan(None)
+    assert schedule is not None
+    return schedule
 
 
-STORED = {"all": _schedule(_averager(Sharded))}
+STORED = {"all": _schedule(_strategy(Sharded))}
 
 
 def test_a_schedule_that_fits_is_used() -> None:
-    again = _averager(Sharded)
+    again = _strategy(Sharded)
     assert again.accepts(STORED["all"])
     assert fitting("runs/a", "all", STORED, again) == STORED["all"]
 
 
 @pytest.mark.parametrize(
-    ("averager", "words"),
+    ("strategy", "words"),
     [
-        (_averager(Bucketed), "was made for 'sharded"),
-        (_averager(Sharded, sizes="measured"), "sizes measured"),
-        (_averager(Sharded, size=6), "the same averager, options and model"),
-        (_averager(Sharded, clip_norm=1.0), "an optimizer that needs no norms"),
-        (_averager(Blocking), "The averager has no schedule"),
+        (_strategy(Bucketed), "was made for 'sharded"),
+        (_strategy(Sharded, sizes="measured"), "sizes measured"),
+        (_strategy(Sharded, size=6), "the same averager, options and model"),
+        (_strategy(Sharded, needs_norms=True), "an optimizer that needs no norms"),
+        (_strategy(Blocking), "The averager has no schedule"),
     ],
     ids=["averager", "option", "model", "optimizer", "none"],
 )
-def test_what_does_not_fit_is_refused(averager: GradientAverager, words: str) -> None:
+def test_what_does_not_fit_is_refused(strategy: Strategy, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        fitting("runs/a", "all", STORED, averager)
+        fitting("runs/a", "all", STORED, strategy)
     assert str(caught.value).endswith("leave --schedule-from out.")
 
 
 def test_other_ranks_and_other_groups_are_refused() -> None:
     on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
     with pytest.raises(ConfigError, match="one of 3 ranks, but here are 1"):
-        fitting("runs/a", "all", {"all": on_three}, _averager(Sharded))
+        fitting("runs/a", "all", {"all": on_three}, _strategy(Sharded))
     with pytest.raises(ConfigError, match="has schedules of all, but this run needs one of model-row1"):
-        fitting("runs/a", "model-row1", STORED, _averager(Sharded))
+        fitting("runs/a", "model-row1", STORED, _strategy(Sharded))
 
 
 def test_schedules_of_a_run_directory(tmp_path: Path) -> None:

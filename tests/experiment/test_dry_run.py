@@ -1,22 +1,20 @@
 """Schedules planned without ranks are those that ranks agree on."""
 
-import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
-from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.dry_run import PlannedRun, averaging_bytes, group_schedules, prepare
 from hpctrain.models import catalogue
-from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.train.replica import Replica, make_network
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
@@ -60,29 +58,21 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     """This rank's row, and by group the schedule that its averager has agreed on, and the order of ranks in it."""
     config, plan, progress = task.config, task.plan, virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
-    axis = groups.split_group(progress)
     model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
-    distribution = None if axis is None else GridDistribution(plan, axis)
-    network = Network(model, task.image_shape, task.kernels, dtype=config.dtype, distribution=distribution)
-    norms = JointNorms(groups.all_ranks, progress) if MODEL in network.groups else None
-    given = {"nominal_batch": config.batch, "norms": norms}
-    accepted = inspect.signature(AVERAGERS.find(config.averager.name)).parameters
-    schedules: Agreed = {}
-    averagers = {}
-    for name, group in network.groups.items():
-        averagers[name] = AVERAGERS.create(
-            config.averager.name,
-            config.averager.options,
-            group=group,
-            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
-            comm=groups.gradients[name],
-            progress=progress,
-            **{key: value for key, value in {**given, "nodes": groups.nodes[name]}.items() if key in accepted},
-        )
-    for name, averager in averagers.items():
-        averager.agree()
-        schedules[name] = averager.schedule, averager.order
-    return groups.split_rank, schedules
+    kernels, dtype = task.kernels, config.dtype
+    network = make_network(model, task.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype)
+    replica = Replica(
+        network,
+        groups=groups,
+        progress=progress,
+        strategy=partial(make_strategy, config),
+        optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
+        nominal_batch=config.batch,
+    )
+    replica.agree()
+    levels = {name: strategy.levels for name, strategy in replica.strategies.items()}
+    orders = {name: None if found is None else found.order for name, found in levels.items()}
+    return groups.split_rank, {name: (averager.schedule, orders[name]) for name, averager in replica.averagers.items()}
 
 
 def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:

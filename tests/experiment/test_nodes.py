@@ -114,7 +114,7 @@ def _train(
         parts.replica.drain()
         meta = collective_schedules.keep(session, parts, RunDirectory(file.parent))
         content = parts.replica.state(outcome.position, meta)
-        return Trained(content, {name for name, averager in parts.replica.averagers.items() if averager.order is not None})
+        return Trained(content, {name for name, strategy in parts.replica.strategies.items() if strategy.levels is not None})
 
     return run_virtual(ranks, program, ranks_per_node=per_node, seed=seed)
 

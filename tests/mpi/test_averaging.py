@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.collective_schedule import agree
+from hpctrain.averaging.agreement import check_same_schedule
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
@@ -118,4 +118,4 @@ def test_another_schedule_on_one_rank_is_named(world: Communicator, progress: Pr
     schedule = make("sharded" if world.rank else "overlap", "sgd", SingleCommunicator(), progress).schedule
     assert schedule is not None
     with pytest.raises(CollectiveMismatchError, match=r"rank 0 has overlap.*rank 1 has sharded"):
-        agree(world, schedule)
+        check_same_schedule(world, schedule)

@@ -9,10 +9,10 @@ from functools import lru_cache, partial
 
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Blocking, Sharded])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: type[GradientAverager]) -> None:
+def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: type[Strategy]) -> None:
     """Layer by layer, and of all gradients; with all layers split, some, and none."""
     for net, (model, mixed) in NETS.items():
         task = Task(model, NumpyKernelSet(), OPTIMIZERS[optimizer], samples=9, batch=5, steps=4)

@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, Segment
+from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec, Segment
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -31,7 +34,7 @@ INPUTS, HIDDEN, OUTPUTS, LR = 5, 7, 3, 0.1
 SAMPLES = (9, 9, 4)
 
 #: a name -> class and options; all of them must give what blocking gives
-STRATEGIES: Mapping[str, tuple[type[GradientAverager], dict[str, Any]]] = {
+STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "overlap": (Overlap, {}),
     "bucketed": (Bucketed, {"bucket_bytes": 100}),
     "bucketed, measured": (Bucketed, {}),
@@ -58,18 +61,23 @@ def make_group(dtype: str = "float64") -> FlatGroup:
     """The network's parameters, with the same values wherever it is made."""
     random = np.random.default_rng(1)
 
-    def spec(*shape: int, factors: bool = False) -> ParameterSpec:
-        return ParameterSpec(shape, lambda chance, shape: chance.standard_normal(shape), decay=len(shape) > 1, factors=factors)
+    def spec(*shape: int, sufficient_factors: bool = False) -> ParameterSpec:
+        return ParameterSpec(
+            shape,
+            lambda chance, shape: chance.standard_normal(shape),
+            decay=len(shape) > 1,
+            sufficient_factors=sufficient_factors,
+        )
 
     specs = {
-        "a.weight": spec(INPUTS, HIDDEN, factors=True),
-        "a.bias": spec(HIDDEN, factors=True),
+        "a.weight": spec(INPUTS, HIDDEN, sufficient_factors=True),
+        "a.bias": spec(HIDDEN, sufficient_factors=True),
         "s.scale": spec(1),
         "empty": spec(0),
-        "unused.weight": spec(2, 3, factors=True),
-        "unused.bias": spec(3, factors=True),
-        "b.weight": spec(HIDDEN, OUTPUTS, factors=True),
-        "b.bias": spec(OUTPUTS, factors=True),
+        "unused.weight": spec(2, 3, sufficient_factors=True),
+        "unused.bias": spec(3, sufficient_factors=True),
+        "b.weight": spec(HIDDEN, OUTPUTS, sufficient_factors=True),
+        "b.bias": spec(OUTPUTS, sufficient_factors=True),
         "unused": spec(1, 2),
     }
     group = FlatGroup(specs, dtype)
@@ -146,6 +154,40 @@ def run_steps(averager: GradientAverager, steps: int, first: int = 0) -> Array:
     return averager.group.data.copy()
 
 
+def planned(
+    kind: type[Strategy],
+    group: GroupLayout,
+    ranks: int = 1,
+    *,
+    needs_norms: bool = False,
+    several_groups: bool = False,
+    nodes: Sequence[int] | None = None,
+    nominal_batch: int | None = None,
+    micro_batches: int = 1,
+    **options: Any,
+) -> Strategy:
+    """A strategy with these options for a group on so many ranks."""
+    facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, needs_norms, several_groups)
+    return kind(facts, kind.Options(**options))
+
+
+def averaged(
+    kind: type[Strategy],
+    group: FlatGroup,
+    optimizer: Optimizer,
+    comm: Communicator,
+    progress: ProgressEngine,
+    *,
+    norms: JointNorms | None = None,
+    stored: CollectiveSchedule | None = None,
+    **given: Any,
+) -> GradientAverager:
+    """The averager of a strategy, agreed on. Collective. given: as for `planned`."""
+    needs = {"needs_norms": optimizer.needs_norms, "several_groups": norms is not None}
+    strategy = planned(kind, group, comm.size, **needs, **given)
+    return make_averager(strategy, AveragerSetup(group, optimizer, comm, progress, norms), stored)
+
+
 def make(
     strategy: str,
     optimizer: str,
@@ -156,11 +198,7 @@ def make(
 ) -> GradientAverager:
     """A strategy ("blocking" too) over a group of its own, agreed on. nodes: of the ranks, for strategies that ask."""
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
-    if nodes is not None:
-        options = {**options, "nodes": nodes}
-    averager = kind(make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, **options)
-    averager.agree()
-    return averager
+    return averaged(kind, make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, nodes=nodes, **options)
 
 
 class Watched(GradientAverager):
@@ -170,12 +208,9 @@ class Watched(GradientAverager):
     """
 
     def __init__(self, inner: GradientAverager) -> None:
-        super().__init__(inner.group, inner.optimizer, inner.comm, inner.progress)
+        super().__init__(AveragerSetup(inner.group, inner.optimizer, inner.comm, inner.progress))
         self.inner = inner
         self._seen: dict[str, Array] = {}
-
-    def agree(self, stored: CollectiveSchedule | None = None) -> None:
-        self.inner.agree(stored)
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         self.inner.begin_step(lr, counts)
@@ -222,3 +257,13 @@ class Watched(GradientAverager):
         for name, values in self._seen.items():
             same = np.array_equal(self.group.parameters[name].data, values)
             assert same, f"{name} was written while the step might still read it"
+
+
+def watched(kind: type[Strategy]) -> type[Strategy]:
+    """The strategy with an averager that is `Watched`."""
+
+    class WatchedStrategy(kind):  # type: ignore[misc, valid-type]
+        def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+            return Watched(super().averager(setup, agreement))
+
+    return WatchedStrategy

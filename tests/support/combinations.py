@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 
-from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.errors import ConfigError, HpctrainError, ShapeError
-from hpctrain.experiment.averager import make_averager
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.grid import check_batch, check_overlap
-from hpctrain.nn.parameter import FlatGroup
+from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.train.replica import StrategyFactory
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.dimensions import (
@@ -85,13 +83,12 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
 
 
 def _make_over_nothing(row: Row, *, split: bool) -> None:
-    """The averager over no parameters, on one process: the constructor knows what is legal."""
-    alone = SingleCommunicator()
-    progress = ProgressEngine(rank=0, deadline_seconds=60, abort=alone.abort)
+    """The strategy for no parameters, on one rank: the constructor knows what is legal."""
     config = config_of(row)
-    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
-    norms = JointNorms(alone, progress) if split else None
-    make_averager(config, FlatGroup({}, "float64"), optimizer, alone, progress, norms=norms)
+    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
+    layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
+    group = PlannedGroup(layout, 1, None, config.batch, micro_batches, needs_norms=norms, several_groups=split)
+    make_strategy(config, group)
 
 
 def _sentence(attempt: Callable[[], object]) -> str | None:
@@ -114,7 +111,7 @@ def run(row: Row) -> float:
     task, config = task_of(row), config_of(row)
 
     def program(comm: ThreadCommunicator) -> Result:
-        return train(task, comm, virtual_engine(comm), partial(make_averager, config))
+        return train(task, comm, virtual_engine(comm), partial(make_strategy, config), nominal_batch=config.batch)
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
     ranks = task.plan.rows * task.plan.cols
@@ -152,9 +149,9 @@ def _expected(row: Row, task: Task) -> Result:
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy))
     if key not in _KEPT:
-        alone: Callable[..., GradientAverager] = Blocking
+        alone: StrategyFactory = Blocking
         if lazy is not None:
-            alone = partial(make_averager, config_of(row), norms=None)
+            alone = partial(make_strategy, config_of(row))
         _KEPT[key] = train_alone(task, groups, alone)
     return _KEPT[key]
 

@@ -122,7 +122,7 @@ def averager_options(row: Row) -> dict[str, Any]:
 
 
 def config_of(row: Row) -> Config:
-    """A configuration as the checks, `make_averager` and the optimiser's registry read it; nobody looks at its model and data."""
+    """A configuration as the checks, `make_strategy` and the optimiser's registry read it; nobody looks at its model and data."""
     return Config.model_validate(
         {
             "model": "small",

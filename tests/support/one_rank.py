@@ -11,13 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import counts, share_of
 from hpctrain.nn.network import Network
+from hpctrain.train.replica import StrategyFactory
 from hpctrain.train.step_reduction import StepTotals
 from tests.support.training import Result, Task, made_up
 
@@ -42,18 +45,19 @@ def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, to
     return tuple(group for group in found if group)
 
 
-def train_alone(task: Task, groups: Callable[[int], Groups], averager: Callable[..., GradientAverager] = Blocking) -> Result:
+def train_alone(task: Task, groups: Callable[[int], Groups], strategy: StrategyFactory = Blocking) -> Result:
     """The task on one rank, without a grid.
 
     Args:
-        groups: of a step, from its number of samples. averager: its class.
+        groups: of a step, from its number of samples. strategy: its class.
     """
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
     network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
     (group,) = network.groups.values()
-    updates = averager(group=group, optimizer=task.optimizer(), comm=comm, progress=engine)
-    updates.agree()
+    optimizer = task.optimizer()
+    planned = PlannedGroup(group, 1, needs_norms=optimizer.needs_norms)
+    updates = make_averager(strategy(planned), AveragerSetup(group, optimizer, comm, engine))
     images, labels, sampler = made_up(task)
     totals: list[StepTotals] = []
     for number in range(task.steps):

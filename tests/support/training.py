@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
@@ -22,7 +21,7 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.train.replica import Replica, StrategyFactory, make_network
 from hpctrain.train.step_reduction import StepTotals
 
 
@@ -75,20 +74,22 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
 
 
 def replica_of(
-    task: Task, comm: Communicator, progress: ProgressEngine, averager: Callable[..., GradientAverager], **options: Any
+    task: Task,
+    comm: Communicator,
+    progress: ProgressEngine,
+    strategy: StrategyFactory,
+    *,
+    nominal_batch: int | None = None,
+    **options: Any,
 ) -> Replica:
     """The replica that a task trains on the ranks of `comm`, on the grid of its plan; agreed. Collective.
 
     Args:
-        averager: the class, or what makes one; it gets `options` beside what every averager gets.
+        strategy: the class, or what makes one; the class gets `options`.
     """
-    accepted = inspect.signature(averager).parameters.values()
-    names = {parameter.name for parameter in accepted}
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted)
-
-    def make(**given: Any) -> GradientAverager:
-        return averager(**{name: value for name, value in given.items() if takes_all or name in names}, **options)
-
+    if options:
+        assert isinstance(strategy, type)
+        strategy = partial(strategy, options=strategy.Options(**options))
     groups = GridGroups(ProcessGrid(comm, task.plan.rows, comm.size // task.plan.rows))
     network = make_network(
         task.model(),
@@ -102,7 +103,13 @@ def replica_of(
         smoothing=task.smoothing,
     )
     replica = Replica(
-        network, groups=groups, progress=progress, averager=make, optimizer=task.optimizer, micro_batches=task.micro_batches
+        network,
+        groups=groups,
+        progress=progress,
+        strategy=strategy,
+        optimizer=task.optimizer,
+        nominal_batch=nominal_batch,
+        micro_batches=task.micro_batches,
     )
     replica.agree()
     return replica
@@ -112,7 +119,7 @@ def train(
     task: Task,
     comm: Communicator,
     progress: ProgressEngine,
-    averager: Callable[..., GradientAverager],
+    strategy: StrategyFactory,
     *,
     keep_gradients: bool = False,
     **options: Any,
@@ -123,7 +130,7 @@ def train(
         keep_gradients: of the first step, summed over all ranks; only where the averager leaves the sums in the gradients'
             buffers, as `Blocking` does.
     """
-    replica = replica_of(task, comm, progress, averager, **options)
+    replica = replica_of(task, comm, progress, strategy, **options)
     parameters = replica.network.parameters
     totals: list[StepTotals] = []
     gradients: dict[str, np.ndarray] = {}

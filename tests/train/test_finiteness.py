@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
@@ -37,7 +37,7 @@ from tests.support.training import Task, made_up, replica_of
 
 POISONED_STEP = 3
 STEPS = 7
-ALL: dict[str, tuple[type[GradientAverager], dict[str, Any]]] = {
+ALL: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     **STRATEGIES,
     "lazy": (Lazy, {"layers": 3, "max_interval": 8, "check_every": 1, "bucket_bytes": 100}),

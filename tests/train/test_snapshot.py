@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy import Lazy
-from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
+from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
+from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
@@ -18,7 +17,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import Replica
+from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
@@ -31,18 +30,18 @@ MIXED = {
     "residual": {"*1": Parallelism.DOMAIN, "layer2.*": Parallelism.MODEL, "fc": Parallelism.MODEL},
 }
 NETS: dict[str, Callable[[], Layer]] = {"plain": nets.plain, "residual": nets.residual}
-AVERAGERS: dict[str, Callable[..., GradientAverager]] = {
+STRATEGIES: dict[str, StrategyFactory] = {
     "blocking": Blocking,
-    "sharded": partial(Sharded, fc_exchange="never"),
-    "bucketed": partial(Bucketed, bucket_bytes=512),
+    "sharded": partial(Sharded, options=ShardedOptions(fc_exchange="never")),
+    "bucketed": partial(Bucketed, options=BucketedOptions(bucket_bytes=512)),
 }
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (5, 1), (7, 1), (13, 1)]
 
 
-def replica(comm: ThreadCommunicator, model: Layer, plan: ParallelPlan, averager: Callable[..., GradientAverager]) -> Replica:
+def replica(comm: ThreadCommunicator, model: Layer, plan: ParallelPlan, strategy: StrategyFactory) -> Replica:
     """What a snapshot is taken of, on one rank."""
     task = Task(lambda: model, NumpyKernelSet(), partial(Sgd, momentum=0.9), plan=plan)
-    return replica_of(task, comm, virtual_engine(comm), averager)
+    return replica_of(task, comm, virtual_engine(comm), strategy)
 
 
 def taken(replica: Replica, *, keep: bool = True) -> CheckpointContent:
@@ -57,15 +56,15 @@ def alone(model: Layer) -> CheckpointContent:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("averager", AVERAGERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("default", list(Parallelism))
-def test_what_is_put_is_taken_again(net: str, averager: str, default: Parallelism) -> None:
+def test_what_is_put_is_taken_again(net: str, strategy: str, default: Parallelism) -> None:
     """Up to more ranks than channels, so that some hold nothing."""
     content = alone(NETS[net]())
 
     def again(comm: ThreadCommunicator, plan: ParallelPlan) -> CheckpointContent:
-        trained = replica(comm, NETS[net](), plan, AVERAGERS[averager])
+        trained = replica(comm, NETS[net](), plan, STRATEGIES[strategy])
         assert trained.load(content) == POSITION
         assert trained.global_step == POSITION.global_step
         return taken(trained, keep=comm.rank == 0)
@@ -111,7 +110,9 @@ def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int
     content = alone(nets.plain())
 
     def again(comm: ThreadCommunicator) -> CheckpointContent:
-        trained = replica(comm, nets.plain(), ParallelPlan(rows, cols), partial(Lazy, layers=2, bucket_bytes=512))
+        trained = replica(
+            comm, nets.plain(), ParallelPlan(rows, cols), partial(Lazy, options=LazyOptions(layers=2, bucket_bytes=512))
+        )
         trained.load(content)
         return taken(trained)
 
@@ -123,10 +124,17 @@ def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int
             assert np.array_equal(again_taken.tensors[key], value), key
 
 
-@pytest.mark.parametrize("other", [Blocking, partial(Sharded, fc_exchange="never"), partial(Lazy, layers=1, bucket_bytes=512)])
-def test_gradients_that_lazy_has_added_up_are_never_dropped(other: Callable[..., GradientAverager]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        Blocking,
+        partial(Sharded, options=ShardedOptions(fc_exchange="never")),
+        partial(Lazy, options=LazyOptions(layers=1, bucket_bytes=512)),
+    ],
+)
+def test_gradients_that_lazy_has_added_up_are_never_dropped(other: StrategyFactory) -> None:
     random = np.random.default_rng(0)
-    lazy = partial(Lazy, layers=2, bucket_bytes=512)
+    lazy = partial(Lazy, options=LazyOptions(layers=2, bucket_bytes=512))
     empty = run_virtual(1, lambda comm: taken(replica(comm, nets.plain(), ParallelPlan(), lazy)))[0]
     key = "optimizer/lazy_gradient/conv2.weight"
     full = CheckpointContent({**empty.tensors, key: random.standard_normal(empty.tensors[key].shape)}, empty.meta)

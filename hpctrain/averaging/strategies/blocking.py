@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.norms import JointNorms, JointStep, fill_share
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.nn.parameter import FlatGroup, Parameter
-from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.norms import JointStep, fill_share
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.nn.parameter import Parameter
+from hpctrain.optim.base import Norms
 
 
-class Blocking(GradientAverager):
-    """One allreduce of all gradients after backward, which is waited for: the simplest strategy, the oracle of all others.
+class BlockingAverager(GradientAverager):
+    """Sums all gradients in `end_backward`, which is collective over `comm` and waits, then updates all parameters.
 
-    Every rank holds all parameters and all optimiser state; `end_backward` is collective over `comm` and waits.
+    The gradients travel in one message, whatever their size: the sum is the transport's own of the whole buffer, in which every
+    other strategy's result is seen again. That is its price as well: nothing of it is hidden under backward, and an MPI may
+    allocate, and touch for the first time, as much memory again for so large a message.
     """
 
-    def __init__(
-        self,
-        group: FlatGroup,
-        optimizer: Optimizer,
-        comm: Communicator,
-        progress: ProgressEngine,
-        *,
-        norms: JointNorms | None = None,
-    ) -> None:
-        super().__init__(group, optimizer, comm, progress, norms)
-        optimizer.bind(group, group.segments)
-        self._queue = progress.queue(comm)
-        self._norms = Norms(group) if optimizer.needs_norms and self._joint is None else None
-        self._names = tuple(group.parameters)
+    def __init__(self, setup: AveragerSetup) -> None:
+        super().__init__(setup)
+        self.optimizer.bind(self.group, self.group.segments)
+        self._queue = self.progress.queue(self.comm)
+        self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
+        self._names = tuple(self.group.parameters)
         self._step: JointStep | None = None
         self._unfinished: JointStep | None = None
         self._lr = 0.0
@@ -70,3 +63,15 @@ class Blocking(GradientAverager):
         if step is not None:
             self.progress.wait(step.ticket)
             self.optimizer.update(self.group.segments, self._lr, step.norms[self._member])
+
+
+class Blocking(Strategy):
+    """One allreduce of all gradients after backward, which is waited for: the simplest strategy, the oracle of all others.
+
+    Every rank holds all parameters and all optimiser state. It has no schedule.
+    """
+
+    adds_norms = True
+
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        return BlockingAverager(setup)

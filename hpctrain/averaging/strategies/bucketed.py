@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from hpctrain.averaging import planning
-from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.reduction import AllreduceAverager
+from dataclasses import dataclass
+
+from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
+from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, fused
-from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim.base import Optimizer
 
 
-class Bucketed(AllreduceAverager):
-    """One allreduce for each bucket of neighbouring parameters, posted when the last of their gradients is ready.
+@dataclass(frozen=True)
+class BucketedOptions:
+    """Options of `bucketed`.
 
     Args:
         bucket_bytes: Least size of a bucket, in bytes; null chooses it as `sizes` says.
@@ -22,31 +21,25 @@ class Bucketed(AllreduceAverager):
             repeat bit by bit; "measured" follows the link, which is measured at the start.
 
     Raises:
-        ConfigError: bucket_bytes below 1, or given though sizes are to be measured.
+        OptionError: bucket_bytes below 1, or given though sizes are to be measured.
     """
 
-    def __init__(
-        self,
-        group: FlatGroup,
-        optimizer: Optimizer,
-        comm: Communicator,
-        progress: ProgressEngine,
-        *,
-        norms: JointNorms | None = None,
-        bucket_bytes: int | None = None,
-        sizes: planning.Sizes = "rule",
-    ) -> None:
-        super().__init__(group, optimizer, comm, progress, norms=norms)
-        self._bucket_bytes = planning.check_optional("bucket_bytes", bucket_bytes)
-        self._sizes = planning.check_sizes(sizes, "bucket_bytes", bucket_bytes)
+    bucket_bytes: int | None = None
+    sizes: Sizes = "rule"
 
-    def _request(self) -> str:
-        return f"bucketed, bucket_bytes {self._bucket_bytes}{planning.in_request(self._sizes)}"
+    def __post_init__(self) -> None:
+        check_at_least_one(bucket_bytes=self.bucket_bytes)
+        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        size_bytes = self._bucket_bytes
-        if size_bytes is None:
-            assert link is not None
-            # An allreduce has twice the steps and moves twice the bytes of a reduce-scatter: the ratio stays.
-            size_bytes = planning.bucket_bytes(self.group.grad.nbytes, self.comm.size, link)
-        return fused(self.group, max(1, size_bytes // self.group.grad.itemsize))
+
+class Bucketed(AllreduceStrategy):
+    """One allreduce for each bucket of neighbouring parameters, posted when the last of their gradients is ready."""
+
+    Options = BucketedOptions
+    options: BucketedOptions
+
+    def words(self) -> str:
+        return f"bucketed, bucket_bytes {self.options.bucket_bytes}{words_of_sizes(self.options.sizes)}"
+
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        return fused(self.group.layout, self.least_elements(link))

@@ -1,19 +1,19 @@
-"""Overlapped averaging: a nonblocking allreduce a parameter, posted in backward. What other strategies are measured against."""
+"""Overlapped averaging: a nonblocking allreduce per parameter, posted in backward. Others are measured against it."""
 
 from __future__ import annotations
 
-from hpctrain.averaging.reduction import AllreduceAverager
+from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.slices import Slice, per_parameter
 from hpctrain.comm.link import LinkModel
 
 
-class Overlap(AllreduceAverager):
+class Overlap(AllreduceStrategy):
     """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer."""
 
-    _cuts_large = False
+    cuts_large = False
 
-    def _request(self) -> str:
+    def words(self) -> str:
         return "overlap"
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        return per_parameter(self.group)
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        return per_parameter(self.group.layout)

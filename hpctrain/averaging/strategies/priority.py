@@ -8,24 +8,24 @@ link once with measured times, so it is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hpctrain.averaging import planning
-from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.planning import Times, Urgency
-from hpctrain.averaging.sharding import ShardedAverager
+from hpctrain.averaging import slice_sizes
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.link_simulation import Times, Urgency, front_first
+from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
-from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim.base import Optimizer
 
 _LEAST_PARAMETERS = 50_000
 
 
-class Priority(ShardedAverager):
-    """Sharded averaging in small slices, front layers first: an early layer's allgather overtakes late layers' reduce-scatters.
+@dataclass(frozen=True)
+class PriorityOptions:
+    """Options of `priority`.
 
     Args:
         slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
@@ -39,66 +39,54 @@ class Priority(ShardedAverager):
         two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
             first.
         replan: The order of the slices is planned again after a few steps, by measured times.
-        nominal_batch, micro_batches, nodes: as in `Sharded`.
 
     Raises:
-        ConfigError: fc_exchange "always" with several micro-batches, a size or window below 1, sizes given and to be measured.
+        OptionError: a size or window below 1, or sizes given and to be measured.
     """
 
-    _streams = 1
+    slice_parameters: int | None = None
+    sizes: Sizes = "rule"
+    window: int | None = None
+    fc_exchange: FcExchange = "auto"
+    two_level: bool = True
+    replan: bool = True
 
-    def __init__(
-        self,
-        group: FlatGroup,
-        optimizer: Optimizer,
-        comm: Communicator,
-        progress: ProgressEngine,
-        *,
-        norms: JointNorms | None = None,
-        slice_parameters: int | None = None,
-        sizes: planning.Sizes = "rule",
-        window: int | None = None,
-        fc_exchange: FcExchange = "auto",
-        two_level: bool = True,
-        nodes: Sequence[int] | None = None,
-        nominal_batch: int | None = None,
-        micro_batches: int = 1,
-        replan: bool = True,
-    ) -> None:
-        super().__init__(
-            group,
-            optimizer,
-            comm,
-            progress,
-            norms=norms,
-            fc_exchange=fc_exchange,
-            nominal_batch=nominal_batch,
-            micro_batches=micro_batches,
-            replan=replan,
-            nodes=nodes,
-            two_level=two_level,
-        )
-        self._slice_parameters = planning.check_optional("slice_parameters", slice_parameters)
-        self._window = planning.check_optional("window", window)
-        self._sizes = planning.check_sizes(sizes, "slice_parameters", slice_parameters)
-        self._measures_link = sizes == "measured" or window is None
+    def __post_init__(self) -> None:
+        check_at_least_one(slice_parameters=self.slice_parameters, window=self.window)
+        check_sizes(self.sizes, slice_parameters=self.slice_parameters)
 
-    def _request(self) -> str:
-        sizes = planning.in_request(self._sizes)
-        return f"priority, slice_parameters {self._slice_parameters}, replan {self._replan}, window {self._window}{sizes}"
 
-    def _slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        most = self._slice_parameters
+class Priority(ReduceScatterStrategy):
+    """Sharded averaging in small slices, front layers first: an early layer's allgather overtakes late layers' reduce-scatters.
+
+    All operations are on one communicator, so its queue keeps them in the planned order.
+    """
+
+    Options = PriorityOptions
+    options: PriorityOptions
+    streams = (Stream.GRADIENTS,)
+
+    def words(self) -> str:
+        chosen = self.options
+        sizes = words_of_sizes(chosen.sizes)
+        return f"priority, slice_parameters {chosen.slice_parameters}, replan {chosen.replan}, window {chosen.window}{sizes}"
+
+    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
+        most = self.options.slice_parameters
         if most is None:
-            item_bytes = self.group.grad.itemsize
-            most = planning.slice_bytes(_LEAST_PARAMETERS * item_bytes, self.comm.size, link) // item_bytes
+            item_bytes = self.group.layout.item_bytes
+            most = slice_sizes.slice_bytes(_LEAST_PARAMETERS * item_bytes, self.group.ranks, link) // item_bytes
         return max(1, most // 2), most
 
-    def _window_for(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        if self._window is not None or not slices:
-            return self._window
-        mean_bytes = self.group.grad.nbytes // len(slices)
-        return planning.credit_window(mean_bytes, self.comm.size, link, times)
+    @property
+    def urgency(self) -> Urgency:
+        return front_first
 
-    def _urgency(self) -> Urgency:
-        return planning.front_first
+    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        if self.options.window is not None or not slices:
+            return self.options.window
+        return slice_sizes.credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
+
+    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
+        """For the window, too."""
+        return super().needs_link(usable) or (usable is None and self.options.window is None)

@@ -52,10 +52,15 @@ class Linear(Leaf):
         return self._spec
 
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        weight = ParameterSpec(self._spec.weight_shape, self._weight_values, interchange=self._interchange, factors=True)
+        weight = ParameterSpec(
+            self._spec.weight_shape, self._weight_values, interchange=self._interchange, sufficient_factors=True
+        )
         if not self._spec.bias:
             return {"weight": weight}
-        return {"weight": weight, "bias": ParameterSpec((self._spec.features_out,), self._bias_values, decay=False, factors=True)}
+        return {
+            "weight": weight,
+            "bias": ParameterSpec((self._spec.features_out,), self._bias_values, decay=False, sufficient_factors=True),
+        }
 
 
 def _interchange(features_out: int, image_shape: tuple[int, int, int] | None) -> Interchange:

@@ -17,6 +17,7 @@ from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import averaged
 
 OPTIMIZERS: list[Callable[[], Optimizer]] = [
     lambda: Sgd(momentum=0.9, weight_decay=1e-2),
@@ -71,7 +72,7 @@ def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarr
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=["sgd", "clip", "lars"])
 def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
     def rank_program(comm: Communicator) -> np.ndarray:
-        return _train(Blocking(_group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
+        return _train(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
 
     expected = _expected(make, ranks, "float64")
     for result in run_virtual(ranks, rank_program, seed=ranks):
@@ -81,7 +82,7 @@ def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimize
 def test_one_process_needs_no_communication() -> None:
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    result = _train(Blocking(_group("float32"), Sgd(), comm, engine), 0)
+    result = _train(averaged(Blocking, _group("float32"), Sgd(), comm, engine), 0)
     np.testing.assert_array_equal(result, _expected(Sgd, 1, "float32"))
     assert engine.waited_seconds == 0.0
 
@@ -89,7 +90,7 @@ def test_one_process_needs_no_communication() -> None:
 def test_every_rank_owns_and_keeps_everything() -> None:
     comm = SingleCommunicator()
     group = _group("float32")
-    averager = Blocking(group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
     assert averager.owned() == group.segments
     _train(averager, 0)
     for parameter in group.parameters.values():
@@ -103,7 +104,7 @@ def test_every_rank_owns_and_keeps_everything() -> None:
 def test_parameters_stand_still_until_backward_has_ended() -> None:
     comm = SingleCommunicator()
     group = _group("float32")
-    averager = Blocking(group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
     before = group.data.copy()
     averager.begin_step(0.1)
     group.grad[...] = 1.0

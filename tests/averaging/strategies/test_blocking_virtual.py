@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
@@ -14,6 +15,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import averaged
 
 INPUTS, HIDDEN, OUTPUTS, STEPS = 5, 7, 3, 20
 SIZES = (9, 9, 4)  # samples of the steps in turn; the last is shorter than 7 ranks
@@ -51,7 +53,7 @@ def my_samples(step: int, rank: int, ranks: int) -> tuple[np.ndarray, np.ndarray
     return x[share], y[share], count
 
 
-def one_step(group: FlatGroup, averager: Blocking, step: int, rank: int, ranks: int) -> None:
+def one_step(group: FlatGroup, averager: GradientAverager, step: int, rank: int, ranks: int) -> None:
     """y = tanh(x A + a) B + b, half the squared error over the global count, backward in the averager's order of calls."""
     p = group.parameters
     x, target, count = my_samples(step, rank, ranks)
@@ -79,7 +81,7 @@ def train(ranks: int, optimizer: str, seed: int | None, dtype: str = "float64") 
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
         group = make_group(dtype)
-        averager = Blocking(group, OPTIMIZERS[optimizer](), comm, virtual_engine(comm))
+        averager = averaged(Blocking, group, OPTIMIZERS[optimizer](), comm, virtual_engine(comm))
         for step in range(STEPS):
             one_step(group, averager, step, comm.rank, ranks)
         averager.drain()
@@ -115,7 +117,7 @@ def test_a_step_hands_over_one_allreduce_and_waits_for_all_of_it(ranks: int) -> 
 
     def program(comm: ThreadCommunicator) -> tuple[Counters, float]:
         counters, engine, group = Counters(), virtual_engine(comm), make_group("float64")
-        averager = Blocking(group, OPTIMIZERS["sgd"](), CountingCommunicator(comm, counters), engine)
+        averager = averaged(Blocking, group, OPTIMIZERS["sgd"](), CountingCommunicator(comm, counters), engine)
         for step in range(3):
             one_step(group, averager, step, comm.rank, ranks)
         return counters, engine.waited_seconds

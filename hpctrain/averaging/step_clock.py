@@ -1,37 +1,45 @@
-"""When gradients become ready, measured."""
+"""The times at which gradients become ready and parameters are let go, measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from hpctrain.averaging.planning import Times
+from hpctrain.averaging.link_simulation import Times
 from hpctrain.comm.progress import ProgressEngine
 
 
 class StepClock:
-    """When parameters are read, gradients ready, data let go: seconds of compute since the step's begin, medians over steps."""
+    """Times of reading, of ready gradients and of data let go: seconds of compute since the step's begin, medians over steps.
+
+    Waits are taken out: what hides under them would otherwise be planned as if it cost time.
+    """
 
     def __init__(self, progress: ProgressEngine) -> None:
         self._progress = progress
         self._on = False
+        self._begin = 0.0
         self._ready: dict[str, list[float]] = {}
         self._free: dict[str, list[float]] = {}
         self._needed: dict[str, list[float]] = {}
         self._ends: list[float] = []
 
     def begin(self, on: bool) -> None:
+        """A step begins. on: it is measured."""
         self._on = on
         self._begin = self._compute_seconds()
 
     def needed(self, name: str) -> None:
+        """Forward reads a parameter."""
         if len(self._needed.get(name, ())) == len(self._ends):  # the first of several micro-batches
             self._note(self._needed, name)
 
     def ready(self, name: str) -> None:
+        """A gradient is announced."""
         self._note(self._ready, name)
 
     def free(self, name: str) -> None:
+        """Backward has let go of a parameter's data."""
         self._note(self._free, name)
 
     def end(self, names: Sequence[str]) -> None:
@@ -44,8 +52,9 @@ class StepClock:
             self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
+        """The medians over the measured steps; there must have been one."""
         ready, free, needed = (
-            {name: median(each) for name, each in times.items()} for times in (self._ready, self._free, self._needed)
+            {name: median(seconds) for name, seconds in times.items()} for times in (self._ready, self._free, self._needed)
         )
         return Times(ready, free, needed, median(self._ends))
 

@@ -1,0 +1,57 @@
+"""From a strategy to an averager: the ranks of a group make its communicators and agree on one schedule."""
+
+from __future__ import annotations
+
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.link import calibrate
+from hpctrain.comm.two_level import in_levels
+from hpctrain.errors import CollectiveMismatchError
+
+
+def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
+    """The averager that runs the strategy's schedule, the same on every rank. Collective over `setup.comm`.
+
+    Args:
+        stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks (`accepts`).
+            Sizes of slices decide which numbers are added first: where they are measured, only this repeats a run bit by bit.
+            The order of operations, which changes no bit, is measured where it had not been.
+
+    Raises:
+        CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
+    """
+    assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
+    streams = {stream: in_levels(setup.comm, strategy.levels, f"{setup.comm.name} {stream}") for stream in strategy.streams}
+    if strategy.request() is None:
+        return strategy.averager(setup, Agreement(streams=streams))
+    comm = streams[Stream.GRADIENTS]
+    usable = stored if strategy.accepts(stored) else None
+    measures = any(comm.allgather_object(strategy.needs_link(usable)))  # the same on every rank, as measuring is collective
+    link = calibrate(comm, setup.progress) if measures else None
+    schedule = strategy.plan(link) if usable is None else usable
+    assert schedule is not None
+    check_same_schedule(comm, schedule)
+    return strategy.averager(setup, Agreement(schedule, streams, link))
+
+
+def check_same_schedule(comm: Communicator, schedule: CollectiveSchedule) -> None:
+    """Make sure that all ranks hold the same schedule. Collective; set-up only.
+
+    Raises:
+        CollectiveMismatchError: on every rank, with the first operation that differs and who has what.
+    """
+    if len(set(comm.allgather_object(schedule.digest()))) == 1:
+        return
+    texts = comm.allgather_object(schedule.lines())
+    for position in range(max(map(len, texts))):
+        by_rank = [lines[position] if position < len(lines) else "nothing more" for lines in texts]
+        if len(set(by_rank)) > 1:
+            other = next(rank for rank, line in enumerate(by_rank) if line != by_rank[0])
+            where = f"operation {position - 1}" if position else "the request"
+            raise CollectiveMismatchError(
+                f"The ranks' schedules differ, first in {where}: rank 0 has {by_rank[0]}, but rank {other} has {by_rank[other]}; "
+                f"every rank must have the same model, options and posting order."
+            )
+    raise CollectiveMismatchError("The ranks' schedules differ in their slices; every rank must have the same model and options.")

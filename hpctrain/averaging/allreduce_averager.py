@@ -1,0 +1,171 @@
+"""Runs a schedule of allreduces that overlap with backward: the whole update on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hpctrain.averaging import slice_sizes
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, Stream
+from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
+from hpctrain.averaging.local_event import LocalEvent
+from hpctrain.averaging.norms import JointStep, fill_share
+from hpctrain.comm.base import Handle
+from hpctrain.comm.progress import Ticket
+from hpctrain.comm.single import Complete
+from hpctrain.nn.parameter import Parameter
+from hpctrain.optim.base import Norms
+
+
+@dataclass
+class AllreduceStep:
+    """What belongs to one step.
+
+    events: by parameter, that its gradient is ready. operations: what the step posts. pending: the tickets of slices that have
+    not been updated.
+    """
+
+    lr: float
+    events: dict[str, LocalEvent]
+    operations: tuple[Operation, ...]
+    pending: dict[int, Ticket] = field(default_factory=dict)
+    joint: JointStep | None = None
+    norms_complete: bool = False
+
+
+class _Several:
+    """Operations that are complete together."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def test(self) -> bool:
+        self._handles = [handle for handle in self._handles if not handle.test()]
+        return not self._handles
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._handles))
+
+
+class AllreduceAverager(GradientAverager):
+    """Each slice is summed by one allreduce, in place, from when its last gradient is ready.
+
+    It is updated on every rank in the next `before_forward` of a parameter of it, or in `drain`. Slices hold whole parameters.
+
+    Args:
+        cuts_large: a very large slice travels in several operations, posted together.
+    """
+
+    schedule: CollectiveSchedule
+
+    def __init__(self, setup: AveragerSetup, agreement: Agreement, *, cuts_large: bool = True) -> None:
+        super().__init__(setup)
+        assert agreement.schedule is not None
+        self.schedule = agreement.schedule
+        self._comm = agreement.streams[Stream.GRADIENTS]
+        self._queue = self.progress.queue(self._comm)
+        self._cuts_large = cuts_large
+        self.optimizer.bind(self.group, self.group.segments)
+        self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
+        self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
+        self._dependencies = dict(zip(self.schedule.operations, dependencies(self.schedule), strict=True))
+        slices = self.schedule.slices
+        self._touching = {name: [k for k, each in enumerate(slices) if name in each.parameters] for name in self.group.parameters}
+        self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in slices]
+        self._step = self._previous = AllreduceStep(0.0, {}, ())  # before the first step nothing is pending
+
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        """Queue all operations of the step; each starts once the gradients of its slice are ready."""
+        self._previous = self._step
+        events = {name: LocalEvent(str(LocalEventKey(EventKind.GRADIENT, name))) for name in self._names}
+        step = self._step = AllreduceStep(lr, events, self._operations_of_step())
+        for operation in step.operations:
+            k = operation.slice
+            after = [step.events[event.parameter] for event in self._dependencies[operation].events]
+            step.pending[k] = self._queue.post(partial(self._start, k), self.schedule.text(operation), after)
+        if self._joint is not None:
+            step.joint = self._joint.begin_step(self._member)
+            self._queue.post(partial(self._contribute, step.joint), "squares of all gradients", tuple(step.pending.values()))
+
+    def _operations_of_step(self) -> tuple[Operation, ...]:
+        """The operations of the step that begins, in the schedule's order; slices that it leaves out are not updated."""
+        return self.schedule.operations
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        if parameter.size:
+            assert self._is_settled(parameter), f"{parameter.name} was used before it was waited for"
+            self._step.events[parameter.name].happen()
+            self.progress.poll()
+
+    def end_backward(self) -> None:
+        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        self._settle(self._previous)
+        for event in self._step.events.values():
+            event.happen()
+        self.progress.poll()
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            for k in self._touching[parameter.name]:
+                self._update(self._previous, k)
+
+    def drain(self) -> None:
+        self._settle(self._previous)
+        self._settle(self._step)
+
+    def _start(self, k: int) -> Handle:
+        """Called by the progress engine when the slice's turn has come: post its sum."""
+        piece = self.schedule.slices[k]
+        gradient = self.group.grad[piece.start : piece.stop]
+        if not self._cuts_large:
+            return self._comm.iallreduce(gradient)
+        parts = slice_sizes.parts_of(gradient.size, gradient.itemsize, self._comm.size)
+        if len(parts) == 1:
+            return self._comm.iallreduce(gradient)
+        return _Several([self._comm.iallreduce(gradient[begin:end]) for begin, end in parts])
+
+    def _is_settled(self, parameter: Parameter) -> bool:
+        return not any(k in self._previous.pending for k in self._touching[parameter.name])
+
+    def _settle(self, step: AllreduceStep) -> None:
+        for k in list(step.pending):
+            self._update(step, k)
+        if step.joint is not None:  # where this rank updates nothing, too: others wait for its contribution
+            step.joint.complete()
+
+    def _update(self, step: AllreduceStep, k: int) -> None:
+        """Wait for a slice's sum and update it, unless that has been done."""
+        if k not in step.pending:
+            return
+        norms = self._complete_norms(step, k)
+        self.progress.wait(step.pending.pop(k))
+        self.optimizer.update(self._segments[k], step.lr, norms)
+
+    def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
+        """The norms for the update of a slice: its own (LARS), or all (clipping, several groups), which waits for all sums."""
+        if step.joint is not None:
+            step.joint.complete()
+            return step.joint.norms[self._member]
+        norms = self._norms
+        if norms is None:
+            return None
+        if self.optimizer.clip_norm is None:
+            self.progress.wait(step.pending[k])
+            for segment in self._segments[k]:
+                norms.squares[norms.index[segment.parameter]] = 0.0
+            norms.add_partial(self.group, self._segments[k])
+        elif not step.norms_complete:
+            self.progress.wait(step.pending.values())
+            norms.squares[...] = 0.0
+            for operation in step.operations:
+                norms.add_partial(self.group, self._segments[operation.slice])
+            step.norms_complete = True
+        return norms
+
+    def _contribute(self, joint: JointStep) -> Handle:
+        """Give this rank's part in the norms of all groups; the engine calls it once all sums are there."""
+        fill_share(joint.norms[self._member], self.group, self.comm, self._names)
+        joint.contribute(self._member)
+        return Complete()

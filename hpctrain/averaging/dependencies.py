@@ -1,0 +1,79 @@
+"""What each operation of a schedule starts after: data, which follow from the schedule alone.
+
+Within a stream the order of posting holds operations back too; what stands here is what an operation needs by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.slices import layer_slices
+
+
+class EventKind(StrEnum):
+    """What happens on this rank, to one parameter, once per step."""
+
+    INPUTS = "inputs"
+    GRADIENT = "gradient"
+    LAST_READ = "backward's last use"
+
+
+@dataclass(frozen=True)
+class LocalEventKey:
+    """An event of one parameter in one step."""
+
+    kind: EventKind
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.parameter}"
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What one operation starts after.
+
+    Attributes:
+        events: on this rank, in the same step. operations: positions in the schedule, of the same step.
+        gathers_before: slices whose allgather of the step before must be complete.
+    """
+
+    events: tuple[LocalEventKey, ...] = ()
+    operations: tuple[int, ...] = ()
+    gathers_before: tuple[int, ...] = ()
+
+
+def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
+    """Those of each operation, by position.
+
+    An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
+    before are used until their slices are gathered, so it comes after these gathers. Norms need all sums. A gather writes the
+    parameters, so it needs that backward has read them for the last time, beside the sums of its slice and, if any, the norms.
+    """
+    summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
+    norms: list[int] = []
+    needs: list[Dependencies] = []
+    for position, operation in enumerate(schedule.operations):
+        if operation.kind is OperationKind.NORMS:
+            needs.append(Dependencies(operations=tuple(each for positions in summing.values() for each in positions)))
+            norms.append(position)
+            continue
+        piece = schedule.slices[operation.slice]
+        if operation.kind is OperationKind.ALLGATHER:
+            events = _keys(EventKind.LAST_READ, (*piece.parameters, *piece.replicated))
+            needs.append(Dependencies(events, (*summing[operation.slice], *norms)))
+            continue
+        kind = EventKind.INPUTS if operation.kind is OperationKind.INPUTS else EventKind.GRADIENT
+        together = layer_slices(schedule.slices, operation.slice)
+        before = () if operation.kind is OperationKind.ALLREDUCE else together
+        needs.append(Dependencies(_keys(kind, piece.parameters), gathers_before=before))
+        for k in together:
+            summing.setdefault(k, []).append(position)
+    return tuple(needs)
+
+
+def _keys(kind: EventKind, parameters: Iterable[str]) -> tuple[LocalEventKey, ...]:
+    return tuple(LocalEventKey(kind, name) for name in parameters)

@@ -1,0 +1,149 @@
+"""The operations of a schedule in which owners update: what each posts and computes on this rank, and in which buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.averaging.base import AveragerSetup
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.norms import JointStep
+from hpctrain.averaging.slices import layer_slices
+from hpctrain.averaging.state import gather_state
+from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
+from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import Complete
+from hpctrain.nn.parameter import Segment
+from hpctrain.optim.base import Norms
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What the updates of one step use. norms: None where the optimiser needs none; joint: where several groups share theirs."""
+
+    lr: float
+    norms: Norms | None
+    joint: JointStep | None
+    member: int
+
+    def contribute(self) -> None:
+        """Tell the other groups that this one's squares are in place."""
+        assert self.joint is not None
+        self.joint.contribute(self.member)
+
+
+class OwnerOperations:
+    """This rank's parts of a schedule's slices, the buffers in which their sums arrive, and the start of each operation.
+
+    Args:
+        streams: by stream, its communicator; its ranks own the parts of a slice in their order.
+        batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
+
+    Attributes:
+        owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
+        touching: by parameter, the slices that hold some of it. exchange_of: by weight.
+    """
+
+    def __init__(
+        self, setup: AveragerSetup, schedule: CollectiveSchedule, streams: Mapping[Stream, Communicator], batch: int
+    ) -> None:
+        self._group, self._optimizer, self._schedule = setup.group, setup.optimizer, schedule
+        self._streams, self._comm = streams, streams[Stream.GRADIENTS]
+        self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
+        self.touching: dict[str, list[int]] = {name: [] for name in setup.group.parameters}
+        self.exchange_of: dict[str, SufficientFactorExchange] = {}
+        self._own: list[tuple[Segment, ...]] = []
+        self._replicated: list[tuple[Segment, ...]] = []
+        self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # by slice: its layer's exchange, its place in it
+        self._sums: dict[int, Array] = {}
+        for k in range(len(schedule.slices)):
+            self._add(k, batch)
+        owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
+        self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
+
+    def _add(self, k: int, batch: int) -> None:
+        piece = self._schedule.slices[k]
+        begin, end = piece.part(self._comm.rank, self._comm.size)
+        parts = (self._group.segment(name).part(begin, end) for name in piece.parameters)
+        self._own.append(tuple(part for part in parts if part.size))
+        self._replicated.append(tuple(self._group.segment(name) for name in piece.replicated))
+        for name in (*piece.parameters, *piece.replicated):
+            self.touching[name].append(k)
+        if piece.sufficient_factors:
+            together, weight = layer_slices(self._schedule.slices, k), piece.parameters[0]
+            if weight not in self.exchange_of:
+                slices = [self._schedule.slices[other] for other in together]
+                self.exchange_of[weight] = SufficientFactorExchange(self._group, slices, self._comm, batch)
+            self._pieces[k] = self.exchange_of[weight], together.index(k)
+        elif self._comm.size > 1:
+            self._sums[k] = np.empty_like(self._group.grad, shape=(end - begin,))
+
+    # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
+
+    def start(self, operation: Operation, update: StepUpdate) -> Handle:
+        """Post an operation of a step, with what must be computed just before it."""
+        match operation.kind:
+            case OperationKind.INPUTS:
+                return self._pieces[operation.slice][0].post_inputs()
+            case OperationKind.ERRORS:
+                return self._pieces[operation.slice][0].post_errors()
+            case OperationKind.NORMS:
+                return self._start_norms(update)
+            case OperationKind.ALLGATHER:
+                return self._start_gather(operation, update)
+            case _:
+                return self._start_sum(operation.slice)
+
+    def _start_sum(self, k: int) -> Handle:
+        """The reduce-scatter of a slice's gradient."""
+        if self._comm.size == 1:
+            return Complete()
+        piece = self._schedule.slices[k]
+        gradient = self._group.grad[piece.start : piece.stop]
+        return self._comm.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
+
+    def _start_norms(self, update: StepUpdate) -> Handle:
+        """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
+        norms = update.norms
+        assert norms is not None
+        norms.squares[...] = 0.0
+        for k, segments in enumerate(self._own):
+            self._finish_gradient(k)
+            norms.add_partial(self._group, segments)
+            if self._counts_replicated:
+                norms.add_partial(self._group, self._replicated[k])
+        if update.joint is not None:
+            update.contribute()
+            return Complete()
+        return self._comm.iallreduce(norms.squares)
+
+    def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
+        """Update what is owned of a slice, then gather all of it in place."""
+        k, comm = operation.slice, self._streams[operation.stream]
+        if update.norms is None:
+            self._finish_gradient(k)
+        self._optimizer.update((*self._own[k], *self._replicated[k]), update.lr, update.norms)
+        piece = self._schedule.slices[k]
+        return comm.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(comm.size))
+
+    def _finish_gradient(self, k: int) -> None:
+        """Put the sum over all ranks into the owned part of the gradient."""
+        if k in self._pieces:
+            exchange, place = self._pieces[k]
+            exchange.multiply(place)
+        elif k in self._sums:
+            begin, end = self._schedule.slices[k].part(self._comm.rank, self._comm.size)
+            self._group.grad[begin:end] = self._sums[k]
+
+    # -- the optimiser's state -----------------------------------------------------------------------------------------------
+
+    def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
+        """The optimiser's state of one whole parameter, gathered from its owners. Collective; while nothing is queued."""
+        segment = self._group.segment(name)
+        if any(segment in segments for segments in self._replicated):
+            return self._optimizer.state(segment)
+        slices = [self._schedule.slices[k] for k in self.touching[name]]
+        return gather_state(self._optimizer, segment, slices, self._comm, progress)

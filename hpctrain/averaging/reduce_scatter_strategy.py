@@ -1,0 +1,181 @@
+"""The base of strategies in which owners update: a reduce-scatter, an update of the own part, an allgather, slice by slice.
+
+Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
+network training", MLHPC 2018.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+from hpctrain.averaging import slice_sizes
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.link_simulation import Times, Urgency, best_order
+from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.slice_sizes import Sizes
+from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.two_level import Levels, levels
+from hpctrain.errors import OptionError
+
+
+class ReduceScatterOptions(Protocol):
+    """The options that every strategy of this kind has, beside its own."""
+
+    @property
+    def fc_exchange(self) -> FcExchange: ...
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def two_level(self) -> bool: ...
+    @property
+    def replan(self) -> bool: ...
+
+
+class ReduceScatterStrategy(Strategy):
+    """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
+
+    A strategy gives `words`, `slice_elements` and `urgency`, and may choose `streams` and a window.
+
+    Attributes:
+        streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
+        exchanging: weight -> biases of the linear layers that exchange inputs and errors.
+
+    Raises:
+        OptionError: fc_exchange "always" with several micro-batches: their inputs would have to be kept.
+    """
+
+    adds_norms = True
+    streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS, Stream.PARAMETERS)
+    options: Any  # ReduceScatterOptions; a subclass says which ones
+
+    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
+        super().__init__(group, options)
+        chosen: ReduceScatterOptions = self.options
+        if chosen.fc_exchange == "always" and group.micro_batches > 1:
+            raise OptionError(
+                f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
+                f"or set fc_exchange to auto or never.",
+                "fc_exchange",
+            )
+        self._levels = levels(group.nodes) if chosen.two_level and group.nodes is not None else None
+        # In two levels a node counts as one rank: the rule is about what crosses its link.
+        links = group.ranks if self._levels is None else self._levels.nodes
+        self.exchanging = exchanging_layers(group.layout, links, chosen.fc_exchange, group.nominal_batch, group.micro_batches)
+
+    # -- what a strategy says ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def words(self) -> str:
+        """The strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+
+    @abstractmethod
+    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
+        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut.
+
+        link: the measured one or, by default, that of the rule.
+        """
+
+    @property
+    @abstractmethod
+    def urgency(self) -> Urgency:
+        """What the link sends first."""
+
+    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        """Most operations in flight on each stream; None: no limit."""
+        return None
+
+    # -- what follows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def levels(self) -> Levels | None:
+        return self._levels
+
+    def request(self) -> str:
+        nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
+        return f"{self.words()}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
+
+    def accepts(self, stored: CollectiveSchedule | None) -> bool:
+        """Also, the optimiser still needs norms, or still does not: it may have got, or lost, an option."""
+        if stored is None or not super().accepts(stored):
+            return False
+        return self.group.needs_norms == any(operation.kind is OperationKind.NORMS for operation in stored.operations)
+
+    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
+        """For an order that is still to be planned by measured times, too."""
+        return self.replans(usable) or (usable is None and self.options.sizes == "measured")
+
+    def replans(self, schedule: CollectiveSchedule | None) -> bool:
+        """Whether the operations of a schedule are still to be ordered by measured times."""
+        return self.options.replan and not (schedule is not None and schedule.timed)
+
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule:
+        slices = self._slices(*self.slice_elements(link if self.options.sizes == "measured" else slice_sizes.RULE_LINK))
+        operations = self._operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
+        return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, self.window(slices, link, None))
+
+    def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
+        """The same slices in the order that follows from measured times. No bit of any sum changes."""
+        operations = self._operations(schedule.slices, times, link)
+        window = self.window(schedule.slices, link, times)
+        return replace(schedule, operations=operations, window=window, timed=True)
+
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        return ReduceScatterAverager(
+            setup,
+            agreement,
+            exchanging=self.exchanging,
+            nominal_batch=self.group.nominal_batch or 0,
+            order=None if self._levels is None else self._levels.order,
+            replan=partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
+        )
+
+    def _slices(self, least: int, most: int) -> tuple[Slice, ...]:
+        """Slices of all parameters, in forward order."""
+        layout = self.group.layout
+        exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
+        slices = list(cut(layout, fused(layout, least, exchanging), most))
+        for weight, biases in self.exchanging.items():
+            slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
+        return tuple(sorted(slices, key=lambda piece: piece.start))
+
+    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
+        group, gathers = self.group, self.streams[-1]
+        if gathers is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
+            times = times.late()
+        batch = group.nominal_batch or 0
+        link = link or LinkModel(0.0, 0.0)
+        sent = best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency)
+        return operations_in_order(slices, sent, gathers, norms=group.needs_norms)
+
+
+def operations_in_order(
+    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, *, norms: bool
+) -> tuple[Operation, ...]:
+    """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
+
+    Args:
+        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients.
+    """
+    first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
+    exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
+    inputs = [Operation(OperationKind.INPUTS, k, Stream.GRADIENTS) for k in exchanged]
+    reduction = [OperationKind.ERRORS if piece.sufficient_factors else OperationKind.REDUCE_SCATTER for piece in slices]
+    order = [
+        Operation(OperationKind.ALLGATHER, k, gathers) if gather else Operation(reduction[k], k, Stream.GRADIENTS)
+        for k, gather in sent
+    ]
+    if not norms:
+        return (*inputs, *order)
+    gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
+    # Updates wait for the norms, and these for all sums: no gather can go under backward, so front layers go first.
+    late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
+    reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
+    return (*inputs, *reductions, Operation(OperationKind.NORMS, -1, Stream.GRADIENTS), *late)

@@ -1,0 +1,109 @@
+"""Strategies: how the gradients of one group of parameters are averaged, planned without ranks, communicators and arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.options import NoOptions
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.two_level import Levels
+from hpctrain.nn.parameter import GroupLayout
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of parameters on so many ranks: all that a schedule follows from, beside a strategy's options and a link.
+
+    Attributes:
+        layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
+        nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
+        micro_batches: passes that a rank splits a step into. needs_norms: the optimiser needs norms of whole parameters.
+        several_groups: the network has other groups beside this one, as its layers are split over the rows of the grid.
+    """
+
+    layout: GroupLayout
+    ranks: int
+    nodes: Sequence[int] | None = None
+    nominal_batch: int | None = None
+    micro_batches: int = 1
+    needs_norms: bool = False
+    several_groups: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return self.layout.size * self.layout.item_bytes
+
+
+class Strategy(ABC):
+    """One strategy for one group of parameters. All but `averager` is pure: the same answer on every rank, and without any.
+
+    A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
+    `AllreduceStrategy`, which sums slices of the gradients, and to say what the slices are:
+
+        class Halves(AllreduceStrategy):
+            '''Two allreduces, of half of the parameters each.'''
+
+            def words(self) -> str:
+                return "halves"
+
+            def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+                return fused(self.group.layout, (self.group.layout.size + 1) // 2)
+
+    `ReduceScatterStrategy` does the same for a reduce-scatter, an update by the owner and an allgather. A strategy with another
+    protocol derives from `Strategy` and gives its own `GradientAverager` in `averager`.
+
+    Args:
+        options: an instance of `Options`; None: the defaults.
+
+    Attributes:
+        Options: a frozen dataclass of the options that a configuration may give, which checks them in `__post_init__`. A
+            constructor without the keyword `options` takes them as keywords beside `group`.
+        adds_norms: adds up the norms that LARS and clipping need; refused beside these where it does not.
+        streams: the communicators that it posts on, beside the group's own.
+
+    Raises:
+        ConfigError: options that do not fit the group.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    adds_norms: ClassVar[bool] = False
+    streams: ClassVar[tuple[Stream, ...]] = ()
+
+    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
+        self.group = group
+        self.options = self.Options() if options is None else options
+
+    @property
+    def levels(self) -> Levels | None:
+        """The levels in which its streams sum and gather, where nodes have several ranks each; None: in one."""
+        return None
+
+    def request(self) -> str | None:
+        """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""
+        return None
+
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule | None:
+        """The schedule of the first steps; None where the strategy has none.
+
+        Args:
+            link: None where no size or order follows from it.
+        """
+        return None
+
+    def accepts(self, stored: CollectiveSchedule | None) -> bool:
+        """Whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
+        return stored is not None and (stored.request, stored.ranks) == (self.request(), self.group.ranks)
+
+    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
+        """Whether something follows from a measured link that a usable stored schedule, if any, does not say."""
+        return False
+
+    @abstractmethod
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        """What runs the agreed schedule on this rank. Called on all ranks, after they have agreed; may be collective."""
