@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter
 
-from hpctrain.config.schema import Config, Named, OptimizerConfig, ScheduleConfig
+from hpctrain.config.schema import Config, Named, OptimizerConfig, ScheduleConfig, plain
 from hpctrain.config.source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.errors import ConfigError
@@ -158,7 +158,18 @@ def defaults(config: Config) -> dict[str, Any]:
 
 
 def _defaults(kind: str, name: str) -> dict[str, Any]:
-    return {option.name: option.default for option in choice(kind, name).options if not option.needed}
+    return {
+        option.name: option.default for option in choice(kind, name).options if not option.needed and _is_plain(option.default)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """True for what a configuration can hold: no default of a type of the user's."""
+    try:
+        plain(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _filled(section: Named, kind: str) -> Named:
@@ -193,11 +204,15 @@ def _options(entry: Callable[..., Any], left_out: Collection[str]) -> tuple[Opti
 def _option(parameter: inspect.Parameter, meaning: str) -> Option:
     needed = parameter.default is inspect.Parameter.empty
     default = None if needed else parameter.default
+    unknown = Option(parameter.name, {}, default, needed, meaning)
     if parameter.annotation is inspect.Parameter.empty or isinstance(parameter.annotation, str):
-        return Option(parameter.name, {}, default, needed, meaning)
-    adapter = TypeAdapter(parameter.annotation)
-    default = adapter.dump_python(default, mode="json", warnings=False)  # a missing one is None, which the type may not allow
-    return Option(parameter.name, adapter.json_schema(), default, needed, meaning)
+        return unknown
+    try:
+        adapter = TypeAdapter(parameter.annotation)
+        default = adapter.dump_python(default, mode="json", warnings=False)  # a missing one is None, which the type may not allow
+        return Option(parameter.name, adapter.json_schema(), default, needed, meaning)
+    except PydanticUserError:  # a type of the user's, which no configuration can hold
+        return unknown
 
 
 def _sentence(entry: Callable[..., Any]) -> str:

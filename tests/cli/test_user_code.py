@@ -82,6 +82,16 @@ class Named(Reporter):
     def __init__(self, name: str = ""): ...
 
 
+class Table: ...
+
+
+class Odd(SignDescent):
+    """With keywords that no configuration can hold."""
+
+    def __init__(self, *, scale: float = 0.1, table: Table = Table(), other=np.zeros(2), **more):
+        super().__init__(scale=scale)
+
+
 class Average(Blocking):
     """Blocking averaging under a name of its own."""
 
@@ -275,6 +285,11 @@ def test_what_is_wrong_with_it_is_one_sentence(folder: Path, override: str, word
     (line,) = _refused("config", "check", "mine/own.yaml", override)
     assert line.startswith("hpctrain: ")
     assert all(word in line for word in words), line
+
+
+def test_defaults_that_no_configuration_can_hold_are_left_out(folder: Path) -> None:
+    shown = yaml.safe_load(_command("config", "show", "mine/own.yaml", "optimizer={name: own_code.py:Odd, lr: 1, more_of: 2}"))
+    assert shown["optimizer"] == {"name": "own_code.py:Odd", "lr": 1.0, "scale": 0.1, "more_of": 2}
 
 
 def test_an_error_at_import_is_told_once_by_all_ranks(job: Job, folder: Path) -> None:
