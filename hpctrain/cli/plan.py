@@ -162,7 +162,7 @@ def schedule(
     if as_json:
         if task.assumption:
             click.echo(task.assumption, err=True)
-        click.echo(json.dumps([plan_tables.schedule_dict(each) for each in averaged], indent=1))
+        click.echo(json.dumps([plan_tables.schedule_dict(group) for group in averaged], indent=1))
         return
     for line in plan_tables.schedule_lines(task, averaged, link):
         click.echo(line)

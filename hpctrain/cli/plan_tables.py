@@ -130,9 +130,9 @@ def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str
 def _totals(report: PlanReport) -> Iterator[str]:
     yield ""
     if report.memory is not None:
-        arena = _megabytes([each.activations for each in report.memory], 1)
-        messages = _megabytes([each.messages for each in report.memory], 1)
-        parameters = _megabytes([each.parameters for each in report.memory], 1)
+        arena = _megabytes([of_rank.activations for of_rank in report.memory], 1)
+        messages = _megabytes([of_rank.messages for of_rank in report.memory], 1)
+        parameters = _megabytes([of_rank.parameters for of_rank in report.memory], 1)
         yield (
             f"Memory of a rank: {arena} MB for a step's activations and their gradients, as the program plans them; "
             f"{messages} MB for messages inside its split group; {parameters} MB for parameters and as many for their gradients."
@@ -141,12 +141,12 @@ def _totals(report: PlanReport) -> Iterator[str]:
 
 def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
     item = 8 if task.config.dtype == "float64" else 4
-    for each in averaged:
-        exchanged = _range([item * words for words in each.exchanged])
-        which = f" (r = {', '.join(map(str, each.rows))})" if len(each.rows) < task.plan.rows else ""
+    for group in averaged:
+        exchanged = _range([item * words for words in group.exchanged])
+        which = f" (r = {', '.join(map(str, group.rows))})" if len(group.rows) < task.plan.rows else ""
         yield (
-            f"Gradients of group {each.group}{which}: {each.elements:,} elements over {each.ranks} ranks, {exchanged} bytes per "
-            f"rank and step by {task.config.averager.name}."
+            f"Gradients of group {group.group}{which}: {group.elements:,} elements over {group.ranks} ranks, {exchanged} "
+            f"bytes per rank and step by {task.config.averager.name}."
         )
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
 
@@ -212,24 +212,24 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
     )
     if task.assumption:
         yield task.assumption
-    for each in averaged:
+    for group in averaged:
         yield ""
-        yield f"group {each.group}, r = {', '.join(map(str, each.rows))}: {each.elements:,} elements, {each.ranks} ranks"
-        if each.schedule is None:
-            yield f"one allreduce of all {each.elements:,} elements after backward; every rank updates all of them"
+        yield f"group {group.group}, r = {', '.join(map(str, group.rows))}: {group.elements:,} elements, {group.ranks} ranks"
+        if group.schedule is None:
+            yield f"one allreduce of all {group.elements:,} elements after backward; every rank updates all of them"
             continue
-        yield from each.schedule.table().splitlines()
-        yield f"hash {each.schedule.digest()}"
-        yield f"exchanged: {_range(each.exchanged)} elements per rank and step"
+        yield from group.schedule.table().splitlines()
+        yield f"hash {group.schedule.digest()}"
+        yield f"exchanged: {_range(group.exchanged)} elements per rank and step"
         yield "slice  [start, stop)  elements of ranks 0, 1, ..."
-        for number, part in enumerate(each.schedule.slices):
-            owned = _runs(each.owned(part)) if _has_owners(each) else "all of it, on every rank"
-            yield f"{number:5}  [{part.start}, {part.stop})  {owned}"
+        for number, piece in enumerate(group.schedule.slices):
+            owned = _runs(group.owned(piece)) if _has_owners(group) else "all of it, on every rank"
+            yield f"{number:5}  [{piece.start}, {piece.stop})  {owned}"
 
 
-def _has_owners(each: GroupSchedule) -> bool:
-    assert each.schedule is not None
-    return not all(operation.kind.value == "allreduce" for operation in each.schedule.operations)
+def _has_owners(group: GroupSchedule) -> bool:
+    assert group.schedule is not None
+    return not all(operation.kind.value == "allreduce" for operation in group.schedule.operations)
 
 
 def _runs(counts: Sequence[int]) -> str:
@@ -243,17 +243,17 @@ def _runs(counts: Sequence[int]) -> str:
     return ", ".join(f"{many} x {count:,}" if many > 1 else f"{count:,}" for many, count in runs)
 
 
-def schedule_dict(each: GroupSchedule) -> dict[str, Any]:
+def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
     """Everything, as plain data."""
-    schedule = each.schedule
+    schedule = group.schedule
     return {
-        "group": each.group,
-        "rows": list(each.rows),
-        "ranks": each.ranks,
-        "elements": each.elements,
-        "samples": list(each.samples),
-        "order": list(each.order or range(each.ranks)),
-        "exchanged_elements": list(each.exchanged),
+        "group": group.group,
+        "rows": list(group.rows),
+        "ranks": group.ranks,
+        "elements": group.elements,
+        "samples": list(group.samples),
+        "order": list(group.order or range(group.ranks)),
+        "exchanged_elements": list(group.exchanged),
         "hash": None if schedule is None else schedule.digest(),
         "schedule": None if schedule is None else json.loads(schedule.to_json()),
     }
@@ -275,9 +275,10 @@ def as_dict(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedu
         "entries": [_entry(entry, item) for entry in report.entries],
         "total": _sent(report.traffic.bytes_forward(item), report.traffic.bytes_backward(item)),
         "memory_bytes": [
-            {"activations": each.activations, "messages": each.messages, "parameters": each.parameters} for each in memory
+            {"activations": of_rank.activations, "messages": of_rank.messages, "parameters": of_rank.parameters}
+            for of_rank in memory
         ],
-        "averaging": [{key: value for key, value in schedule_dict(each).items() if key != "schedule"} for each in averaged],
+        "averaging": [{key: value for key, value in schedule_dict(group).items() if key != "schedule"} for group in averaged],
         "averaging_bytes": list(averaging_bytes(task, averaged)),
         "map": [{"rank": rank, "r": r, "c": c, "node": node} for rank, (r, c, node) in enumerate(places)],
     }

@@ -86,7 +86,7 @@ def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -
     """
     elements = max(1, whole_bytes // 4 // comm.size)
     counts = [elements] * comm.size
-    whole, piece = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
+    buffer, piece = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
 
     def wait(handle: Handle) -> None:
         progress.wait_handle(handle, "measurement of the link")
@@ -95,7 +95,7 @@ def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -
     for _ in range(1 + _REPEATS):
         wait(comm.ibarrier())
         begin = progress.now()
-        wait(comm.ireduce_scatter(whole, piece, counts))
-        wait(comm.iallgather(None, whole, counts))
+        wait(comm.ireduce_scatter(buffer, piece, counts))
+        wait(comm.iallgather(None, buffer, counts))
         seconds.append(progress.now() - begin)
     return piece.nbytes, median(seconds[1:]) / 2

@@ -20,10 +20,10 @@ def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
     sizes[comm.rank] = pickled.size
     wait(comm.iallgather(None, sizes, [1] * comm.size), "sizes of gathered objects")
     counts = [int(size) for size in sizes]
-    whole = np.empty(sum(counts), np.uint8)
-    wait(comm.iallgather(pickled, whole, counts), "gathered objects")
+    gathered = np.empty(sum(counts), np.uint8)
+    wait(comm.iallgather(pickled, gathered, counts), "gathered objects")
     ends = np.cumsum(sizes)
-    return [pickle.loads(whole[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+    return [pickle.loads(gathered[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:

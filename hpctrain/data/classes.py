@@ -28,8 +28,8 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
     return f", {alone[0]} is in one of them only" if alone else ""
 
 
-def in_order_of(file: ImageFile, names: Sequence[str], place: str) -> ImageFile:
-    """The same file with the classes in the order of `names`, which `place` has: its labels are mapped by name.
+def in_order_of(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile:
+    """The same file with the classes in the order of `names`, which `origin` has: its labels are mapped by name.
 
     Raises:
         DataError: it has other classes, or another number of them; the message names the first difference.
@@ -37,7 +37,7 @@ def in_order_of(file: ImageFile, names: Sequence[str], place: str) -> ImageFile:
     differs = difference(file.class_names, names)
     if differs is not None:
         raise DataError(
-            f"{file.path} has other classes than {place}: {differs}. "
+            f"{file.path} has other classes than {origin}: {differs}. "
             f"Convert it again with the same class names, or use other data."
         )
     names = tuple(names)

@@ -194,10 +194,10 @@ def _convert(directory: Path, files: Split, out: Path, names: Sequence[str]) -> 
 
 
 def _check(content: bytes, digest: str, origin: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != digest:
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != digest:
         raise DataError(
-            f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {found[:12]}... and must be "
+            f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {actual[:12]}... and must be "
             f"{digest[:12]}...; remove it and fetch again."
         )
 

@@ -101,8 +101,8 @@ class ImageFile:
         """
         digest = hashlib.sha256()
         with system_errors_as(f"The data file {self.path} cannot be read"):
-            for part in chunks(self.images.shape):
-                digest.update(np.ascontiguousarray(self.images[part]).data)
+            for piece in chunks(self.images.shape):
+                digest.update(np.ascontiguousarray(self.images[piece]).data)
         if digest.hexdigest() != self.manifest["images"]:
             raise changed(self.path, ["images"])
 

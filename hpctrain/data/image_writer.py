@@ -113,12 +113,12 @@ class ImageFileWriter:
         self._file.add_digest(name, digest_of(values))
 
     def _shorten(self) -> None:
-        """Copy what was written into a file of its true size (a contiguous dataset cannot shrink)."""
+        """Copy the written images into a file of its true size (a contiguous dataset cannot shrink)."""
         path = self._temporary.with_suffix(".short")
         try:
             short = _NewFile(path, (self._written, *self._file.images.shape[1:]))
-            for part in chunks(short.images.shape):
-                short.write(part, self._file.images[part])
+            for piece in chunks(short.images.shape):
+                short.write(piece, self._file.images[piece])
             self._file.abandon()
             self._file = short
             os.replace(path, self._temporary)

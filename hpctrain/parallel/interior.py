@@ -85,7 +85,7 @@ def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> Int
     return InteriorSplit(top, ConvolutionPart(owned, interior.writes, interior.specs), bottom)
 
 
-def _interior(window: Window, height: int, own: Interval, output: Interval) -> Interval | None:
+def _interior(window: Window, height: int, owned: Interval, output: Interval) -> Interval | None:
     """Output rows that read own rows (and the image's padding) only; None where there are none.
 
     Output row o reads input rows [o stride - padding, o stride - padding + extent): the first interior row is the least o that
@@ -93,8 +93,8 @@ def _interior(window: Window, height: int, own: Interval, output: Interval) -> I
     no boundary, as padding needs nobody.
     """
     extent, stride, padding = window.extent[0], window.stride[0], window.padding[0]
-    low = output[0] if own[0] == 0 else max(output[0], -(-(own[0] + padding) // stride))
-    high = output[1] if own[1] == height else min(output[1], (own[1] + padding - extent) // stride + 1)
+    low = output[0] if owned[0] == 0 else max(output[0], -(-(owned[0] + padding) // stride))
+    high = output[1] if owned[1] == height else min(output[1], (owned[1] + padding - extent) // stride + 1)
     return (low, high) if low < high else None
 
 
@@ -103,6 +103,7 @@ def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks:
     reads, writes, specs = [], [], []
     for output_box, rows in zip(sharding.writes.boxes, of_ranks, strict=True):
         vertical, horizontal = window_receptive_field(spec.window, (owned.shape[1], owned.shape[2]), (rows, output_box[2]))
+        # The ranks' boxes differ in rows alone; samples and channels are the whole tensor's.
         box = replace_dim(sharding.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
         reads.append(replace_dim(box, _HEIGHT, (vertical.start, vertical.stop)))
         writes.append(replace_dim(output_box, _HEIGHT, rows))
@@ -110,9 +111,9 @@ def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks:
     return ConvolutionPart(layout.needed(owned.shape, reads), layout.needed(sharding.writes.shape, writes), tuple(specs))
 
 
-def _fits(read: tuple[Interval, ...], own: tuple[Interval, ...]) -> bool:
+def _fits(read: tuple[Interval, ...], owned: tuple[Interval, ...]) -> bool:
     """True where the interior reads all of this rank's rows, and columns from the first one on, so that no copy is needed."""
-    return read[_HEIGHT] == own[_HEIGHT] and read[2][0] == own[2][0]
+    return read[_HEIGHT] == owned[_HEIGHT] and read[2][0] == owned[2][0]
 
 
 @dataclass(frozen=True)

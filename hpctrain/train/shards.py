@@ -42,18 +42,18 @@ class Shards:
             self._lengths = self._agree(self._holders)
         lengths = self._lengths[name]
         # The split dim first, so that every rank's part is one block.
-        own = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
-        found = np.empty((sum(lengths), *own.shape[1:]), own.dtype)
-        block = int(np.prod(own.shape[1:]))
-        handle = self._holders.iallgather(own.reshape(-1), found.reshape(-1), [length * block for length in lengths])
+        block = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
+        joined = np.empty((sum(lengths), *block.shape[1:]), block.dtype)
+        unit = int(np.prod(block.shape[1:]))
+        handle = self._holders.iallgather(block.reshape(-1), joined.reshape(-1), [length * unit for length in lengths])
         self._progress.wait_handle(handle, f"parts of {name}")
-        return np.ascontiguousarray(np.moveaxis(found, 0, shard.dim))
+        return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
 
     def _agree(self, holders: Communicator) -> dict[str, list[int]]:
         """For each split parameter, how much each rank holds."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
-        every: list[dict[str, Shard]] = holders.allgather_object(split)
+        of_holders: list[dict[str, Shard]] = holders.allgather_object(split)
         for name in split:
-            intervals = [each[name].interval for each in every]
+            intervals = [shards[name].interval for shards in of_holders]
             assert all(before[1] == after[0] for before, after in pairwise(intervals)), f"parts of {name}: {intervals}"
-        return {name: [each[name].interval[1] - each[name].interval[0] for each in every] for name in split}
+        return {name: [shards[name].interval[1] - shards[name].interval[0] for shards in of_holders] for name in split}

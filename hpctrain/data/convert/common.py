@@ -134,10 +134,10 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
         advance(len(images[start : start + step]))
 
 
-def listed(what: str, names: Sequence[str], limit: int = 20) -> str:
+def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
     """ "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
     shown = ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
-    return f"{len(names)} {what}{'' if len(names) == 1 else 's'} ({shown})"
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
 
 
 def read_names(path: Path) -> list[str]:
