@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
@@ -15,18 +12,15 @@ _GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_b
 AVERAGERS: Registry[Strategy] = Registry("hpctrain.averaging.strategies", "averager", Strategy, _GIVEN)
 
 
-def make_strategy(config: Config, group: PlannedGroup, options: Mapping[str, Any] | None = None) -> Strategy:
+def make_strategy(config: Config, group: PlannedGroup) -> Strategy:
     """The configured strategy for one group of parameters. Pure.
-
-    Args:
-        options: in place of the configured ones.
 
     Raises:
         ConfigError: an unknown name, an option that is wrong or does not fit the group, or norms that the strategy does not add
             up.
     """
     name = config.averager.name
-    strategy = AVERAGERS.create(name, config.averager.options if options is None else options, group=group)
+    strategy = AVERAGERS.create(name, config.averager.options, group=group)
     if group.needs_norms and not strategy.adds_norms:
         raise ConfigError(
             f"The averager {name} adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; "

@@ -5,9 +5,8 @@ Those that need the number of ranks or the images are made where these are known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.config.schema import Config, Named
@@ -23,8 +22,6 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-
-Options = Mapping[str, Any]
 
 
 def check_names(config: Config, source: Source) -> None:
@@ -102,16 +99,16 @@ def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
 
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each name and option that its registry refuses."""
-    model, optimizer, averager, schedule = config.model, config.optimizer, config.averager, config.schedule
-    yield from _fault(("model",), model, partial(catalogue.build, model.name))
-    yield from _fault(("optimizer",), optimizer, partial(OPTIMIZERS.create, optimizer.name))
-    yield from _fault(("schedule",), schedule, partial(_make_schedule, config))
-    yield from _fault(("averager",), averager, partial(_make_strategy, config, grid.splits_parameters(config)))
+    model, optimizer = config.model, config.optimizer
+    yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
+    yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
+    yield from _fault(("schedule",), config.schedule, lambda: _make_schedule(config))
+    yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
     for path, kind in LISTS.items():
+        # A reporter may open files or connections where it is made.
+        make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            # A reporter may open files or connections where it is made.
-            attempt = registry(kind).check if kind == "reporters" else registry(kind).create
-            yield from _fault((*path, index), item, partial(attempt, item.name))
+            yield from _fault((*path, index), item, partial(make, item.name, item.options))
 
 
 def _optimizer(config: Config) -> Optimizer:
@@ -122,7 +119,7 @@ def _optimizer(config: Config) -> Optimizer:
         return Sgd()
 
 
-def _make_strategy(config: Config, splits_parameters: bool, options: Options) -> None:
+def _make_strategy(config: Config) -> None:
     """Over no parameters and on one rank: what is refused depends on neither."""
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
@@ -130,41 +127,29 @@ def _make_strategy(config: Config, splits_parameters: bool, options: Options) ->
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
         needs_norms=_optimizer(config).needs_norms,
-        several_groups=splits_parameters,
+        several_groups=grid.splits_parameters(config),
     )
-    make_strategy(config, group, options)
+    make_strategy(config, group)
 
 
-def _make_schedule(config: Config, options: Options) -> None:
-    epochs = max(1, config.epochs)
-    # A warm-up longer than the run has its own sentence above.
-    warmup = min(config.schedule.warmup_epochs, epochs)
-    lr = config.optimizer.lr
-    SCHEDULES.create(config.schedule.name, options, base_lr=lr, epochs=epochs, steps_per_epoch=1, warmup_epochs=warmup)
+def _make_schedule(config: Config) -> None:
+    schedule, epochs = config.schedule, max(1, config.epochs)
+    SCHEDULES.create(
+        schedule.name,
+        schedule.options,
+        base_lr=config.optimizer.lr,
+        epochs=epochs,
+        steps_per_epoch=1,
+        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run has its own sentence above
+    )
 
 
-def _fault(path: KeyPath, section: Named, attempt: Callable[[Options], object]) -> Iterator[tuple[KeyPath, str]]:
-    """The fault that an attempt with a section's options finds, at the option that causes it or else at the name."""
-    options = section.options
-    error = _error(lambda given: choice(kind_of(path), section.name), options) or _error(attempt, options)
-    if error is not None:
-        yield (*path, _culprit(error, options, attempt)), str(error)
-
-
-def _error(attempt: Callable[[Options], object], options: Options) -> HpctrainError | None:
+def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
+    """The fault that making what a section names finds, at the option that causes it or else at the name."""
     try:
-        attempt(options)
+        choice(kind_of(path), section.name)
+        make()
+    except OptionError as error:
+        yield (*path, error.option if error.option in section.options else "name"), str(error)
     except HpctrainError as error:
-        return error
-    return None
-
-
-def _culprit(error: HpctrainError, options: Options, attempt: Callable[[Options], object]) -> str:
-    """The option that the error names, else the one without which it is gone or another one, else "name"."""
-    if isinstance(error, OptionError):
-        return error.option if error.option in options else "name"
-    left = {key: _error(attempt, {other: options[other] for other in options if other != key}) for key in options}
-    gone = (key for key, after in left.items() if after is None)
-    # Without a needed option the complaint is that it is missing.
-    changed = (key for key, after in left.items() if str(after) != str(error))
-    return next(gone, next(changed, "name"))
+        yield (*path, "name"), str(error)
