@@ -15,7 +15,6 @@ IDS = [str(path.relative_to(ROOT / "hpctrain")) for path in SOURCES]
 
 #: modules and packages that speak of rows and columns -> of what
 OF_ARRAYS = {
-    "averaging/norms.py": "of a matrix of squares",
     "averaging/slices.py": "of a weight",
     "averaging/sufficient_factors.py": "of a weight, of inputs and errors",
     "backend/": "of images and matrices",

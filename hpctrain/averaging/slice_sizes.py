@@ -18,18 +18,18 @@ Sizes = Literal["rule", "measured"]
 RULE_LINK = LinkModel(alpha_seconds=65.536e-6, beta_seconds_per_byte=1e-9)
 
 _LEAST_BUCKET_BYTES = 1 << 14
-# Above some 32 MB an MPI may allocate, and touch anew, what it needs for a collective each time.
+# Above some 32 MB an MPI may allocate, and touch again, what it needs for a collective each time.
 _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
 # A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
 _LARGEST_IN_BUCKETS = 4
 # How much longer than its latency a slice should at least take, so that cutting costs little.
 _TRANSFER_OVER_LATENCY = 4
-# Between two looks at the messages, where it has not been measured: a large operator of a network for images.
+# Between two polls of the messages, where it has not been measured: a large operator of a network for images.
 _OPERATOR_SECONDS = 0.02
 _LEAST_WINDOW = 4
-# A message needs several looks on both sides, for its handshake and its end.
-_LOOKS = 3
+# A message needs several polls on both sides, for its handshake and its end.
+_POLLS = 3
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
@@ -75,10 +75,10 @@ def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """How many slices of `size_bytes` in flight keep the link busy between looks at the messages; None: no limit.
+    """How many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
 
     Args:
-        times: measured ones; looks are at most as far apart as gradients are that become ready one after the other.
+        times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
     """
     if link is None or ranks == 1:
         return None
@@ -86,4 +86,4 @@ def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Ti
     if seconds == 0.0:
         return None
     apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
-    return max(_LEAST_WINDOW, 1 + math.ceil(_LOOKS * apart / seconds))
+    return max(_LEAST_WINDOW, 1 + math.ceil(_POLLS * apart / seconds))

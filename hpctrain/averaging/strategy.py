@@ -23,7 +23,7 @@ class PlannedGroup:
         layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
         nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: passes that a rank splits a step into. needs_norms: the optimiser needs norms of whole parameters.
-        several_groups: the network has other groups beside this one, as its layers are split over the rows of the grid.
+        several_groups: the network has other groups beside this one, as some layers are split over a split group.
     """
 
     layout: GroupLayout

@@ -32,7 +32,7 @@ class PriorityOptions:
             paper, or more where so small messages would pay a link's latency too often.
         sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
             repeat bit by bit; "measured" follows the link, which is measured at the start.
-        window: Most slices in flight. Null takes what the measured link sends between two looks at it: a smaller window lets the
+        window: Most slices in flight. Null takes what the measured link sends between two polls: a smaller window lets the
             link idle, a larger one lets urgent slices wait longer.
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
             "never".
