@@ -77,6 +77,16 @@ RETIRED = {
     "part_of": "share_of",
 }
 
+#: words of the text, comments included, that make a reader stop -> others
+STUMBLING = {
+    r"anew": "again",
+    r"likewise": "the thing itself, once more",
+    r"for ever": "without end",
+    r"whoever": "a noun: the rank that, the caller",
+    r"ways? of progress": "progress mode",
+    r"between (two )?looks": "between polls",
+}
+
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring and string literal; the parts of an f-string are literals too."""
@@ -145,3 +155,11 @@ def test_retired_names_stay_away(top: str) -> None:
         if name.lstrip("_") in RETIRED
     ]
     assert not used, "\n".join(used)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=IDS)
+def test_text_is_plain_english(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for pattern, instead in STUMBLING.items():
+        match = re.search(rf"\b({pattern})\b", text, re.IGNORECASE)
+        assert match is None, f"{path}, line {text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}; write {instead}"

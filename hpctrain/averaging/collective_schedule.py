@@ -96,7 +96,9 @@ class CollectiveSchedule:
             )
             return CollectiveSchedule(slices=slices, operations=operations, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"A stored schedule cannot be read ({error!r}); delete it, and it is measured anew.") from error
+            raise CheckpointError(
+                f"A stored schedule cannot be read ({error!r}); delete it, and it is measured again."
+            ) from error
 
     def text(self, operation: Operation) -> str:
         """The operation and what it moves, as messages and traces name it."""

@@ -43,7 +43,7 @@ class RankState:
     """One virtual rank as the scheduler sees it: whether it may run, its clock, and what it waits for.
 
     Attributes:
-        baton: released by whoever hands over to this rank; the rank itself acquires it.
+        baton: released by the rank that hands over to this one; the rank itself acquires it.
         clock_seconds: this rank's virtual time. wake_seconds: heap of completion times that it may be waiting for.
         polled: what it has tested in vain in this pass over its handles. stuck_on: the same of the last whole pass.
         passes: how many whole passes were in vain since something last happened to this rank.

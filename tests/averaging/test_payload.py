@@ -30,7 +30,7 @@ def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tu
         counters = Counters()
         counting = CountingCommunicator(comm, counters)
         averager = averaged(kind, make_group(), Sgd(clip_norm=clip_norm), counting, virtual_engine(comm), **options)
-        for step in range(7):  # past any ordering anew
+        for step in range(7):  # past any new ordering
             one_step(averager, step)
         averager.drain()
         before = counters.snapshot()

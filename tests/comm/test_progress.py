@@ -1,4 +1,4 @@
-"""The engine's laws: order of posting, dependencies, window, every wait drives all queues, no wait for ever."""
+"""The engine's laws: order of posting, dependencies, window, every wait drives all queues, no wait without end."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_what_it_raises_is_raised_at_the_end_of_the_block() -> None:
 
 
 class Slow:
-    """Complete at the n-th test, whoever tests; remembers the threads that did."""
+    """Complete at the n-th test by any thread; remembers the threads that did."""
 
     def __init__(self, tests: int) -> None:
         self.left = tests

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.jobs import run_job
 
-# The second holds the interpreter lock for ever: PyDLL does not let go of it during a call.
+# The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
 _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 
 

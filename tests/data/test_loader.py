@@ -88,7 +88,7 @@ def test_resuming_within_an_epoch_continues_the_stream(make_file):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_other_batches_and_ranks_go_on_with_the_next_sample(make_file, batch, other, steps, ranks, others, data):
-    """Whoever took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
+    """A run that took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
     file, _, labels = make_file()
     order = Sampler(13, 1, 5).order(3)
     seen = [read(make_loader(file, batch, rank=rank, ranks=ranks), epoch=3)[:steps] for rank in range(ranks)]

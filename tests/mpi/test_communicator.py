@@ -134,7 +134,7 @@ def test_strided_buffers_are_refused(world: Communicator) -> None:
 
 @pytest.mark.parallel(RANKS)
 def test_float_sums_repeat_and_agree_bit_by_bit(world: Communicator, progress: ProgressEngine) -> None:
-    """Rounding depends on the order of a sum: whoever comes late, the order stays."""
+    """Rounding depends on the order of a sum: whichever rank comes late, the order stays."""
     source = np.random.default_rng(world.rank).standard_normal(20011).astype(np.float32) * np.float32(3.0) ** world.rank
     counts = [source.size // world.size + (r < source.size % world.size) for r in range(world.size)]
     sums, parts = set(), set()

@@ -150,7 +150,7 @@ def check_stop_and_resume(bench: Bench) -> None:
     cores = os.cpu_count() or 1
     whole = bench.submit(1, cores, "output=whole", edits=_MPI)
     bench.say(bench.code(whole) == 0, "a job that nobody disturbs ends with 0")
-    bench.say("resumed" not in whole.text, "its first submission starts anew")
+    bench.say("resumed" not in whole.text, "its first submission starts from nothing")
     first = bench.submit(1, cores, "output=stopped", "metrics.interval_seconds=0.1", edits=_MPI)
     bench.wait(lambda: "epoch 3/" in first.text, first)
     bench.run("scancel", "--signal=USR1", first.number)

@@ -127,7 +127,7 @@ def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
         if steps.needs_grad[tensor]:
             collector.add(("gradient", steps.grad_value(tensor)), steps.tensors[tensor].bytes, writes=writes, reads=reads)
 
-    # The loss writes it for whoever asks, also where no parameter does.
+    # The loss writes it in any case, also where no parameter does.
     collector.add(("gradient", steps.grad_value(steps.output)), steps.tensors[steps.output].bytes, writes=[line.loss])
     use(0, reads=[line.end])  # the caller reads it after backward
     for k, step in enumerate(steps.steps):

@@ -49,7 +49,7 @@ def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) ->
         # An operand that is also the second one would be read after it was overwritten. The input is the caller's.
         if step.inputs.count(source) > 1 or owner == 0:
             continue
-        # Whoever reads the storage later would see the output: in forward, in backward, or to make something again.
+        # A later reader of the storage would see the output: in forward, in backward, or to make something again.
         if last[owner] > line.forward(k)[-1]:
             continue
         storage = [owner if root == target else root for root in storage]

@@ -87,7 +87,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
         tensors[node.output] = operator.output
         steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
-    # The loss and whoever reads predictions know plain memory only.
+    # The loss and readers of predictions know plain memory only.
     output = in_layout(graph.output, tensors[graph.output].plain())
     return Steps(tuple(steps), tuple(tensors), output, training, tuple(needs_grad))
 
