@@ -22,7 +22,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == os.fspath(partial):
+            error.filename = os.fspath(path)  # the name that people know
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise

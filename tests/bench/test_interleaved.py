@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.engine_profile import parse
-from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, ours, with_threads
+from hpctrain.bench.interleaved import Rounds, SteppingError, interleave
 
 # a stand-in that says its seconds instead of taking them, and writes each turn down
 _CHILD = """
@@ -64,26 +63,3 @@ def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -
     assert "out of luck" in str(series["bad"].failure)
     with pytest.raises(SteppingError, match=r"'bad' ended with code 1.*out of luck"):
         interleave(commands, Rounds(4, 1), ["good"])
-
-
-@pytest.mark.job
-def test_our_engine_steps_in_a_process() -> None:
-    settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy"}
-    one = interleave({"ours": (ours(settings), with_threads(os.environ, 1))}, Rounds(2, 3))["ours"]
-    assert [type(turn) for turn in one.turns] == [Turn, Turn]
-    assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in one.turns)
-    assert one.facts["parameters"] == 206_922 + 48
-
-
-def test_lines_of_onednn_are_read() -> None:
-    lines = [
-        "onednn_verbose,info,oneDNN v3.2.0",
-        "onednn_verbose,exec,cpu,convolution,jit:avx2,forward_training,src_f32::blocked:aBcd8b::f0 wei_f32,attr-scratchpad:user,"
-        "alg:convolution_direct,mb2_ic16oc32_ih14oh14,0.5",
-        "onednn_verbose,exec,cpu,reorder,jit:blk,undef,src_f32 dst_f32,attr-scratchpad:user,,32x16x3x3,0.25",
-        "something else",
-    ]
-    conv, copy = parse(lines)
-    assert (conv.kind, conv.implementation, conv.propagation) == ("convolution", "jit:avx2", "forward_training")
-    assert (conv.problem, conv.seconds) == ("mb2_ic16oc32_ih14oh14", 0.0005)
-    assert (copy.kind, copy.problem, copy.seconds) == ("reorder", "32x16x3x3", 0.00025)

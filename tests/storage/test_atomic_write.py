@@ -64,6 +64,8 @@ def test_the_file_is_the_old_one_until_the_block_ends(tmp_path: Path) -> None:
     assert path.read_text() == "new"
     with pytest.raises(FileNotFoundError), replacing(path):
         (tmp_path / "absent" / "half").write_text("half")
+    with pytest.raises(FileNotFoundError, match=r"absent/a\.txt'$"):
+        write_text(tmp_path / "absent" / "a.txt", "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -7,50 +7,8 @@ import pytest
 
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import Late, Postings, Row, RowNames, TimeTable, latest, merge, tabulate
-from hpctrain.trace.time_table_text import lines
-from hpctrain.trace.tracer import Category, Events, Tracer
-
-MS = 1_000_000
-
-
-class Script:
-    """Records events at given milliseconds."""
-
-    def __init__(self) -> None:
-        self.tracer = Tracer(200)
-
-    def __call__(self, category: Category, name: str, start: float, stop: float, number: int = 0, track: str = "") -> None:
-        self.tracer.add(category, name, round(start * MS), round(stop * MS), track, number)
-
-    def events(self) -> Events:
-        return self.tracer.events()
-
-
-def _step(at: float, script: Script) -> None:
-    """10 ms: loading 1, a forward with a wait of 2 in its hook, an update in that wait, backward, nothing for 0.5."""
-    script(Category.LOADING, "data loading", at, at + 1)
-    script(Category.UPDATE, "conv.weight", at + 2, at + 2.5)  # in the wait
-    script(Category.WAIT, "conv.weight", at + 1.5, at + 3.5, 7, "column")
-    script(Category.AVERAGING, "hooks", at + 1, at + 4)
-    script(Category.FORWARD, "conv", at + 4, at + 6)
-    script(Category.FORWARD, "fc", at + 6, at + 7)
-    script(Category.PARAMETERS, "fc", at + 7, at + 8)
-    script(Category.INPUT, "fc", at + 8, at + 8.5)
-    script(Category.COMMUNICATION, "fc.weight", at + 8, at + 9, 8, "column")  # 8 .. 9, nobody waits
-    script(Category.COMMUNICATION, "conv.weight", at - 1, at + 3.5, 7, "column")  # begun in the step before
-    script(Category.PARAMETERS, "conv", at + 8.5, at + 9.5)
-    script(Category.STEP, "step", at, at + 10)
-
-
-def _table(steps: int = 4) -> TimeTable:
-    script = Script()
-    for number in range(steps):
-        _step(100 + 10 * number, script)
-    end = 100 + 10 * steps
-    script(Category.COMMUNICATION, "conv.weight", end - 1, end + 3.5, 7, "column")  # for a step that is not recorded
-    table = tabulate(script.events())
-    assert table is not None
-    return table
+from hpctrain.trace.tracer import Category
+from tests.support.traced_steps import MS, Script, record_step, recorded_table
 
 
 def _ms(table: TimeTable) -> dict[str, Row]:
@@ -58,7 +16,7 @@ def _ms(table: TimeTable) -> dict[str, Row]:
 
 
 def test_compute_exposed_and_left_over_add_up_to_the_step() -> None:
-    table = _table()
+    table = recorded_table()
     spent = sum(row.compute_seconds + row.exposed_seconds for row in table.rows) + table.left_over_seconds
     assert table.step_seconds == pytest.approx(0.010)
     assert spent == pytest.approx(table.step_seconds)
@@ -67,7 +25,7 @@ def test_compute_exposed_and_left_over_add_up_to_the_step() -> None:
 
 
 def test_each_row_has_what_was_measured() -> None:
-    rows = _ms(_table())
+    rows = _ms(recorded_table())
     conv, fc = rows["conv"], rows["fc"]
     assert (conv.forward_seconds, conv.parameters_seconds, conv.input_seconds) == pytest.approx((2e-3, 1e-3, 0.0))
     assert (fc.forward_seconds, fc.parameters_seconds, fc.input_seconds) == pytest.approx((1e-3, 1e-3, 0.5e-3))
@@ -102,7 +60,7 @@ def test_communication_that_two_operations_share_counts_once_in_the_total() -> N
 def test_what_happens_between_steps_is_not_counted() -> None:
     script = Script()
     for at in (0, 100, 200):
-        _step(at, script)
+        record_step(at, script)
         script(Category.FORWARD, "conv", at + 20, at + 90)  # an evaluation
         script(Category.WAIT, "evaluation sums", at + 91, at + 95)
         script(Category.COMMUNICATION, "fc.bias", at + 15, at + 80, 50 + at, "column")
@@ -122,7 +80,7 @@ def test_no_step_no_table() -> None:
 
 
 def test_one_step_is_better_than_none() -> None:
-    table = _table(1)
+    table = recorded_table(1)
     assert table.steps == 1
     assert table.step_seconds == pytest.approx(0.010)
 
@@ -179,7 +137,7 @@ def test_an_operation_of_one_rank_alone_and_one_outside_the_window_say_nothing()
 
 
 def test_the_mean_over_ranks_keeps_the_sum() -> None:
-    table = _table()
+    table = recorded_table()
     script = Script()
     for at in (0, 20):
         script(Category.FORWARD, "conv", at, at + 12)
@@ -193,48 +151,3 @@ def test_the_mean_over_ranks_keeps_the_sum() -> None:
     assert _ms(merged)["conv"].forward_seconds == pytest.approx(7e-3)
     assert _ms(merged)["conv"].late == Late(1, 0.5, 2e-3)
     assert _ms(merged)["fc"].forward_seconds == pytest.approx(0.5e-3)
-
-
-def test_the_text_has_all_columns_and_says_what_is_left_over() -> None:
-    merged = merge([_table(), _table()], {"conv": Late(1, 0.75, 2e-3), "fc": Late(0, 1.0, 1e-6)})
-    said = lines(merged, clock_error_seconds=5e-6, ranks=2)
-    head = next(line for line in said if line.startswith("layer"))
-    assert head.split() == ["layer", "compute", "communication", "hidden", "exposed", "late"]
-    conv = next(line for line in said if line.startswith("conv"))
-    assert conv.split()[1:] == ["3.000", "4.500", "3.000", "1.500", "rank", "1", "by", "2.000", "(75%)"]
-    fc = next(line for line in said if line.startswith("fc"))
-    assert "rank" not in fc  # less than the clocks' error
-    assert any(line.startswith("left over") and "0.500" in line for line in said)
-    total = next(line for line in said if line.startswith("total"))
-    numbers = [float(word) for word in total.split()[1:]]
-    assert numbers[0] + numbers[3] == pytest.approx(10.0)
-    assert "5.0% of it left over" in said[-1]
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_on_a_terminal_long_names_fold_and_no_column_is_lost(width: int) -> None:
-    bucket = "reduce-scatter of stage1.conv.weight .. stage2.bn.bias"
-    late = Late(1023, 0.88, 34.692e-3)
-    figures = {"compute_seconds": 1.234567, "communication_seconds": 2.345678, "hidden_seconds": 1.0, "exposed_seconds": 1.345678}
-    rows = (Row("stage1.conv", "layer", compute_seconds=0.002), Row(bucket, "communication", late=late, **figures))
-    table = TimeTable(rows, Row("total", "total", **figures), 0.0, 2.58, 2.58, 5, 70.0)
-    said = lines(table, 0.0, 1024, width)
-    assert max(map(len, said)) <= width
-    begin = next(k for k, line in enumerate(said) if line.startswith("reduce"))
-    numbers = said[begin][said[begin].index("1234.567") :]
-    assert numbers.split() == ["1234.567", "2345.678", "1000.000", "1345.678", "rank", "1023", "by", "34.692", "(88%)"]
-    end = next(k for k, line in enumerate(said) if line.startswith("left over"))
-    name = [said[begin][: said[begin].index("1234.567")], *said[begin + 1 : end]]
-    assert "".join("".join(name).split()) == "".join(bucket.split())
-    assert said[1].split()[-1] == "late"
-
-
-def test_many_rows_become_few_without_losing_time() -> None:
-    rows = tuple(Row(f"layer{k}", "layer", compute_seconds=1e-3 * (k + 1)) for k in range(100))
-    total = Row("total", "total", compute_seconds=sum(row.compute_seconds for row in rows))
-    table = TimeTable(rows, total, 0.0, total.compute_seconds, total.compute_seconds, 2, 100.0)
-    said = lines(table, 0.0, 1)
-    assert len(said) < 50
-    shown = [line.split() for line in said if line.startswith("layer") and line.split()[0] != "layer"]
-    rest = next(line.split() for line in said if "more rows" in line)
-    assert sum(float(line[1]) for line in shown) + float(rest[-1]) == pytest.approx(total.compute_seconds * 1e3)
