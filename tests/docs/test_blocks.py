@@ -19,11 +19,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -342,14 +344,17 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_programs_run(page: str, tmp_path: Path) -> None:
+def test_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole files by themselves, all else in the order of the page, on what the page has made so far."""
     names: dict[str, Any] = {**GIVEN.get(page, dict)(), "__name__": "documentation"}
     with how_tos.followed(page, tmp_path):
         for block in blocks(page, "python"):
+            module = ModuleType("documentation")
+            monkeypatch.setitem(sys.modules, "documentation", module)  # dataclasses look their module up
             whole_file = block.text.startswith('"""')
             program = compile("\n" * block.line + block.text, str(ROOT / page), "exec", dont_inherit=True)
             try:
-                exec(program, {"__name__": "documentation"} if whole_file else names)
+                exec(program, vars(module) if whole_file else names)
             except NameError as error:
                 raise AssertionError(f"{block}: {error}; {CLASSIFY}") from error
 
