@@ -16,7 +16,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -141,11 +141,11 @@ class Registry(Generic[T]):
             ConfigError: it is not.
         """
         if self.base is None:
-            if not callable(entry):
+            if not (inspect.isfunction(entry) or inspect.isclass(entry)):
                 raise ConfigError(
                     f'"{name}" is {entry!r}, but {_article(self.kind)} {self.kind} is a function or a class that makes it.'
                 )
-            return entry  # type: ignore[no-any-return]
+            return cast(Callable[..., T], entry)
         wanted = f"{_article(self.kind)} {self.kind} is a class derived from {self.base.__module__}.{self.base.__name__}"
         if not (inspect.isclass(entry) and issubclass(entry, self.base)):
             raise ConfigError(f'"{name}" is {entry!r}, but {wanted}.')

@@ -18,6 +18,8 @@ from hpctrain.registry import Registry, check_options, parameters_of
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
+_A_MODEL = "a model is a class derived from hpctrain.nn.layer.Layer, or a function that returns a layer, such as a Sequential"
+
 #: values of options that follow from the data or from other keys, where a model without defaults for them is built without these
 _PLACEHOLDERS: Mapping[str, object] = {
     "classes": 10,
@@ -52,12 +54,14 @@ def entry(name: str) -> Entry:
     """The family behind a name, and what the name fixes of its options. Code of the user's is a family of its own.
 
     Raises:
-        ConfigError: no model of this name.
+        ConfigError: no model of this name, or code of the user's that is none.
     """
     entries = _entries()
     builder = FAMILIES.find_outside(name, entries)
     if builder is None:
         return entries[name]
+    if inspect.isclass(builder) and not issubclass(builder, Layer):
+        raise ConfigError(f'"{name}" is {builder!r}, but {_A_MODEL}.')
     return Entry(name, builder, {}, getattr(sys.modules[builder.__module__], "IMAGE_SHAPE", None))
 
 
@@ -110,7 +114,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     """
     model = entry(name).builder(**check(name, given))
     if not isinstance(model, Layer):
-        raise ConfigError(f'The model "{name}" is {model!r}, but a model is a hpctrain.nn.layer.Layer, such as a Sequential.')
+        raise ConfigError(f'"{name}" makes {model!r}, but {_A_MODEL}.')
     return model
 
 

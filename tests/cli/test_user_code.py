@@ -54,6 +54,12 @@ def model(classes: int, channels_in: int, features: int = 6):
     })
 
 
+def no_model(): ...
+
+
+NUMBER = 3
+
+
 class SignDescent(Optimizer):
     """Steps of one length in each direction, by the sign of the gradient."""
 
@@ -266,7 +272,9 @@ def test_the_commands_know_options_of_the_users_code(folder: Path) -> None:
         ("model.featurs=3", ['has no option "featurs"', '"features"']),
         ("model.features=wide", ['"features"', "must be an integer"]),
         ("model=own_code.py:modle", ['defines no "modle"', '"model"']),
-        ("model=own_code.py:Steps", ["needs the option"]),
+        ("model=own_code.py:Steps", ["a model is a class derived from hpctrain.nn.layer.Layer, or a function"]),
+        ("model=own_code.py:no_model", ["makes None, but a model is"]),
+        ("model=own_code.py:NUMBER", ["is 3, but a model is"]),
         ("optimizer.scale=-1", ['Optimizer "own_code.py:SignDescent" is refused: scale -1.0 must be above 0.']),
         ("optimizer.name=own_code.py:Halving", ["an optimizer is a class derived from hpctrain.optim.base.Optimizer"]),
         ("schedule.evry=2", ['has no option "evry"; the nearest is "every"']),

@@ -45,6 +45,7 @@ def tensorboard_writer() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "metrics.tensorboard is true, but tensorboardX is not installed; install hpctrain[export] or set it to false."
+            "The reporter tensorboard (metrics.tensorboard) is switched on, but tensorboardX is not installed; "
+            "install hpctrain[export] or switch it off."
         ) from error
     return SummaryWriter
