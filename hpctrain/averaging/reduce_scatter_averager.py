@@ -31,8 +31,8 @@ _MEASURED_STEPS = 3
 
 
 @dataclass
-class _Step:
-    """What belongs to one step; operations that start late still find their own.
+class ReduceScatterStep:
+    """The state of one step; operations that start late still find their own.
 
     tickets: by position in the schedule. gathered: by slice; complete once its parameters hold the step's values.
     """
@@ -80,8 +80,8 @@ class ReduceScatterAverager(GradientAverager):
         self._replan = replan
         self._clock = StepClock(self.progress)
         self._steps = 0
-        self._step: _Step | None = None
-        self._previous: _Step | None = None
+        self._step: ReduceScatterStep | None = None
+        self._previous: ReduceScatterStep | None = None
 
     # -- a step --------------------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class ReduceScatterAverager(GradientAverager):
         for operation, needs in zip(self.schedule.operations, self._dependencies, strict=True):
             self._post(operation, needs, self._step)
 
-    def _new_step(self, lr: float) -> _Step:
+    def _new_step(self, lr: float) -> ReduceScatterStep:
         events = {
             kind: {name: LocalEvent(str(LocalEventKey(kind, name))) for name in names}
             for kind, names in (
@@ -109,9 +109,9 @@ class ReduceScatterAverager(GradientAverager):
         }
         joint = None if self._joint is None else self._joint.begin_step(self._member)
         norms = self._norms if joint is None else joint.norms[self._member]
-        return _Step(StepUpdate(lr, norms, joint, self._member), events)
+        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member), events)
 
-    def _post(self, operation: Operation, needs: Dependencies, step: _Step) -> None:
+    def _post(self, operation: Operation, needs: Dependencies, step: ReduceScatterStep) -> None:
         after: list[Ticket] = [step.events[event.kind][event.parameter] for event in needs.events]
         after += [step.tickets[position] for position in needs.operations]
         if self._previous is not None:
