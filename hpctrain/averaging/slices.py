@@ -7,10 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.boxes import even, even_interval, even_intervals
+from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import GroupLayout, Segment
 
 #: of a linear layer's weight in a slice, on each rank: a product of fewer rows is slow
 _LEAST_ROWS = 32
+#: of one parameter; five times as many as the largest layer of the catalogue has with the smallest slices that are usual
+_MOST_SLICES = 10_000
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,18 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = ()) -> t
 
 
 def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
-    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices of exchanged layers stay whole."""
+    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices of exchanged layers stay whole.
+
+    Raises:
+        ConfigError: a parameter in too many slices.
+    """
     assert most >= 1
     pieces: list[Slice] = []
     for each in slices:
         if each.sufficient_factors or each.size <= most:
             pieces.append(each)
             continue
+        _check_count(each.name, -(-each.size // most))
         for begin, end in even_intervals(each.size, -(-each.size // most)):
             pieces.append(_piece(layout, each, each.start + begin, each.start + end))
     return tuple(pieces)
@@ -104,12 +112,16 @@ def sufficient_factor_slices(
 
     Slices have at most `most` elements, but enough rows for a product. All but the last have a multiple of `ranks` rows, so
     each rank owns as many rows in all as if there were one slice.
+
+    Raises:
+        ConfigError: too many slices.
     """
     segment = layout.segment(weight)
     inputs, outputs = layout.specs[weight].shape
     rows = max(most // max(1, outputs), _LEAST_ROWS * ranks)
     rows = max(1, -(-inputs // -(-inputs // rows)))  # even slices
     rows = -(-rows // ranks) * ranks
+    _check_count(weight, -(-inputs // rows))
     slices = []
     for low in range(0, max(1, inputs), rows):
         high = min(low + rows, inputs)
@@ -118,6 +130,15 @@ def sufficient_factor_slices(
         bias = tuple(replicated) if low == 0 else ()
         slices.append(Slice(name, segment.start + begin, segment.start + end, segment.order, (weight,), outputs, True, bias))
     return tuple(slices)
+
+
+def _check_count(name: str, count: int) -> None:
+    """Refuse more slices of a parameter than can be planned: the simulation of the link looks at pairs of them."""
+    if count > _MOST_SLICES:
+        raise ConfigError(
+            f"{name} would travel in {count:,} slices, but the largest number is {_MOST_SLICES:,}; choose a smaller model, "
+            f"or larger slices (the options bucket_bytes and slice_parameters of averagers)."
+        )
 
 
 def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:

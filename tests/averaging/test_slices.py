@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.slices import Slice, cut, fused, layer_slices, per_parameter, sufficient_factor_slices
 from hpctrain.boxes import even
-from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.errors import ConfigError
+from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
@@ -103,6 +104,16 @@ def test_a_linear_layer_in_slices_leaves_each_rank_as_many_rows(inputs: int, out
     assert [each.replicated for each in slices] == [("b",)] + [()] * (len(slices) - 1)
     assert len({each.name for each in slices}) == len(slices)
     assert all(layer_slices(slices, k) == tuple(range(len(slices))) for k in range(len(slices)))
+
+
+def test_more_slices_than_can_be_planned_are_refused() -> None:
+    shapes = {"w": (1_000_000, 1_000_000)}
+    layout = GroupLayout({name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in shapes.items()})
+    with pytest.raises(ConfigError, match=r"w would travel in 1,000,000 slices, but the largest number is 10,000"):
+        cut(layout, per_parameter(layout), 1_000_000)
+    with pytest.raises(ConfigError, match=r"w would travel in \d+,\d+ slices"):
+        sufficient_factor_slices(layout, "w", (), 1, 1_000_000)
+    assert len(cut(layout, per_parameter(layout), 10**8)) == 10_000
 
 
 @pytest.mark.parametrize("most", [1, 7])
