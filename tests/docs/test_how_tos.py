@@ -64,3 +64,15 @@ def test_adding_a_converter(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((4, 4, 5), np.uint8))
     refused = CliRunner().invoke(cli, [*command, "--overwrite"])
     assert "needs integers of shape (4,)" in refused.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("followed", [how_tos.STRATEGY], indirect=True)
+@pytest.mark.usefixtures("followed")
+def test_adding_a_strategy() -> None:
+    configuration = str(how_tos.ROOT / "configs" / "quickstart.yaml")
+    words = ["plan", "schedule", configuration, "averager=stages", "averager.depth=1", "--ranks", "4", "--image", "28", "28", "1"]
+    shown = CliRunner().invoke(cli, words)
+    assert shown.exit_code == 0, shown.output
+    assert "stages, depth 1; parameters " in shown.output
+    refused = CliRunner().invoke(cli, ["config", "check", configuration, "averager=stages", "averager.depth=0"])
+    assert (refused.exit_code, "depth is 0, but must be at least 1" in refused.output) == (2, True), refused.output
