@@ -29,7 +29,8 @@ from hpctrain.virtual.operations import Array, PostedOperation, Posting, RankSta
 from hpctrain.virtual.rank import RankEnded, source_line
 from hpctrain.virtual.scheduler import Scheduler
 
-_DTYPES = ("float32", "float64", "int32", "int64", "uint8")
+#: type of a buffer -> its name; NumPy makes the name again each time that it is asked
+_DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64", "uint8")}
 
 
 class VirtualHandle:
@@ -168,7 +169,7 @@ class ThreadCommunicator:
         sent, received = self._group.counts(send_counts), self._group.counts(recv_counts)
         contribution, target = _flat(send, sum(sent)), _flat(recv, sum(received))
         _check_apart(contribution, target)
-        text = f"{contribution.dtype}, sending {_short(sent)}, receiving {_short(received)}"
+        text = f"{_DTYPES[contribution.dtype]}, sending {_short(sent)}, receiving {_short(received)}"
         posting = self._posting("ialltoall", text, (contribution.dtype,), contribution, target)
         posting.send_counts, posting.recv_counts = sent, received
         return self._collect(posting, Alltoall)
@@ -274,9 +275,9 @@ class ThreadCommunicator:
 
 def _flat(buffer: Array, size: int | None = None) -> Array:
     """A buffer as one dim, of just `size` elements where that is given."""
-    if not isinstance(buffer, np.ndarray) or str(buffer.dtype) not in _DTYPES or not buffer.flags.c_contiguous:
+    if not isinstance(buffer, np.ndarray) or buffer.dtype not in _DTYPES or not buffer.flags.c_contiguous:
         what = f"{buffer.dtype}, strides {buffer.strides}" if isinstance(buffer, np.ndarray) else type(buffer).__name__
-        raise ValueError(f"A buffer is a C-contiguous array of {', '.join(_DTYPES)}, but this one is {what}.")
+        raise ValueError(f"A buffer is a C-contiguous array of {', '.join(_DTYPES.values())}, but this one is {what}.")
     if size is not None and buffer.size != size:
         raise ValueError(f"A buffer has as many elements as its counts say, {size}, but this one has {buffer.size}.")
     return buffer.reshape(-1)
@@ -290,7 +291,7 @@ def _check_apart(contribution: Array, target: Array) -> None:
 
 
 def _sizes(flat: Array) -> str:
-    return f"{flat.size} {flat.dtype}"
+    return f"{flat.size} {_DTYPES[flat.dtype]}"
 
 
 def _short(counts: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from tests.support import nets
 from tests.support.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, averaged, make, make_group, run_steps, watched
 from tests.support.training import Result, Task, distance, train
 
-STEPS = 20
+STEPS = 9  # each number of samples three times
 
 
 def _run(

@@ -94,16 +94,15 @@ def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: 
 def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -> None:
     """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
-    for classes in (2, 5):
-        for optimizer in OPTIMIZERS.values():
-            model = partial(nets.narrow, classes)
-            task = Task(model, NumpyKernelSet(), optimizer, classes=classes, samples=9, batch=5, steps=3)
-            expected = alone(task)
-            for rows, cols, seed in ((3, 1, None), (3, 2, 1)):
-                split = replace(task, plan=ParallelPlan(rows, cols, _M))
+    for classes, optimizer in zip((2, 5), OPTIMIZERS.values(), strict=True):
+        model = partial(nets.narrow, classes)
+        task = Task(model, NumpyKernelSet(), optimizer, classes=classes, samples=9, batch=5, steps=3)
+        expected = alone(task)
+        for rows, cols, seed in ((3, 1, None), (3, 2, 1)):
+            split = replace(task, plan=ParallelPlan(rows, cols, _M))
 
-                def program(comm: ThreadCommunicator, task: Task = split) -> Result:
-                    return train(task, comm, virtual_engine(comm), kind, **options)
+            def program(comm: ThreadCommunicator, task: Task = split) -> Result:
+                return train(task, comm, virtual_engine(comm), kind, **options)
 
-                for result in run_virtual(rows * cols, program, seed=seed):
-                    assert distance(result.parameters, expected.parameters) < 1e-10, (classes, rows, cols)
+            for result in run_virtual(rows * cols, program, seed=seed):
+                assert distance(result.parameters, expected.parameters) < 1e-10, (classes, rows, cols)

@@ -68,16 +68,17 @@ def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "micro_batches"), [("domain", 3), ("model", 2), ("mixed", 3)])
-def test_micro_batches(kind: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "micro_batches", "grid"), [("domain", 3, (2, 2)), ("model", 2, (3, 1)), ("mixed", 3, (2, 2))], ids=str
+)
+def test_micro_batches(kind: str, micro_batches: int, grid: tuple[int, int]) -> None:
     """Without batch norm they add up to the same gradients; micro-batches of some ranks have no samples."""
     net = NETS["vgg16"]
     task = replace(net.task(), steps=3)
     expected = alone(task)
-    for rows, cols in ((3, 1), (2, 2)):
-        split = replace(task, micro_batches=micro_batches, plan=plan_of(net, kind, rows, cols))
-        for result in on_virtual_ranks(split):
-            assert compare(result, expected).largest <= TOLERANCE
+    split = replace(task, micro_batches=micro_batches, plan=plan_of(net, kind, *grid))
+    for result in on_virtual_ranks(split):
+        assert compare(result, expected).largest <= TOLERANCE
 
 
 @pytest.mark.slow

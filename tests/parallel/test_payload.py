@@ -218,9 +218,15 @@ _COUNTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("grid", [(2, 1), (3, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", _COUNTED)
+@pytest.mark.parametrize(
+    ("name", "grid", "overlapped"),
+    [  # every two of network, grid and overlap meet
+        ("alexnet", (2, 1), True), ("alexnet", (3, 1), False), ("alexnet", (2, 2), True),
+        ("vgg16", (2, 1), False), ("vgg16", (3, 1), True), ("vgg16", (2, 2), False),
+        ("resnet50", (2, 1), True), ("resnet50", (3, 1), False), ("resnet50", (2, 2), True),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int], overlapped: bool) -> None:
     model, pixels, use = _COUNTED[name]
     rows, cols = grid

@@ -210,7 +210,7 @@ class Watched(GradientAverager):
     def __init__(self, inner: GradientAverager) -> None:
         super().__init__(AveragerSetup(inner.group, inner.optimizer, inner.comm, inner.progress))
         self.inner = inner
-        self._seen: dict[str, Array] = {}
+        self._seen: dict[str, bytes] = {}
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         self.inner.begin_step(lr, counts)
@@ -221,7 +221,7 @@ class Watched(GradientAverager):
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self.inner.before_forward(parameters)
         for parameter in parameters:
-            self._seen[parameter.name] = parameter.data.copy()
+            self._seen[parameter.name] = parameter.data.tobytes()
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         self._look()
@@ -255,7 +255,7 @@ class Watched(GradientAverager):
     def _look(self) -> None:
         self.progress.poll()
         for name, values in self._seen.items():
-            same = np.array_equal(self.group.parameters[name].data, values)
+            same = self.group.parameters[name].data.tobytes() == values
             assert same, f"{name} was written while the step might still read it"
 
 

@@ -13,7 +13,7 @@ from tests.support.combinations import Tally, drawn, run
 from tests.support.dimensions import VALUES, line, parsed
 from tests.support.pairwise import pairs_of
 
-COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "150"))
+COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "100"))
 BLOCKS = 10
 
 

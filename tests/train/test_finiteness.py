@@ -169,19 +169,28 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
     return kernel_set
 
 
+# Strategies see gradients, whatever kernels made them: oneDNN's meet two of them, with every poison.
+THOROUGH = ("bucketed", "sharded, auto")
+KERNELS_AND_STRATEGIES = [*(("numpy", strategy) for strategy in ALL), *(("onednn", strategy) for strategy in THOROUGH)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize(("kernels", "strategy"), KERNELS_AND_STRATEGIES, indirect=["kernels"])
 def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet, strategy: str, ranks: int) -> None:
     every = [(poison, checkpoints) for poison in (*WEIGHT, *GRADIENT, *IMAGE) for checkpoints in (0, 1)]
     some = [(WEIGHT[0], 1), (GRADIENT[1], 0), (IMAGE[0], 0)]
-    for poison, checkpoints in every if strategy in ("bucketed", "sharded, auto") else some:
+    for poison, checkpoints in every if strategy in THOROUGH else some:
         runs = _runs(ranks, _task(kernels), strategy, poison, checkpoints)
         _stops(runs, LAYER[poison.place])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["blocking", "overlap", "sharded", "priority"])
+@pytest.mark.parametrize(
+    ("kernels", "strategy"),
+    [*(("numpy", strategy) for strategy in ("blocking", "overlap", "sharded", "priority")), ("onednn", "sharded")],
+    indirect=["kernels"],
+)
 @pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.DOMAIN])
 def test_split_layers_stop_too(kernels: KernelSet, strategy: str, use: Parallelism) -> None:
     task = _task(kernels, plan=ParallelPlan(2, 2, use={"conv*": use, "fc1": Parallelism.MODEL}))
