@@ -53,12 +53,8 @@ class Registry(Generic[T]):
         modules = (module.name for module in pkgutil.iter_modules(package.__path__))
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
-    def offers(self) -> Mapping[str, user_code.Offer]:
-        """The names that installed packages offer; imports none of them.
-
-        Raises:
-            ConfigError: two packages offer the same name.
-        """
+    def offers(self) -> tuple[user_code.Offer, ...]:
+        """The names that installed packages offer; imports none of them."""
         return user_code.offers(f"hpctrain.{self.kind}s")
 
     def find(self, name: str) -> Callable[..., T]:
@@ -66,7 +62,7 @@ class Registry(Generic[T]):
 
         Raises:
             ConfigError: no such name; a module that does not define exactly one object; code of the user's that cannot be
-                imported or is nothing of this kind; a name of ours that an installed package offers, too.
+                imported or is nothing of this kind; a name that an installed package offers, and another one or we do, too.
         """
         outside = self.find_outside(name, self.names())
         if outside is not None:
@@ -87,16 +83,16 @@ class Registry(Generic[T]):
         """
         if user_code.is_reference(name):
             return self._checked(name, user_code.load(name))
-        offers = self.offers()
-        offer = offers.get(name)
-        if name in names and offer is not None:
+        offers = [offer for offer in self.offers() if offer.name == name]
+        if not offers and name not in names:
+            raise unknown(self.kind, name, (*names, *(offer.name for offer in self.offers())))
+        if len(offers) + (name in names) > 1:
+            sources = [*(["hpctrain"] if name in names else []), *(f"the package {offer.package}" for offer in offers)]
             raise ConfigError(
-                f'{_capital(self.kind)} "{name}" is one of hpctrain and one of the package {offer.package}; name the latter '
-                f'"{offer.reference}", the former by its module and class in the same way, or uninstall the package.'
+                f'{_capital(self.kind)} "{name}" is one of {" and one of ".join(sources)}; name it by its module and class, '
+                f'as in "{offers[-1].reference}".'
             )
-        if name not in names and offer is None:
-            raise unknown(self.kind, name, (*names, *offers))
-        return None if offer is None else self._checked(name, user_code.load(offer.reference))
+        return self._checked(name, user_code.load(offers[0].reference)) if offers else None
 
     def check(self, name: str, options: Mapping[str, Any]) -> None:
         """Check options without making the object.
@@ -104,7 +100,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: no such name; OptionError: as `check_options`.
         """
-        with self._refusals(name):
+        with self.refusals(name):
             check_options(self.find(name), f'{self.kind} "{name}"', options, self.given)
 
     def create(self, name: str, options: Mapping[str, Any], **fixed: Any) -> T:
@@ -114,16 +110,20 @@ class Registry(Generic[T]):
             ConfigError: as `check`, and what the constructor raises.
         """
         entry = self.find(name)
-        with self._refusals(name):
+        with self.refusals(name):
             return entry(**fixed, **check_options(entry, f'{self.kind} "{name}"', options, {*self.given, *fixed}))
 
     @contextmanager
-    def _refusals(self, name: str) -> Iterator[None]:
-        """Code of the user's may refuse a value by a ValueError, which becomes a sentence; ours raises sentences."""
+    def refusals(self, name: str) -> Iterator[None]:
+        """A context in which code of the user's may refuse a value by a ValueError, which becomes a sentence.
+
+        Raises:
+            ConfigError: it does. Our own code raises sentences, and its other errors pass.
+        """
         try:
             yield
         except ValueError as error:
-            if name in self.names():
+            if not user_code.is_reference(name) and name not in (offer.name for offer in self.offers()):
                 raise
             raise ConfigError(f'{_capital(self.kind)} "{name}" is refused: {str(error).rstrip(".")}.') from error
 

@@ -13,7 +13,6 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,21 +89,14 @@ def digests() -> dict[str, str]:
     }
 
 
-def offers(group: str) -> Mapping[str, Offer]:
-    """Name -> offer of installed packages in a group of entry points; imports none of them.
-
-    Raises:
-        ConfigError: two packages offer the same name.
-    """
-    offered: dict[str, Offer] = {}
-    for point in _entry_points(group, tuple(sys.path)):
-        offer = Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
-        other = offered.setdefault(point.name, offer)
-        if other.reference != offer.reference:
-            raise ConfigError(
-                f'The packages {other.package} and {offer.package} both offer "{point.name}" in {group}; uninstall one of them.'
-            )
-    return offered
+def offers(group: str) -> tuple[Offer, ...]:
+    """The offers of installed packages in a group of entry points, by name; imports none of them."""
+    return tuple(
+        dict.fromkeys(
+            Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
+            for point in sorted(_entry_points(group, tuple(sys.path)))
+        )
+    )
 
 
 @cache

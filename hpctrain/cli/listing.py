@@ -42,7 +42,7 @@ def _table(kind: str) -> str:
 
     width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
     formatter = click.HelpFormatter(width=width)
-    offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers().values()]
+    offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
     formatter.write_dl([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
     return formatter.getvalue()
 
@@ -62,6 +62,6 @@ def _as_json(kind: str) -> str:
         }
         for choice in choices(kind)
     }
-    offers = registry(kind).offers().values()
+    offers = registry(kind).offers()
     content |= {offer.name: {"package": offer.package, "reference": offer.reference} for offer in offers}
     return json.dumps(content, indent=1)

@@ -34,7 +34,7 @@ def json_schema() -> dict[str, Any]:
 
 def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     """A reference to code of the user's or a name that an installed package offers: alone, and with any options."""
-    offered = list(registry(kind).offers())
+    offered = list(dict.fromkeys(offer.name for offer in registry(kind).offers()))
     name = {"anyOf": [_REFERENCE, {"enum": offered}]} if offered else _REFERENCE
     yield name
     yield {**whole, "properties": {**whole["properties"], "name": name}, "additionalProperties": True}

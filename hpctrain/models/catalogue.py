@@ -112,7 +112,9 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     Raises:
         ConfigError: as `check`, or options that the family refuses. ShapeError: sizes that do not fit together.
     """
-    model = entry(name).builder(**check(name, given))
+    builder = entry(name).builder
+    with FAMILIES.refusals(name):
+        model = builder(**check(name, given))
     if not isinstance(model, Layer):
         raise ConfigError(f'"{name}" makes {model!r}, but {_A_MODEL}.')
     return model

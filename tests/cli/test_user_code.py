@@ -48,6 +48,8 @@ def model(classes: int, channels_in: int, features: int = 6):
     Args:
         features: Channels of the convolution.
     """
+    if features <= 0:
+        raise ValueError(f"features {features} must be above 0")
     return Sequential({
         "conv": Conv2d(channels_in, features, 3, padding=1), "relu": ReLU(), "pool": AdaptiveAveragePool(2),
         "flatten": Flatten(), "fc": Linear(4 * features, classes, image_shape=(2, 2, features)),
@@ -274,6 +276,7 @@ def test_the_commands_know_options_of_the_users_code(folder: Path) -> None:
         ("model=own_code.py:modle", ['defines no "modle"', '"model"']),
         ("model=own_code.py:Steps", ["a model is a class derived from hpctrain.nn.layer.Layer, or a function"]),
         ("model=own_code.py:no_model", ["makes None, but a model is"]),
+        ("model.features=-1", ['Model "own_code.py:model" is refused: features -1 must be above 0.']),
         ("model=own_code.py:NUMBER", ["is 3, but a model is"]),
         ("optimizer.scale=-1", ['Optimizer "own_code.py:SignDescent" is refused: scale -1.0 must be above 0.']),
         ("optimizer.name=own_code.py:Halving", ["an optimizer is a class derived from hpctrain.optim.base.Optimizer"]),
