@@ -126,22 +126,22 @@ def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
 class _WithRowTraffic(Watched):
     """Every look at the data also waits for a message along the other axis of the grid, as split layers do."""
 
-    def __init__(self, inner: GradientAverager, row: Communicator) -> None:
+    def __init__(self, inner: GradientAverager, split: Communicator) -> None:
         super().__init__(inner)
-        self._row = row
-        self._queue = inner.progress.queue(row)
+        self._split = split
+        self._queue = inner.progress.queue(split)
 
     def _look(self) -> None:
-        numbers = np.full(3, float(self._row.rank))
-        self.progress.wait(self._queue.post(lambda: self._row.iallreduce(numbers), "row traffic"))
-        assert (numbers == sum(range(self._row.size))).all()
+        numbers = np.full(3, float(self._split.rank))
+        self.progress.wait(self._queue.post(lambda: self._split.iallreduce(numbers), "split traffic"))
+        assert (numbers == sum(range(self._split.size))).all()
         super()._look()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
-def test_row_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
+def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
     rows, cols = grid
     alone = _alone("nesterov", steps=6)
 

@@ -1,8 +1,8 @@
 """Several groups of parameters on a grid of ranks: LARS and clipping see whole parameters and all of them, as one process does.
 
-Replicated parameters are averaged over all ranks; of split ones each row of the grid holds a block of rows, averaged along the
-row. Gradients are made-up functions of the data, the sample and the place in the whole parameter, so that one process that holds
-everything can be compared.
+Replicated parameters are averaged over all ranks; of split ones each data group holds a block of rows, averaged over the
+group. Gradients are made-up functions of the data, the sample and the place in the whole parameter, so that one process that
+holds everything can be compared.
 """
 
 from __future__ import annotations

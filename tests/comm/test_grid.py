@@ -19,12 +19,12 @@ def test_every_place_is_taken_once(rows: int, cols: int, chance) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_a_column_lies_inside_a_node_where_its_ranks_divide(rows: int, columns_per_node: int, nodes: int, cyclic: bool) -> None:
-    ranks = rows * columns_per_node * nodes
-    node_of = tuple(rank % nodes if cyclic else rank // (rows * columns_per_node) for rank in range(ranks))
+def test_a_column_lies_inside_a_node_where_its_ranks_divide(rows: int, groups_per_node: int, nodes: int, cyclic: bool) -> None:
+    ranks = rows * groups_per_node * nodes
+    node_of = tuple(rank % nodes if cyclic else rank // (rows * groups_per_node) for rank in range(ranks))
     places = coordinates(node_of, rows)
-    for column in range(columns_per_node * nodes):
-        assert len({node_of[rank] for rank in range(ranks) if places[rank][1] == column}) == 1
+    for c in range(groups_per_node * nodes):
+        assert len({node_of[rank] for rank in range(ranks) if places[rank][1] == c}) == 1
     assert places[0] == (0, 0)
     if not cyclic:
         assert places == [(rank % rows, rank // rows) for rank in range(ranks)]

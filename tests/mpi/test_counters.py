@@ -12,17 +12,17 @@ from hpctrain.virtual.counters import Count, Counters, CountingCommunicator
 def test_counts_of_a_step(world: Communicator, progress: ProgressEngine) -> None:
     ranks, rank, counters = world.size, world.rank, Counters()
     comm = CountingCommunicator(world, counters)
-    column = comm.split(0, rank, "column")
-    assert column is not None
+    data = comm.split(0, rank, "data")
+    assert data is not None
     counts = [2 * r + 1 for r in range(ranks)]
     n, start = sum(counts), rank**2
     send, mine, everyone, total = np.arange(n, dtype=np.float64), np.zeros(counts[rank]), np.zeros(n), np.ones(n)
-    progress.wait_handle(column.ireduce_scatter(send, mine, counts), "reduce-scatter")
+    progress.wait_handle(data.ireduce_scatter(send, mine, counts), "reduce-scatter")
     np.testing.assert_array_equal(mine, ranks * send[start : start + counts[rank]])
-    progress.wait_handle(column.iallgather(mine, everyone, counts), "allgather")
+    progress.wait_handle(data.iallgather(mine, everyone, counts), "allgather")
     np.testing.assert_array_equal(everyone, ranks * send)
     progress.wait_handle(comm.iallreduce(total), "allreduce")
     np.testing.assert_array_equal(total, np.full(n, ranks))
     others = Count(1, 8 * n, 8 * (n - counts[rank]))
-    assert counters["column", "ireduce_scatter"] == counters["column", "iallgather"] == others
+    assert counters["data", "ireduce_scatter"] == counters["data", "iallgather"] == others
     assert counters["world", "iallreduce"] == Count(1, 8 * n, 16 * (n - (n // ranks + (rank < n % ranks))))

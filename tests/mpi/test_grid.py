@@ -1,4 +1,4 @@
-"""The grid over ranks: its groups are the rows and columns of the matrix of ranks."""
+"""The grid over ranks: its groups share samples or weights, and every rank is in one of each."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ def _sum(progress: ProgressEngine, comm: Communicator, value: float) -> float:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-def test_groups_are_rows_and_columns(world: Communicator, progress: ProgressEngine) -> None:
+def test_every_rank_is_in_a_split_group_and_a_data_group(world: Communicator, progress: ProgressEngine) -> None:
     for rows in (n for n in range(1, world.size + 1) if world.size % n == 0):
         cols = world.size // rows
         grid = ProcessGrid(world, rows, cols)
-        assert world.rank == grid.col * rows + grid.row  # one node: the ranks count down the columns
-        down, across = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
-        assert (down.size, down.rank, across.size, across.rank) == (rows, grid.row, cols, grid.col)
-        sums = _sum(progress, down, 10.0**grid.row), _sum(progress, across, 10.0**grid.col)
+        assert world.rank == grid.col * rows + grid.row  # one node: split group after split group
+        split, data = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
+        assert (split.size, split.rank, data.size, data.rank) == (rows, grid.row, cols, grid.col)
+        sums = _sum(progress, split, 10.0**grid.row), _sum(progress, data, 10.0**grid.col)
         assert sums[0] == sum(10.0**r for r in range(rows))
         assert sums[1] == sum(10.0**c for c in range(cols))
 

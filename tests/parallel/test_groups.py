@@ -10,7 +10,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 1), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_per_node: int | None) -> None:
+def test_every_position_is_in_a_split_group_and_a_data_group(rows: int, cols: int, ranks_per_node: int | None) -> None:
     ranks = rows * cols
 
     def program(comm: ThreadCommunicator) -> tuple[int, dict[str, list[int]]]:
@@ -26,24 +26,24 @@ def test_groups_are_rows_and_columns_of_positions(rows: int, cols: int, ranks_pe
     results = run_virtual(ranks, program, ranks_per_node=ranks_per_node)
     assert sorted(position for position, _ in results) == list(range(ranks))
     for position, found in results:
-        row, col = position % rows, position // rows
+        split_rank, data_rank = position % rows, position // rows
         assert found["all"] == found["messages"] == list(range(ranks))
         if rows > 1:
-            assert found["model"] == [row + rows * each for each in range(cols)]
-            assert col == position // rows
+            assert found["model"] == [split_rank + rows * rank for rank in range(cols)]
+            assert found["model"].index(position) == data_rank
         else:
             assert "model" not in found
 
 
-def test_counts_of_columns() -> None:
+def test_counts_of_split_groups() -> None:
     counts = (3, 2, 2, 2, 1, 0)
 
     def program(comm: ThreadCommunicator) -> tuple[tuple[int, ...], list[int], list[int]]:
         groups = GridGroups(ProcessGrid(comm, 3, 2))
         return groups.split_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
 
-    for rank, (column, every, model) in enumerate(run_virtual(6, program)):
-        assert column == ((3, 2, 2) if rank < 3 else (2, 1, 0))
+    for rank, (shared, every, model) in enumerate(run_virtual(6, program)):
+        assert shared == ((3, 2, 2) if rank < 3 else (2, 1, 0))
         assert every == list(counts)
         assert model == [7, 3]
 

@@ -50,13 +50,13 @@ def test_buffers_of_any_contiguous_shape(seed: int | None) -> None:
 @seeded
 def test_split_orders_by_key_and_talks_apart(ranks: int, seed: int | None) -> None:
     def program(comm: ThreadCommunicator) -> tuple[int, int, float] | None:
-        part = comm.split(None if comm.rank == 4 else comm.rank % 3, -comm.rank, "column")
+        part = comm.split(None if comm.rank == 4 else comm.rank % 3, -comm.rank, "data")
         whole = np.array([1.0])
         handle = comm.iallreduce(whole)  # travels beside the part's own
         if part is None:
             wait(handle)
             return None
-        assert part.name == "column"
+        assert part.name == "data"
         total = np.array([float(comm.rank)])
         again = part.split(part.rank // 2, part.rank, "cell")
         assert again is not None
@@ -140,21 +140,21 @@ def test_unusable_arguments_are_refused_with_a_sentence(call: Callable[..., Hand
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_64_ranks(seed: int | None) -> None:
-    """An 8 x 8 grid: rows, columns, neighbours and the world at once."""
+    """An 8 x 8 grid: split groups, data groups, neighbours and the world at once."""
 
     def program(comm: ThreadCommunicator) -> None:
-        row = comm.split(comm.rank // 8, comm.rank, "row")
-        column = comm.split(comm.rank % 8, comm.rank, "column")
-        assert row is not None
-        assert column is not None
+        split = comm.split(comm.rank // 8, comm.rank, "split")
+        data = comm.split(comm.rank % 8, comm.rank, "data")
+        assert split is not None
+        assert data is not None
         for _ in range(3):
             x, y, halo = np.array([float(comm.rank)]), np.arange(64.0), np.zeros(2)
             mine, everyone = np.zeros(8), np.zeros(64)
             everyone[comm.rank] = comm.rank
             wait(
                 comm.iallgather(None, everyone, [1] * 64),
-                row.iallreduce(x),
-                column.ireduce_scatter(y, mine, [8] * 8),
+                split.iallreduce(x),
+                data.ireduce_scatter(y, mine, [8] * 8),
                 comm.isend(np.full(2, float(comm.rank)), (comm.rank + 1) % 64, 0),
                 comm.irecv(halo, (comm.rank - 1) % 64, 0),
             )

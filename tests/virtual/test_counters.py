@@ -69,24 +69,24 @@ def test_messages_are_the_senders() -> None:
 
 def test_communicators_are_told_apart_by_name() -> None:
     def program(comm: Communicator) -> None:
-        row = comm.split(comm.rank // 2, comm.rank, "row")
+        split = comm.split(comm.rank // 2, comm.rank, "split")
         node = comm.split_shared_memory("node")
-        assert row is not None
+        assert split is not None
         assert comm.split(None, 0, "nobody") is None
-        assert (row.name, row.size, row.rank) == ("row", 2, comm.rank % 2)
-        wait(row.iallreduce(np.zeros(2)), row.iallreduce(np.zeros(4)), comm.iallreduce(np.zeros(4)), node.ibarrier())
+        assert (split.name, split.size, split.rank) == ("split", 2, comm.rank % 2)
+        wait(split.iallreduce(np.zeros(2)), split.iallreduce(np.zeros(4)), comm.iallreduce(np.zeros(4)), node.ibarrier())
         assert comm.allgather_object(comm.rank) == [0, 1, 2, 3]
         assert comm.broadcast_object("value", 1) == "value"
 
     for counters in counted(4, program):
-        assert counters["row", "iallreduce"] == Count(2, 48, 48)
+        assert counters["split", "iallreduce"] == Count(2, 48, 48)
         assert counters["world", "iallreduce"] == Count(1, 32, 48)
-        assert counters.total("row") == counters["row", "iallreduce"]
+        assert counters.total("split") == counters["split", "iallreduce"]
         assert counters.total(operation="iallreduce") == Count(3, 80, 96)
         assert counters.total().operations == 6
         assert list(counters) == [
             ("node", "ibarrier"),
-            ("row", "iallreduce"),
+            ("split", "iallreduce"),
             ("world", "allgather_object"),
             ("world", "broadcast_object"),
             ("world", "iallreduce"),

@@ -292,19 +292,19 @@ def test_sent_buffers_may_be_read_in_flight() -> None:
 
 
 def one_step(
-    world: Communicator, engine: ProgressEngine, row: Communicator, column: Communicator, window: int | None, step: int
+    world: Communicator, engine: ProgressEngine, split: Communicator, data: Communicator, window: int | None, step: int
 ) -> None:
-    """Reduce-scatter of each layer on the column, the allgather after it, and the row's sum waited for in between."""
-    rows, columns = engine.queue(row), engine.queue(column, window)
+    """Reduce-scatter of each layer on the data, the allgather after it, and the split's sum waited for in between."""
+    split_queue, data_queue = engine.queue(split), engine.queue(data, window)
     buffers = [np.arange(6.0) + world.rank + layer + step for layer in range(3)]
     mine = [np.zeros(2) for _ in range(3)]
     tickets: list[Ticket] = []
     for layer in range(3):
         activations = np.array([1.0 + world.rank])
-        scatter = partial(column.ireduce_scatter, buffers[layer], mine[layer], [2, 2, 2])
-        gather = partial(column.iallgather, mine[layer], buffers[layer], [2, 2, 2])
-        tickets.append(columns.post(gather, f"{layer}", after=[columns.post(scatter, f"{layer}")]))
-        engine.wait(rows.post(partial(row.iallreduce, activations), "activations"))
+        scatter = partial(data.ireduce_scatter, buffers[layer], mine[layer], [2, 2, 2])
+        gather = partial(data.iallgather, mine[layer], buffers[layer], [2, 2, 2])
+        tickets.append(data_queue.post(gather, f"{layer}", after=[data_queue.post(scatter, f"{layer}")]))
+        engine.wait(split_queue.post(partial(split.iallreduce, activations), "activations"))
         assert activations[0] == 2 * (world.rank // 2 * 2) + 3
     for layer, ticket in reversed(list(enumerate(tickets))):
         engine.wait(ticket)
@@ -314,16 +314,16 @@ def one_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, None])
-def test_the_progress_engine_drives_rows_and_columns(window: int | None) -> None:
-    """A 3 x 2 grid; each column's allgather comes after its reduce-scatter; rows wait in between."""
+def test_the_progress_engine_drives_both_groups(window: int | None) -> None:
+    """A 3 x 2 grid; each data group's allgather comes after its reduce-scatter; split groups wait in between."""
 
     def program(comm: ThreadCommunicator) -> None:
         engine = virtual_engine(comm)
-        row, column = comm.split(comm.rank // 2, comm.rank, "row"), comm.split(comm.rank % 2, comm.rank, "column")
-        assert row is not None
-        assert column is not None
+        split, data = comm.split(comm.rank // 2, comm.rank, "split"), comm.split(comm.rank % 2, comm.rank, "data")
+        assert split is not None
+        assert data is not None
         for step in range(2):
-            one_step(comm, engine, row, column, window, step)
+            one_step(comm, engine, split, data, window, step)
         engine.drain()
 
     for seed in (None, *range(25)):

@@ -65,20 +65,20 @@ def test_who_holds_up_a_broadcast_depends_on_whether_it_waits_for_all() -> None:
 
 @seeded
 def test_collectives_that_wait_for_each_other_on_two_communicators(seed: int | None) -> None:
-    """Each blocks in its own order: a row wait beside a column that nobody posts."""
+    """Each blocks in its own order: a split wait beside a data that nobody posts."""
 
     def program(comm: ThreadCommunicator) -> None:
-        row, column = comm.split(0, comm.rank, "row"), comm.split(0, comm.rank, "column")
-        assert row is not None
-        assert column is not None
-        for part in (row, column) if comm.rank else (column, row):
+        split, data = comm.split(0, comm.rank, "split"), comm.split(0, comm.rank, "data")
+        assert split is not None
+        assert data is not None
+        for part in (split, data) if comm.rank else (data, split):
             wait(part.iallreduce(np.zeros(1)))
 
     with pytest.raises(DeadlockError, match="cycle: rank 0 -> rank 1 -> rank 0") as caught:
         run_virtual(2, program, seed=seed)
     assert "rank 0 waits" in str(caught.value)
-    assert "iallreduce 0 on column" in str(caught.value)
-    assert "iallreduce 0 on row" in str(caught.value)
+    assert "iallreduce 0 on data" in str(caught.value)
+    assert "iallreduce 0 on split" in str(caught.value)
 
 
 @seeded
