@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import hpctrain
 from hpctrain.errors import ConfigError
 from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
-_ROOT = Path(hpctrain.__file__).parent / "examples"
+_ROOT = Path(__file__).parents[1] / "examples"
 _PATTERNS = ("configs/*.yaml", "jobs/*.sbatch")
 
 

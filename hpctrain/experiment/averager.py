@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
 from hpctrain.registry import Registry
 
@@ -12,15 +14,14 @@ _GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_b
 AVERAGERS: Registry[Strategy] = Registry("hpctrain.averaging.strategies", "averager", Strategy, _GIVEN)
 
 
-def make_strategy(config: Config, group: PlannedGroup) -> Strategy:
-    """The configured strategy for one group of parameters. Pure.
+def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:
+    """The strategy of that name for one group of parameters. Pure.
 
     Raises:
         ConfigError: an unknown name, an option that is wrong or does not fit the group, or norms that the strategy does not add
             up.
     """
-    name = config.averager.name
-    strategy = AVERAGERS.create(name, config.averager.options, group=group)
+    strategy = AVERAGERS.create(name, options, group=group)
     if group.needs_norms and not strategy.adds_norms:
         raise ConfigError(
             f"The averager {name} adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; "

@@ -107,7 +107,7 @@ def build_replica(
         network,
         groups=session.groups,
         progress=session.progress,
-        strategy=partial(make_strategy, config) if trains else None,
+        strategy=partial(make_strategy, config.averager.name, config.averager.options) if trains else None,
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,

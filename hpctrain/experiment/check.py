@@ -129,7 +129,7 @@ def _make_strategy(config: Config) -> None:
         needs_norms=_optimizer(config).needs_norms,
         several_groups=grid.splits_parameters(config),
     )
-    make_strategy(config, group)
+    make_strategy(config.averager.name, config.averager.options, group)
 
 
 def _make_schedule(config: Config) -> None:

@@ -218,7 +218,7 @@ def _schedules_of(
             needs_norms=needs_norms,
             several_groups=MODEL in layouts,
         )
-        strategy = make_strategy(config, group)
+        strategy = make_strategy(config.averager.name, config.averager.options, group)
         samples = task.counts if name == ALL else _by_split_group(task.counts, plan.rows)
         order = None if strategy.levels is None else strategy.levels.order
         schedules.append(GroupSchedule(name, (), len(places), layout.size, samples, strategy.plan(link), order))

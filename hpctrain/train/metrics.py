@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.train.step_reduction import StepTotals
+
 
 @dataclass
 class RunningSums:
@@ -17,12 +19,13 @@ class RunningSums:
     top5: int = 0
     count: int = 0
 
-    def add(self, loss: float, top1: int, top5: int, count: int) -> None:
-        """Add one step's sums over all ranks."""
-        self.loss += loss
-        self.top1 += top1
-        self.top5 += top5
-        self.count += count
+    def add(self, totals: StepTotals | None) -> None:
+        """Add one step's sums over all ranks, where there are any."""
+        if totals is not None:
+            self.loss += totals.loss
+            self.top1 += totals.top1
+            self.top5 += totals.top5
+            self.count += totals.count
 
     def means(self) -> dict[str, float]:
         """loss, top1 and top5 by sample (fractions); nan where there was no sample."""

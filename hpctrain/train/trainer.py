@@ -170,7 +170,7 @@ class Trainer:
         totals = self._replica.settle()
         if totals is None:
             return
-        position.sums.add(totals.loss, totals.top1, totals.top5, totals.count)
+        position.sums.add(totals)
         self._rate.add(totals.count)
         self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._replica.lr, self._rate.per_second())
         self._stop = self._stop or totals.stop > 0

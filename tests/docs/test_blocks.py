@@ -9,6 +9,7 @@ How a new block is classified: its language says what is done with it.
 - ```console    a command after "$ ", then exactly what it prints.
 - ```yaml       a configuration, or keys of one: must be valid together with one of the files in configs/.
 - ```python     run; names that the page does not define come from `GIVEN`.
+                One that starts a job is a file of its own, run on two ranks.
 - ```text       not checked: needs a line in `TEXTS` that says why.
 """
 
@@ -204,6 +205,7 @@ KINDS = (
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
+    Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
@@ -343,12 +345,27 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def starts_a_job(block: Block) -> bool:
+    return "hpctrain.start(" in block.text
+
+
+@pytest.mark.parametrize("block", [block for block in all_blocks("python") if starts_a_job(block.values[0])])
+def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: Path, job: Callable[..., Outcome]) -> None:
+    folder = tmp_path / "checkout"
+    shutil.copytree(after_make_train, folder)
+    (folder / "train.py").write_text(block.text)
+    outcome = job(_MOST_RANKS, ["train.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)}, timeout_seconds=120)
+    assert outcome.code == 0, f"{block}\n{outcome.output}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole files by themselves, all else in the order of the page, on what the page has made so far."""
     names: dict[str, Any] = {**GIVEN.get(page, dict)(), "__name__": "documentation"}
     with how_tos.followed(page, tmp_path):
         for block in blocks(page, "python"):
+            if starts_a_job(block):
+                continue
             module = ModuleType("documentation")
             monkeypatch.setitem(sys.modules, "documentation", module)  # dataclasses look their module up
             whole_file = block.text.startswith('"""')

@@ -65,7 +65,7 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
         network,
         groups=groups,
         progress=progress,
-        strategy=partial(make_strategy, config),
+        strategy=partial(make_strategy, config.averager.name, config.averager.options),
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
         nominal_batch=config.batch,
     )

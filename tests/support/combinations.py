@@ -88,7 +88,7 @@ def _make_over_nothing(row: Row, *, split: bool) -> None:
     norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
     layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
     group = PlannedGroup(layout, 1, None, config.batch, micro_batches, needs_norms=norms, several_groups=split)
-    make_strategy(config, group)
+    make_strategy(config.averager.name, config.averager.options, group)
 
 
 def _sentence(attempt: Callable[[], object]) -> str | None:
@@ -111,7 +111,13 @@ def run(row: Row) -> float:
     task, config = task_of(row), config_of(row)
 
     def program(comm: ThreadCommunicator) -> Result:
-        return train(task, comm, virtual_engine(comm), partial(make_strategy, config), nominal_batch=config.batch)
+        return train(
+            task,
+            comm,
+            virtual_engine(comm),
+            partial(make_strategy, config.averager.name, config.averager.options),
+            nominal_batch=config.batch,
+        )
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
     ranks = task.plan.rows * task.plan.cols
@@ -151,7 +157,8 @@ def _expected(row: Row, task: Task) -> Result:
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:
-            alone = partial(make_strategy, config_of(row))
+            averager = config_of(row).averager
+            alone = partial(make_strategy, averager.name, averager.options)
         _KEPT[key] = train_alone(task, groups, alone)
     return _KEPT[key]
 

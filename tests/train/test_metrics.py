@@ -2,15 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from hpctrain.train.metrics import Rate, RunningSums
+from hpctrain.train.step_reduction import StepTotals
 
 
 def test_means_weigh_samples_not_steps() -> None:
     sums = RunningSums()
-    sums.add(loss=6.0, top1=1, top5=3, count=3)
-    sums.add(loss=1.0, top1=1, top5=1, count=1)
+    for totals in (StepTotals(6.0, 1, 3, 3, 0, 0, np.zeros(0)), None, StepTotals(1.0, 1, 1, 1, 0, 0, np.zeros(0))):
+        sums.add(totals)
     assert sums.means() == {"loss": 7 / 4, "top1": 2 / 4, "top5": 4 / 4}
 
 

@@ -1,0 +1,171 @@
+"""Training from Python: the package's top is light, any ranks train what one rank does, and errors end the job in order."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpctrain
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import set_threads
+from hpctrain.storage import checkpoint
+from tests.support import nets
+from tests.support.api_program import TASK
+from tests.support.jobs import Outcome
+from tests.support.one_rank import one_group, train_alone
+from tests.support.training import Result, distance
+
+ROOT = Path(__file__).parents[1]
+Job = Callable[..., Outcome]
+
+
+@cache
+def alone() -> Result:
+    return train_alone(TASK, one_group)
+
+
+def trained(job: Job, ranks: int, path: Path, steps: int = TASK.steps, **keywords: object) -> dict[str, np.ndarray]:
+    """The tensors that the program ends with, after so many steps."""
+    given = json.dumps({"start": {"progress": "test"}, "replica": {}, **keywords})
+    outcome = job(ranks, ["-m", "tests.support.api_program", str(path), str(steps), given], cwd=ROOT)
+    assert outcome.code == 0, outcome.output
+    samples = sum(TASK.batch if step % 5 < 4 else TASK.samples % TASK.batch for step in range(steps))
+    if "resume" not in keywords:
+        assert outcome.stdout.split() == [str(samples), str(TASK.samples)]
+    return dict(checkpoint.read(path).tensors)
+
+
+def program(job: Job, ranks: int, folder: Path, body: str) -> Outcome:
+    """A script whose lines are in the block of `start`."""
+    head = ["import hpctrain", "from tests.support import nets", "with hpctrain.start(batch=8, progress='test') as job:"]
+    (folder / "program.py").write_text("\n".join([*head, *(f"    {line}" for line in body.splitlines())]))
+    return job(ranks, [str(folder / "program.py")], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.job
+def test_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, hpctrain; dir(hpctrain); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(done.stdout.split())
+    assert "hpctrain.version" in loaded
+    assert not loaded & {"numpy", "mpi4py", "h5py", "pydantic", "click", "hpctrain.api"}
+
+
+def test_names_are_the_same_for_programs_and_for_type_checkers() -> None:
+    (for_types,) = [node for node in ast.parse(Path(hpctrain.__file__).read_text()).body if isinstance(node, ast.If)]
+    declared = {alias.name: node.module for node in for_types.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert declared == hpctrain._HOMES
+    for name, module in declared.items():
+        assert getattr(hpctrain, name) is getattr(importlib.import_module(str(module)), name)
+        assert name in dir(hpctrain)
+    with pytest.raises(AttributeError, match="has no attribute 'Replika'"):
+        hpctrain.Replika
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_trains_what_one_rank_does(job: Job, ranks: int, tmp_path: Path) -> None:
+    tensors = trained(job, ranks, tmp_path / "end.h5")
+    expected = {f"parameters/{name}": value for name, value in alone().parameters.items()}
+    expected |= {f"statistics/{name}": value for name, value in alone().statistics.items()}
+    assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
+
+
+@pytest.mark.parametrize("averager", ["blocking", {"name": "bucketed", "bucket_bytes": 512}])
+def test_a_grid_trains_what_one_rank_does(job: Job, averager: object, tmp_path: Path) -> None:
+    replica = {"averager": averager, "plan": {"default": "domain", "fc": "model"}, "micro_batches": 1}
+    tensors = trained(job, 4, tmp_path / "end.h5", start={"rows": 2, "progress": "test"}, replica=replica)
+    expected = {f"parameters/{name}": value for name, value in alone().parameters.items()}
+    assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
+
+
+def test_a_training_goes_on_bit_by_bit(job: Job, tmp_path: Path) -> None:
+    whole = trained(job, 2, tmp_path / "whole.h5")
+    trained(job, 2, tmp_path / "half.h5", steps=4)
+    resumed = trained(job, 2, tmp_path / "end.h5", resume=str(tmp_path / "half.h5"))
+    assert resumed.keys() == whole.keys()
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_an_error_of_all_ranks_is_one_sentence(job: Job, tmp_path: Path) -> None:
+    outcome = program(job, 2, tmp_path, "job.replica(nets.plain(), (9, 7, 3), averager='shardet')")
+    assert outcome.code == 2, outcome.output
+    assert outcome.stderr.count("hpctrain: ") == 1
+    assert 'There is no averager "shardet"; the nearest is "sharded"' in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.fixture
+def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.api.detect", lambda environ: Launcher("none"))
+    monkeypatch.setattr("hpctrain.api.set_threads", partial(set_threads, environ={"OMP_NUM_THREADS": "1"}))
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"rows": 2, "cols": 2}, "A grid of 2 x 2 has 4 places, the world has 1 ranks"),
+        ({"rows": 0}, "A grid of 0 x 1 has 0 places"),
+        ({"batch": 0}, "the smallest batch is 1"),
+        ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),
+        ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; 300 is usual."),
+        ({"threads": 1000}, "threads: 1000 does not fit"),
+    ],
+)
+def test_what_start_cannot_use_is_refused(given: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, hpctrain.start(**{"batch": 8, **given}):
+        pytest.fail("the block has begun")
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
+    images, labels = np.zeros((9, 9, 7, 3)), np.zeros(9, np.int64)
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.plain(), (9, 7, 3))
+        for sentence, attempt in {
+            "has no name; give a name": lambda: job.replica(nets.plain(), (9, 7, 3), optimizer={"momentum": 0.9}),
+            'no option "windw"': lambda: job.replica(nets.plain(), (9, 7, 3), averager={"name": "sharded", "windw": 2}),
+            "There is no backend 'one'": lambda: job.replica(nets.plain(), (9, 7, 3), backend="one"),
+            "missing.h5": lambda: job.loader(replica, tmp_path / "missing.h5"),
+            "the replica takes": lambda: job.array_loader(replica, images[:, 1:], labels),
+            "are not 9 samples": lambda: job.array_loader(replica, images, labels[1:]),
+            "nothing.h5": lambda: job.load(replica, tmp_path / "nothing.h5"),
+        }.items():
+            with pytest.raises(hpctrain.HpctrainError, match=sentence):
+                attempt()
+
+
+def test_a_rank_that_fails_alone_ends_the_job(job: Job, tmp_path: Path) -> None:
+    body = "if job.rank == 1:\n    raise ValueError('mine alone')\njob.replica(nets.plain(), (9, 7, 3))"
+    outcome = program(job, 3, tmp_path, body)
+    assert outcome.code != 0
+    assert "ValueError: mine alone" in outcome.stderr
+    assert outcome.seconds < 50
+
+
+def test_a_training_that_diverges_ends_with_its_layer(job: Job, tmp_path: Path) -> None:
+    body = """
+import numpy as np
+replica = job.replica(nets.plain(), (9, 7, 3))
+loader = job.array_loader(replica, np.full((16, 9, 7, 3), 1e30), np.zeros(16, np.int64))
+for batch in loader.epoch(0):
+    replica.step(batch, 1e30)
+job.save(replica, 'never.h5')
+"""
+    outcome = program(job, 2, tmp_path, body.strip())
+    assert outcome.code == 2, outcome.output
+    assert "not finite" in outcome.stderr
+    assert "RuntimeWarning" not in outcome.stderr
+    assert not (ROOT / "never.h5").exists()

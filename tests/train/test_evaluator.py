@@ -1,0 +1,62 @@
+"""An evaluation counts each sample once, on any ranks, and is what one rank computes in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.sampler import Sampler
+from hpctrain.nn.network import Network
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.train.metrics import RunningSums
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.training import Task, made_up, replica_of
+
+TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd), smoothing=0.0)
+
+
+def _in_one_pass() -> RunningSums:
+    images, labels, _ = made_up(TASK)
+    network = Network(TASK.model(), TASK.image_shape, TASK.kernels, dtype=TASK.dtype, seed=TASK.seed)
+    program = network.program(len(images), training=False)
+    program.x[...] = images
+    program.forward(StepContext(training=False, global_count=1))
+    sums = program.loss(labels, 1)
+    return RunningSums(sums.loss, sums.top1, sums.top5, sums.count)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(), ParallelPlan(1, 5), ParallelPlan(3, 1, Parallelism.DOMAIN), ParallelPlan(2, 2)], ids=str
+)
+def test_every_sample_counts_once(plan: ParallelPlan, batch: int) -> None:
+    images, labels, _ = made_up(TASK)
+
+    def evaluate(comm: ThreadCommunicator) -> RunningSums:
+        replica = replica_of(replace(TASK, plan=plan), comm, virtual_engine(comm), Blocking)
+        groups = replica.groups
+        loader = ArrayLoader(
+            images,
+            labels,
+            Sampler(len(images), batch, shuffle=False),
+            rank=groups.position,
+            ranks=comm.size,
+            split_size=groups.split_size,
+            tiles=replica.tiles,
+        )
+        return replica.evaluate(loader)
+
+    expected = _in_one_pass()
+    for sums in run_virtual(plan.rows * plan.cols, evaluate):
+        assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, expected.count)
+        assert np.isclose(sums.loss, expected.loss, rtol=1e-12)
