@@ -21,10 +21,10 @@ from hpctrain.optim.base import Norms
 
 @dataclass
 class AllreduceStep:
-    """What belongs to one step.
+    """The state of one step.
 
-    events: by parameter, that its gradient is ready. operations: what the step posts. pending: the tickets of slices that have
-    not been updated.
+    events: by parameter, that its gradient is ready. operations: those that the step posts. pending: the tickets of slices that
+    have not been updated.
     """
 
     lr: float
@@ -70,21 +70,29 @@ class AllreduceAverager(GradientAverager):
         self.optimizer.bind(self.group, self.group.segments)
         self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
-        self._dependencies = dict(zip(self.schedule.operations, dependencies(self.schedule), strict=True))
+        self._event_texts = {name: str(LocalEventKey(EventKind.GRADIENT, name)) for name in self._names}
+        operations = zip(self.schedule.operations, dependencies(self.schedule), strict=True)
+        # By slice: the text of its operation, and the parameters whose gradients it comes after.
+        self._posting = {
+            operation.slice: (self.schedule.text(operation), [event.parameter for event in needs.events])
+            for operation, needs in operations
+        }
         slices = self.schedule.slices
-        self._touching = {name: [k for k, each in enumerate(slices) if name in each.parameters] for name in self.group.parameters}
-        self._segments = [tuple(self.group.segment(name) for name in each.parameters) for each in slices]
+        self._touching = {
+            name: [k for k, piece in enumerate(slices) if name in piece.parameters] for name in self.group.parameters
+        }
+        self._segments = [tuple(self.group.segment(name) for name in piece.parameters) for piece in slices]
         self._step = self._previous = AllreduceStep(0.0, {}, ())  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         """Queue all operations of the step; each starts once the gradients of its slice are ready."""
         self._previous = self._step
-        events = {name: LocalEvent(str(LocalEventKey(EventKind.GRADIENT, name))) for name in self._names}
+        events = {name: LocalEvent(text) for name, text in self._event_texts.items()}
         step = self._step = AllreduceStep(lr, events, self._operations_of_step())
         for operation in step.operations:
-            k = operation.slice
-            after = [step.events[event.parameter] for event in self._dependencies[operation].events]
-            step.pending[k] = self._queue.post(partial(self._start, k), self.schedule.text(operation), after)
+            text, names = self._posting[operation.slice]
+            after = [events[name] for name in names]
+            step.pending[operation.slice] = self._queue.post(partial(self._start, operation.slice), text, after)
         if self._joint is not None:
             step.joint = self._joint.begin_step(self._member)
             self._queue.post(partial(self._contribute, step.joint), "squares of all gradients", tuple(step.pending.values()))

@@ -4,8 +4,8 @@ An averager turns this rank's gradients into the update of every `Parameter.data
 never divides: the loss has divided by the global count of the step. It owns the order of its collectives, which follows from
 the step alone and is the same on every rank.
 
-What it posts is planned before it exists: a `Strategy` plans a schedule without any rank, the ranks agree on it, and `agreement`
-then makes the averager that runs it.
+Its operations are planned before it exists: a `Strategy` plans a schedule without any rank, and `agreement` makes the averager
+that runs it, once the ranks have agreed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class AveragerSetup:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a group have, and have alike, before an averager is made.
+    """All that the ranks of a group have agreed on before an averager is made.
 
     Attributes:
-        schedule: what a step posts; None for a strategy that has none.
+        schedule: the operations of a step; None for a strategy that has no schedule.
         streams: the communicators that the strategy asked for. link: measured, where the strategy needs it; else None.
     """
 
@@ -64,7 +64,7 @@ class GradientAverager(ABC):
     data_free; end_backward(). `drain` may come between steps.
 
     Attributes:
-        schedule: what a step posts now; None where a strategy has none.
+        schedule: the operations of a step, as they are now; None where a strategy has no schedule.
         pending: the state, named "<strategy>_gradient", of gradients that are added up and not applied yet; None where there is
             none. It is empty at the start, and a checkpoint without it says just that.
     """

@@ -17,7 +17,7 @@ _STORED_KEYS = {"sufficient_factors": "factors"}
 
 
 class OperationKind(StrEnum):
-    """What an operation moves."""
+    """The collectives of a step, by what they move."""
 
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce-scatter"

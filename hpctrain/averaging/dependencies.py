@@ -1,6 +1,6 @@
-"""What each operation of a schedule starts after: data, which follow from the schedule alone.
+"""Dependencies of the operations of a schedule: data, which follow from the schedule alone.
 
-Within a stream the order of posting holds operations back too; what stands here is what an operation needs by itself.
+Within a stream the order of posting holds operations back too; here stands what an operation needs by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpctrain.averaging.slices import layer_slices
 
 
 class EventKind(StrEnum):
-    """What happens on this rank, to one parameter, once per step."""
+    """The things that happen on this rank, to one parameter, once per step."""
 
     INPUTS = "inputs"
     GRADIENT = "gradient"
@@ -34,7 +34,7 @@ class LocalEventKey:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What one operation starts after.
+    """The things that one operation starts after.
 
     Attributes:
         events: on this rank, in the same step. operations: positions in the schedule, of the same step.
@@ -58,7 +58,7 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     needs: list[Dependencies] = []
     for position, operation in enumerate(schedule.operations):
         if operation.kind is OperationKind.NORMS:
-            needs.append(Dependencies(operations=tuple(each for positions in summing.values() for each in positions)))
+            needs.append(Dependencies(operations=tuple(one for positions in summing.values() for one in positions)))
             norms.append(position)
             continue
         piece = schedule.slices[operation.slice]

@@ -101,7 +101,7 @@ class LazyAverager(AllreduceAverager):
 
     def _operations_of_step(self) -> tuple[Operation, ...]:
         operations = super()._operations_of_step()
-        return operations if self._averages else tuple(each for each in operations if not self._is_lazy(each.slice))
+        return operations if self._averages else tuple(one for one in operations if not self._is_lazy(one.slice))
 
     def _is_lazy(self, k: int) -> bool:
         return self.schedule.slices[k].parameters[0] in self._lazy
@@ -180,7 +180,7 @@ class LazyAverager(AllreduceAverager):
         segments = (self.group.segment(name) for name in self._lazy)
         return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
 
-    # -- what is not averaged yet, in a checkpoint ------------------------------------------------------------------------------
+    # -- gradients that are not averaged yet, in a checkpoint ------------------------------------------------------------------
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """Also the gradient added up since the last averaging, over all ranks. Collective."""

@@ -82,8 +82,8 @@ class LinkSimulation:
         self._slices, self._times, self._urgency, self._overrun_seconds = slices, times, urgency, overrun_seconds
         # Slices of one linear layer's sufficient factors are reduced together, with the first.
         together = [layer_slices(slices, k) for k in range(len(slices))]
-        self._together = [each if each[0] == k else () for k, each in enumerate(together)]
-        self._gather_seconds = [link.allgather_seconds(each.size * item_bytes, ranks) for each in slices]
+        self._together = [members if members[0] == k else () for k, members in enumerate(together)]
+        self._gather_seconds = [link.allgather_seconds(piece.size * item_bytes, ranks) for piece in slices]
         self._reduce_seconds = [
             link.allgather_seconds((batch * piece.unit if piece.sufficient_factors else piece.size) * item_bytes, ranks)
             for piece in slices
@@ -96,8 +96,8 @@ class LinkSimulation:
     def stall_seconds(self) -> float:
         """After `order`: how long the next forward waits for parameters in all, where times say when it reads them."""
         latest: dict[str, float] = {}
-        for each, at in zip(self._slices, self._gathered, strict=True):
-            for name in (*each.parameters, *each.replicated):
+        for piece, at in zip(self._slices, self._gathered, strict=True):
+            for name in (*piece.parameters, *piece.replicated):
                 latest[name] = max(at, latest.get(name, 0.0))
         stall = 0.0
         for name, needed in sorted(self._times.needed.items(), key=lambda item: item[1]):
@@ -106,7 +106,7 @@ class LinkSimulation:
 
     def order(self) -> list[tuple[int, bool]]:
         """(slice, whether it is its gather) in the order in which they are sent."""
-        ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, each in enumerate(self._together) if each)
+        ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, members in enumerate(self._together) if members)
         self._reductions = sorted(ready, reverse=True)
         sent: list[tuple[int, bool]] = []
         now = 0.0
@@ -121,8 +121,8 @@ class LinkSimulation:
             if gather:
                 self._gathered[k] = now
             else:
-                for each in self._together[k]:
-                    heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[each])), each))
+                for member in self._together[k]:
+                    heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[member])), member))
         return sent
 
     def _should_idle(self, now: float) -> bool:
@@ -139,8 +139,8 @@ class LinkSimulation:
             at, k = heappop(self._reduced)
             heappush(self._waiting, (self._urgency(self._slices[k].order, at, True), k, True))
 
-    def _latest(self, times: Mapping[str, float], each: Slice) -> float:
-        return max(times[name] for name in (*each.parameters, *each.replicated))
+    def _latest(self, times: Mapping[str, float], piece: Slice) -> float:
+        return max(times[name] for name in (*piece.parameters, *piece.replicated))
 
 
 def best_order(
@@ -148,9 +148,9 @@ def best_order(
 ) -> list[tuple[int, bool]]:
     """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
     gap = times.longest_gap() if times.needed else 0.0
-    found: list[tuple[float, int, list[tuple[int, bool]]]] = []
+    orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
         simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds)
         order = simulation.order()
-        found.append((simulation.stall_seconds(), len(found), order))
-    return min(found)[2]
+        orders.append((simulation.stall_seconds(), len(orders), order))
+    return min(orders)[2]

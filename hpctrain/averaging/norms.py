@@ -76,9 +76,9 @@ class JointNorms:
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine, groups: Sequence[FlatGroup]) -> None:
-        own = comm.split(0, comm.rank, f"{comm.name} norms")
-        assert own is not None
-        self._comm = own
+        norms_comm = comm.split(0, comm.rank, f"{comm.name} norms")
+        assert norms_comm is not None
+        self._comm = norms_comm
         self._progress = progress
         self._groups = tuple(groups)
         self._queue: PostingQueue | None = None

@@ -22,7 +22,7 @@ from hpctrain.optim.base import Norms
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What the updates of one step use. norms: None where the optimiser needs none; joint: where several groups share theirs."""
+    """The things that the updates of one step use. norms: None where the optimiser needs none. joint: of several groups."""
 
     lr: float
     norms: Norms | None

@@ -67,7 +67,7 @@ class ReduceScatterAverager(GradientAverager):
         super().__init__(setup)
         assert agreement.schedule is not None
         self.schedule = agreement.schedule
-        self._dependencies = dependencies(self.schedule)
+        self._posting = _posting(self.schedule)
         self._comm = agreement.streams[Stream.GRADIENTS]
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
         self._operations = OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch)
@@ -76,6 +76,8 @@ class ReduceScatterAverager(GradientAverager):
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
+        named = {EventKind.GRADIENT: self._names, EventKind.INPUTS: self._exchanging, EventKind.LAST_READ: self._names}
+        self._event_texts = {kind: {name: str(LocalEventKey(kind, name)) for name in names} for kind, names in named.items()}
         self._order, self._counts = order, [0] * setup.comm.size
         self._replan = replan
         self._clock = StepClock(self.progress)
@@ -95,29 +97,22 @@ class ReduceScatterAverager(GradientAverager):
         if counts is not None:
             self._counts = list(counts) if self._order is None else [counts[rank] for rank in self._order]
         self._previous, self._step = self._step, self._new_step(lr)
-        for operation, needs in zip(self.schedule.operations, self._dependencies, strict=True):
-            self._post(operation, needs, self._step)
+        for operation, needs, text in self._posting:
+            self._post(operation, needs, text, self._step)
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
-        events = {
-            kind: {name: LocalEvent(str(LocalEventKey(kind, name))) for name in names}
-            for kind, names in (
-                (EventKind.GRADIENT, self._names),
-                (EventKind.INPUTS, self._exchanging),
-                (EventKind.LAST_READ, self._names),
-            )
-        }
+        events = {kind: {name: LocalEvent(text) for name, text in texts.items()} for kind, texts in self._event_texts.items()}
         joint = None if self._joint is None else self._joint.begin_step(self._member)
         norms = self._norms if joint is None else joint.norms[self._member]
         return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member), events)
 
-    def _post(self, operation: Operation, needs: Dependencies, step: ReduceScatterStep) -> None:
+    def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
         after: list[Ticket] = [step.events[event.kind][event.parameter] for event in needs.events]
         after += [step.tickets[position] for position in needs.operations]
         if self._previous is not None:
             after += [self._previous.gathered[k] for k in needs.gathers_before]
         start = partial(self._operations.start, operation, step.update)
-        ticket = self._queues[operation.stream].post(start, self.schedule.text(operation), after)
+        ticket = self._queues[operation.stream].post(start, text, after)
         joint = step.update.joint
         if operation.kind is OperationKind.NORMS and joint is not None:
             ticket = joint.ticket  # this group's squares are only a part: what comes after needs those of all groups
@@ -204,7 +199,7 @@ class ReduceScatterAverager(GradientAverager):
         self.drain()
         self._replan = None
         self.schedule = self._comm.broadcast_object(replan(self.schedule, self._clock.times()))
-        self._dependencies = dependencies(self.schedule)
+        self._posting = _posting(self.schedule)
         for queue in self._queues.values():
             queue.window = self.schedule.window
 
@@ -216,3 +211,9 @@ class ReduceScatterAverager(GradientAverager):
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
         return self._operations.full_state(parameter.name, self.progress)
+
+
+def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
+    """Each operation, with what it comes after and its text: made once, as every step posts the same."""
+    operations = zip(schedule.operations, dependencies(schedule), strict=True)
+    return [(operation, needs, schedule.text(operation)) for operation, needs in operations]

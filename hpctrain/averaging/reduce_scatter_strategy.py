@@ -70,7 +70,7 @@ class ReduceScatterStrategy(Strategy):
         links = group.ranks if self._levels is None else self._levels.nodes
         self.exchanging = exchanging_layers(group.layout, links, chosen.fc_exchange, group.nominal_batch, group.micro_batches)
 
-    # -- what a strategy says ------------------------------------------------------------------------------------------------
+    # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def words(self) -> str:
@@ -86,13 +86,13 @@ class ReduceScatterStrategy(Strategy):
     @property
     @abstractmethod
     def urgency(self) -> Urgency:
-        """What the link sends first."""
+        """The key by which a link chooses among what it could send: the least goes first."""
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         """Most operations in flight on each stream; None: no limit."""
         return None
 
-    # -- what follows --------------------------------------------------------------------------------------------------------
+    # -- the plan --------------------------------------------------------------------------------------------------------------
 
     @property
     def levels(self) -> Levels | None:

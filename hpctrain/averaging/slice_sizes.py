@@ -45,7 +45,7 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
 
 
 def largest_bytes(bucket: int) -> int:
-    """Where to cut what is larger than a fused slice of `bucket` bytes."""
+    """The size above which a slice is cut, where fused ones have `bucket` bytes."""
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 

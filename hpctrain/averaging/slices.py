@@ -79,12 +79,12 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = ()) -> t
         pending: list[Segment] = []
         for segment in reversed(run):
             pending.insert(0, segment)
-            if sum(each.size for each in pending) >= least:
+            if sum(part.size for part in pending) >= least:
                 slices.append(_joined(pending))
                 pending = []
         if pending:
             slices.append(_joined(pending))
-    return tuple(sorted((each for each in slices if each.size), key=lambda each: each.start))
+    return tuple(sorted((piece for piece in slices if piece.size), key=lambda piece: piece.start))
 
 
 def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
@@ -95,13 +95,13 @@ def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice,
     """
     assert most >= 1
     pieces: list[Slice] = []
-    for each in slices:
-        if each.sufficient_factors or each.size <= most:
-            pieces.append(each)
+    for whole in slices:
+        if whole.sufficient_factors or whole.size <= most:
+            pieces.append(whole)
             continue
-        _check_count(each.name, -(-each.size // most))
-        for begin, end in even_intervals(each.size, -(-each.size // most)):
-            pieces.append(_piece(layout, each, each.start + begin, each.start + end))
+        _check_count(whole.name, -(-whole.size // most))
+        for begin, end in even_intervals(whole.size, -(-whole.size // most)):
+            pieces.append(_piece(layout, whole, whole.start + begin, whole.start + end))
     return tuple(pieces)
 
 
@@ -145,7 +145,8 @@ def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
     """Positions of all slices that exchange the same inputs and errors as slice k does, in order; itself, where it is no such."""
     if not slices[k].sufficient_factors:
         return (k,)
-    return tuple(i for i, each in enumerate(slices) if each.sufficient_factors and each.parameters == slices[k].parameters)
+    layer = slices[k].parameters
+    return tuple(i for i, piece in enumerate(slices) if piece.sufficient_factors and piece.parameters == layer)
 
 
 def _runs(layout: GroupLayout, leave_out: Collection[str]) -> Iterator[list[Segment]]:
@@ -181,5 +182,5 @@ def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
     """The group's parameters, and which exchange inputs and errors, in one short word."""
-    text = repr([(each.parameter, each.start, each.stop, each.parameter in exchanging) for each in layout.segments])
+    text = repr([(part.parameter, part.start, part.stop, part.parameter in exchanging) for part in layout.segments])
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"

@@ -22,12 +22,12 @@ def gather_state(
         segment: the whole parameter. slices: those that hold some of it, each shared out over the ranks.
     """
     whole = {name: np.empty_like(view, shape=(segment.size,)) for name, view in optimizer.state(segment.part(0, 0)).items()}
-    for each in slices:
-        parts = [segment.part(*each.part(rank, comm.size)) for rank in range(comm.size)]
-        counts = [part.size for part in parts]
-        begin = max(segment.start, each.start) - segment.start
+    for piece in slices:
+        owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
+        counts = [part.size for part in owned]
+        begin = max(segment.start, piece.start) - segment.start
         for name, target in whole.items():
-            mine = optimizer.state(parts[comm.rank])[name]
+            mine = optimizer.state(owned[comm.rank])[name]
             handle = comm.iallgather(mine, target[begin : begin + sum(counts)], counts)
             progress.wait_handle(handle, f"{name} of {segment.parameter}")
     return whole

@@ -106,4 +106,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        """What runs the agreed schedule on this rank. Called on all ranks, after they have agreed; may be collective."""
+        """Make the averager that runs the agreed schedule on this rank. Collective over the group, once its ranks agree."""

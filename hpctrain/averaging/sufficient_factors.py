@@ -39,15 +39,16 @@ class SufficientFactorExchange:
         self._group = group
         self._comm = comm
         self._outputs = slices[0].unit
-        self._inputs = sum(each.units for each in slices)
+        self._inputs = sum(piece.units for piece in slices)
         self._bias = [group.parameters[name] for name in slices[0].replicated]
         first = slices[0].start
         # Columns of the inputs (rows of the weight) that each rank owns, slice by slice; empty ones too.
-        spans = [[each.part(rank, comm.size) for each in slices] for rank in range(comm.size)]
+        spans = [[piece.part(rank, comm.size) for piece in slices] for rank in range(comm.size)]
         self._spans = [
             [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in of_rank] for of_rank in spans
         ]
         self._columns = [sum(high - low for low, high in of_rank) for of_rank in self._spans]
+        # A slice's product takes some of this rank's columns: those of the slices before it lie in front.
         widths = [high - low for low, high in self._spans[comm.rank]]
         self._packed_columns = [(sum(widths[:piece]), sum(widths[: piece + 1])) for piece in range(len(slices))]
         self._own_gradients = [group.grad[begin:end].reshape(-1, self._outputs) for begin, end in spans[comm.rank]]
@@ -57,7 +58,7 @@ class SufficientFactorExchange:
         self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def _buffers(self) -> tuple[Array, Array, Array]:
-        """Of this rank's inputs, packed; of its columns of everyone's inputs; of everyone's errors."""
+        """New ones: for this rank's inputs, packed; for its columns of everyone's inputs; for everyone's errors."""
         batch, mine = self._capacity
         sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
         packed, columns, errors = (np.empty_like(self._group.grad, shape=(size,)) for size in sizes)

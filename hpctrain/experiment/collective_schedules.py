@@ -84,13 +84,13 @@ def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], 
 
 def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, object]:
     """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective."""
-    own = {
+    texts_here = {
         _key(group, session.grid.row): averager.schedule.to_json()
         for group, averager in parts.replica.averagers.items()
         if averager.schedule is not None
     }
-    every = [own] if session.grid.rows == 1 else session.grid.along(GridAxis.SPLIT).allgather_object(own)
-    texts = {key: text for each in every for key, text in each.items()}
+    gathered = [texts_here] if session.grid.rows == 1 else session.grid.along(GridAxis.SPLIT).allgather_object(texts_here)
+    texts = {key: text for texts_of_rank in gathered for key, text in texts_of_rank.items()}
     if session.is_root:
         for key, text in texts.items():
             directory.write_schedule(key, text)
@@ -115,9 +115,9 @@ def of_run(source: str) -> dict[str, CollectiveSchedule]:
     """
     path = Path(source)
     if path.is_file():
-        found = _of_checkpoint(checkpoint.read(path))
+        schedules = _of_checkpoint(checkpoint.read(path))
     else:
-        found = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
-    if not found:
+        schedules = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
+    if not schedules:
         raise CheckpointError(f"{source} holds no schedule: its averager has none, or it ended before its first step.")
-    return found
+    return schedules

@@ -87,9 +87,9 @@ class GroupSchedule:
         return self._by_rank(part.counts(self.ranks))
 
     def _by_rank(self, by_place: Sequence[int]) -> tuple[int, ...]:
-        """What the schedule counts in `order`, in the ranks' own."""
-        found = dict(zip(self.order or range(self.ranks), by_place, strict=True))
-        return tuple(found[rank] for rank in range(self.ranks))
+        """Numbers that the schedule counts in `order`, in the ranks' own order."""
+        numbers = dict(zip(self.order or range(self.ranks), by_place, strict=True))
+        return tuple(numbers[rank] for rank in range(self.ranks))
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
@@ -174,7 +174,7 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
 
 
 def description(task: PlannedRun) -> PlanReport:
-    """Who owns what, what moves, what it takes of memory."""
+    """The owners of everything, the bytes that move and the memory that it takes."""
     shapes = {name: spec.shape for name, spec in task.specs.items()}
     return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
 
@@ -186,7 +186,7 @@ def micro_counts(task: PlannedRun) -> tuple[int, ...]:
 
 
 def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
-    """What each averager would post in its first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+    """The schedule of each averager's first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
 
     Raises:
         ConfigError: an averager that a run would refuse.
@@ -244,11 +244,11 @@ def averaging_bytes(task: PlannedRun, schedules: Sequence[GroupSchedule]) -> tup
     item_bytes = np.dtype(task.config.dtype).itemsize
     rows = task.plan.rows
     total = [0] * len(task.counts)
-    for each in schedules:
+    for schedule in schedules:
         for position in range(len(total)):
             row, col = position % rows, position // rows
-            if row in each.rows:
-                total[position] += item_bytes * each.exchanged[position if each.group == ALL else col]
+            if row in schedule.rows:
+                total[position] += item_bytes * schedule.exchanged[position if schedule.group == ALL else col]
     return tuple(total)
 
 

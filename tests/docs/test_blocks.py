@@ -67,6 +67,7 @@ TEXTS = {
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
+    ("docs/averaging.md", "network and step           averager"): "a picture of a step",
 }
 
 

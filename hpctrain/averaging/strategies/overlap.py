@@ -8,7 +8,11 @@ from hpctrain.comm.link import LinkModel
 
 
 class Overlap(AllreduceStrategy):
-    """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer."""
+    """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer.
+
+    It is there to be compared with: `bucketed` sends the same in fewer messages. Most parameters of a network with batch norm
+    hold a few hundred numbers, and each message costs its latency and several polls on either side.
+    """
 
     cuts_large = False
 
