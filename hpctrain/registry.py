@@ -156,14 +156,14 @@ class Registry(Generic[T]):
 
 
 def check_options(
-    entry: Callable[..., Any], what: str, options: Mapping[str, Any], reserved: Collection[str] = ()
+    entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str] = ()
 ) -> dict[str, Any]:
     """The keywords of `entry` that give it these options, each converted to its annotated type (1 for a float becomes 1.0).
 
     They are the options themselves, or, where `entry` has `Options`, the one keyword `options`.
 
     Args:
-        entry: a class or a function. what: its name in messages, such as 'optimiser "sgd"'.
+        entry: a class or a function. label: its name in messages, such as 'optimiser "sgd"'.
         reserved: keywords that the program gives itself.
 
     Raises:
@@ -171,9 +171,9 @@ def check_options(
     """
     taker = options_of(entry)
     if taker is entry:
-        return _converted_options(entry, what, options, reserved)
+        return _converted_options(entry, label, options, reserved)
     given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(taker))
-    return {"options": taker(**_converted_options(taker, what, options, {*given, *reserved}))}
+    return {"options": taker(**_converted_options(taker, label, options, {*given, *reserved}))}
 
 
 def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _converted_options(
-    entry: Callable[..., Any], what: str, options: Mapping[str, Any], reserved: Collection[str]
+    entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str]
 ) -> dict[str, Any]:
     """The options as keywords of `entry`, by its signature."""
     parameters = parameters_of(entry)
@@ -191,14 +191,14 @@ def _converted_options(
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
     for key in options:
         if key in reserved:
-            raise OptionError(f'Option "{key}" of {what} is set by the program; remove it.', key)
+            raise OptionError(f'Option "{key}" of {label} is set by the program; remove it.', key)
         if key not in parameters and not open_ended:
-            raise OptionError(f'{_capital(what)} has no option "{key}"; {choices(key, known)}.', key)
+            raise OptionError(f'{_capital(label)} has no option "{key}"; {choices(key, known)}.', key)
     for key in known:
         if key not in options and parameters[key].default is inspect.Parameter.empty:
-            raise OptionError(f'{_capital(what)} needs the option "{key}".', key)
+            raise OptionError(f'{_capital(label)} needs the option "{key}".', key)
     return {
-        key: _converted(value, parameters[key].annotation, f'Option "{key}" of {what}', key) if key in parameters else value
+        key: _converted(value, parameters[key].annotation, f'Option "{key}" of {label}', key) if key in parameters else value
         for key, value in options.items()
     }
 
@@ -224,7 +224,7 @@ def _types(entry: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
+def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
     try:
@@ -236,7 +236,7 @@ def _converted(value: Any, annotation: Any, what: str, key: str) -> Any:
         return value
     except ValidationError as error:
         reasons = joined(rule(item) for item in error.errors(include_url=False))
-        raise OptionError(f"{what} is {json.dumps(value)}, but {reasons}.", key) from None
+        raise OptionError(f"{label} is {json.dumps(value)}, but {reasons}.", key) from None
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:

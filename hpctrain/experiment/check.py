@@ -30,9 +30,9 @@ def check_names(config: Config, source: Source) -> None:
     Raises:
         ConfigError: one sentence for each fault, each with its place.
     """
-    found = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
-    if found:
-        raise ConfigError("\n".join(found))
+    faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def refusal(path: KeyPath, name: str) -> str | None:

@@ -13,7 +13,7 @@ def model_options(config: Config, classes: int, image_shape: tuple[int, int, int
 
     classes, image_shape: of the data, (H, W, C).
     """
-    found = {
+    following = {
         "classes": classes,
         "channels_in": image_shape[2],
         "seed": config.seed,
@@ -22,4 +22,4 @@ def model_options(config: Config, classes: int, image_shape: tuple[int, int, int
         "synchronised": config.batch_norm.statistics == "synchronised",
     }
     accepted = catalogue.options(config.model.name)
-    return {name: value for name, value in found.items() if name in accepted} | config.model.options
+    return {name: value for name, value in following.items() if name in accepted} | config.model.options

@@ -30,8 +30,7 @@ class Norms:
         for segment in segments:
             row = self.squares[self.index[segment.parameter]]
             for column, flat in enumerate((group.data, group.grad)):
-                part = flat[segment.start : segment.stop]
-                row[column] += square_sum(part)
+                row[column] += square_sum(flat[segment.start : segment.stop])
 
     def global_gradient(self) -> float:
         """|g| over all parameters."""
@@ -41,13 +40,13 @@ class Norms:
 _BLOCK = 1 << 16
 
 
-def square_sum(part: np.ndarray) -> float:
+def square_sum(values: np.ndarray) -> float:
     """Sum of squares of a 1-D array, in float64, without a float64 copy of the whole."""
-    if part.dtype == np.float64:
-        return float(np.dot(part, part))
+    if values.dtype == np.float64:
+        return float(np.dot(values, values))
     total = 0.0
-    for start in range(0, part.size, _BLOCK):
-        block = part[start : start + _BLOCK].astype(np.float64)
+    for start in range(0, values.size, _BLOCK):
+        block = values[start : start + _BLOCK].astype(np.float64)
         total += float(np.dot(block, block))
     return total
 

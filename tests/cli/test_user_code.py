@@ -355,3 +355,19 @@ def test_an_installed_package_offers_names(folder: Path, kind: str) -> None:
     value = "[fine]" if kind in ("augmentations", "reporters") else "fine"
     _command("config", "check", "mine/own.yaml", f"{key}={value}")
     assert "own_code" in sys.modules
+
+
+def test_an_installed_package_trains_on_two_ranks(job: Job, folder: Path) -> None:
+    """Its names, alone in the configuration; its code is found on the import path of each rank."""
+    (folder / "site").mkdir()
+    (folder / "mine" / "own_code.py").rename(folder / "site" / "own_code.py")
+    names = {"model": "own_model", "optimizer": "own_steps", "averager": "own_average"}
+    for kind, name in names.items():
+        offer(folder / "site", f"package-{kind}", f"hpctrain.{kind}s", f"{name} = own_code:{GROUPS[f'{kind}s'][1]}")
+    plain = ["schedule=constant", "data.augment=[flip]", "metrics.reporters=[]", "model.name=own_model"]
+    command = ["-m", "hpctrain", "train", "mine/own.yaml", *plain, "optimizer.name=own_steps", "averager=own_average"]
+    outcome = job(2, command, cwd=folder, env={"PYTHONPATH": str(folder / "site")})
+    assert outcome.code == 0, outcome.output
+    versions = json.loads((_run(folder).path / "versions.json").read_text())
+    assert versions["own_code:SignDescent"].startswith("own_code.py sha256 ")
+    assert yaml.safe_load(_run(folder).config())["optimizer"]["name"] == "own_steps"
