@@ -21,7 +21,6 @@ MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_A_MODULE = 400
 ONLY_IMPORTER_OF_MPI4PY = "hpctrain.comm.mpi"
 
-LARGE_CLASSES: set[str] = set()
 CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.backend.kernels.base.Operator",
     "hpctrain.backend.kernels.numpy.adaptive_pool.NumpyAdaptiveAveragePool",
@@ -48,7 +47,6 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.parallel.redistribute.ReduceScatterOperator",
     "hpctrain.train.metrics.Rate",
 }
-SHARED_CLASS_NAMES: set[str] = set()
 MODULES_WITHOUT_A_TEST = {
     "hpctrain.__main__",
     "hpctrain.averaging.allreduce_averager",
@@ -79,11 +77,7 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.backend.kernels.onednn.tiles",
     "hpctrain.backend.kernels.specs",
     "hpctrain.bench.engine",
-    "hpctrain.bench.engine_step",
-    "hpctrain.bench.torch_peer",
     "hpctrain.cli.bench",
-    "hpctrain.cli.bench_scaling",
-    "hpctrain.cli.loading",
     "hpctrain.cli.plan_tables",
     "hpctrain.comm.base",
     "hpctrain.comm.mpi",
@@ -105,8 +99,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.experiment.run",
     "hpctrain.experiment.session",
     "hpctrain.experiment.trace_report",
-    "hpctrain.launch.exit_codes",
-    "hpctrain.log",
     "hpctrain.nn.compile.compiler",
     "hpctrain.nn.compile.plan",
     "hpctrain.nn.compile.plan_facts",
@@ -124,8 +116,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.optim.schedules.cosine",
     "hpctrain.optim.schedules.polynomial",
     "hpctrain.optim.schedules.step",
-    "hpctrain.rules",
-    "hpctrain.testing.models",
     "hpctrain.testing.operators",
     "hpctrain.train.shards",
     "hpctrain.train.trainer",
@@ -173,8 +163,8 @@ def check_exceptions(breaking: Iterable[str], known: set[str], rule: str) -> Non
 
 
 def test_no_class_has_too_many_methods() -> None:
-    large = (name for name, node in classes() if sum(isinstance(item, ast.FunctionDef) for item in node.body) > MOST_METHODS)
-    check_exceptions(large, LARGE_CLASSES, f"a class has {MOST_METHODS} methods at most")
+    large = [name for name, node in classes() if sum(isinstance(item, ast.FunctionDef) for item in node.body) > MOST_METHODS]
+    assert not large
 
 
 def _assigned(function: ast.FunctionDef) -> set[str]:
@@ -277,8 +267,8 @@ def test_names_of_public_classes_are_unique() -> None:
     for name, node in classes():
         if not node.name.startswith("_"):
             owners[node.name].append(name)
-    shared = (word for word, names in owners.items() if len(names) > 1)
-    check_exceptions(shared, SHARED_CLASS_NAMES, "a class has a name of its own")
+    shared = {word: names for word, names in owners.items() if len(names) > 1}
+    assert not shared
 
 
 def test_every_module_has_a_test_of_its_name() -> None:
