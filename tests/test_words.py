@@ -15,6 +15,7 @@ IDS = [str(path.relative_to(ROOT / "hpctrain")) for path in SOURCES]
 
 #: modules and packages that speak of rows and columns -> of what
 OF_ARRAYS = {
+    "api.py": "the arguments rows and cols, named as the keys",
     "averaging/slices.py": "of a weight",
     "averaging/sufficient_factors.py": "of a weight, of inputs and errors",
     "backend/": "of images and matrices",
@@ -111,6 +112,14 @@ def test_no_group_of_ranks_is_a_row_or_column(path: Path) -> None:
     for line, text in texts(path):
         match = OF_RANKS.search(text)
         assert match is None, f"{path}, line {line}: {match[0]!r}; say split group (Pr ranks) or data group (Pc ranks)"
+
+
+def test_no_page_test_or_benchmark_calls_a_group_of_ranks_so() -> None:
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    programs = [path for top in ("tests", "benchmarks") for path in sorted((ROOT / top).rglob("*.py")) if path != Path(__file__)]
+    for path in (*pages, *programs):
+        match = OF_RANKS.search(re.sub(r"\s*\n(?!\n)\s*", " ", path.read_text(encoding="utf-8")))
+        assert match is None, f"{path}: {match[0]!r}; say split group (Pr ranks) or data group (Pc ranks)"
 
 
 def test_every_exception_is_needed() -> None:

@@ -69,7 +69,7 @@ def _undivided() -> Result:
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", "bucketed", "sharded", "sharded, exchange", "priority"])
 def test_split_layers_clip_and_scale_as_whole_ones_do(strategy: str, grid: tuple[int, int]) -> None:
-    """Blocks of the second convolution and of the first linear layer lie in the rows of a grid; all else is on every rank."""
+    """Blocks of the second convolution and of the first linear layer lie on a split group; all else is on every rank."""
     plan = ParallelPlan(*grid, Parallelism.BATCH, {"conv2": Parallelism.MODEL, "fc1": Parallelism.MODEL})
     for result in _together(replace(SPLIT, plan=plan), strategy, grid[0] * grid[1]):
         assert distance(result.parameters, _undivided().parameters) < 1e-10

@@ -1,4 +1,4 @@
-"""Words handed to the ROW communicator: counted, by the boxes' arithmetic, and by closed formulas, all equal in integers."""
+"""Words handed to the split group's communicator: counted, by boxes, and by closed formulas, all equal in integers."""
 
 import itertools
 from collections.abc import Sequence

@@ -84,7 +84,7 @@ def examples() -> tuple[Example, ...]:
 
 
 def table(example: Example) -> Iterator[str]:
-    """Lines of Markdown: what moves anything, in words by the ranks of the first column; batch statistics in one line."""
+    """Lines of Markdown: what moves anything, in words by the ranks of the first split group; batch statistics in one line."""
     found, rows = example.report_plan(), example.plan.rows
     yield "| before, or in | what | halo rows | words forward | words backward |"
     yield "|---|---|---|---|---|"

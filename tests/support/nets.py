@@ -36,7 +36,7 @@ def plain(classes: int = 5, *, dropout: float = 0.0) -> Layer:
 
 
 def narrow(classes: int = 2) -> Layer:
-    """Two features in each layer: three rows of a grid leave one without any. For images of 3 channels."""
+    """Two features in each layer: a split group of three leaves one rank without any. For images of 3 channels."""
     return Sequential(
         {
             "conv": Conv2d(3, 2, 3, padding=1),
