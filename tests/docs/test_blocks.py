@@ -424,29 +424,3 @@ def test_commands_in_comments_exist(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def _below(command: click.Command) -> Iterator[click.Command]:
     return leaves(command) if isinstance(command, click.Group) else iter(())
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-        assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
-
-
-_FILES = [
-    str(path.relative_to(ROOT))
-    for top in ("hpctrain", "tests", "benchmarks", "configs", "jobs")
-    for path in (ROOT / top).rglob("*.*")
-]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_named_files_exist(page: str) -> None:
-    """`comm/grid.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for name in re.findall(r"`([\w/]+\.py)`", text):
-        known = name in how_tos.files(page) or any(f"/{path}".endswith(f"/{name}") for path in _FILES)
-        assert known, f"{page} names {name}, which is no file of the repository"
-    for name in re.findall(r"`(\w[\w/]*/)`", text):
-        there = (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name == "runs/"  # which a run makes
-        assert there, f"{page} names the folder {name}"

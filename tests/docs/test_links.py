@@ -1,0 +1,40 @@
+"""Links of the pages lead somewhere, and files and folders that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import how_tos
+
+ROOT = Path(__file__).parents[2]
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
+PAGES = [str(path.relative_to(ROOT)) for path in FILES]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+_FILES = [
+    str(path.relative_to(ROOT))
+    for top in ("hpctrain", "tests", "benchmarks", "configs", "jobs")
+    for path in (ROOT / top).rglob("*.*")
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    """`comm/grid.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        known = name in how_tos.files(page) or any(f"/{path}".endswith(f"/{name}") for path in _FILES)
+        assert known, f"{page} names {name}, which is no file of the repository"
+    for name in re.findall(r"`(\w[\w/]*/)`", text):
+        there = (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name == "runs/"  # which a run makes
+        assert there, f"{page} names the folder {name}"
