@@ -73,7 +73,7 @@ def options(name: str) -> dict[str, object]:
     """
     known = entry(name)
     defaults = {option: parameter.default for option, parameter in parameters_of(known.builder).items()}
-    return {**defaults, **_placeholders(known.builder), **known.fixed}
+    return {**defaults, **_placeholders(known), **known.fixed}
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
@@ -99,7 +99,7 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
             name fixes otherwise.
     """
     known = entry(name)
-    converted = check_options(known.builder, f'model "{name}"', {**_placeholders(known.builder), **given})
+    converted = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **given})
     for option, value in known.fixed.items():
         if converted.get(option, value) != value:
             raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
@@ -120,10 +120,15 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     return model
 
 
-def _placeholders(builder: Callable[..., Layer]) -> dict[str, object]:
+def _placeholders(known: Entry) -> dict[str, object]:
     """Values for the options that follow from the rest of a configuration and have no default."""
-    needed = (option for option, parameter in parameters_of(builder).items() if parameter.default is inspect.Parameter.empty)
-    return {option: _PLACEHOLDERS[option] for option in needed if option in _PLACEHOLDERS}
+    values = _PLACEHOLDERS if known.image_shape is None else {**_PLACEHOLDERS, "channels_in": known.image_shape[2]}
+    parameters = parameters_of(known.builder)
+    return {
+        option: values[option]
+        for option in values
+        if option in parameters and parameters[option].default is parameters[option].empty
+    }
 
 
 def _entries() -> Mapping[str, Entry]:

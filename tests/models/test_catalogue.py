@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -97,3 +99,22 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(name: str, options: dic
 
 def test_an_option_that_repeats_what_the_name_says_is_accepted() -> None:
     assert catalogue.check("vgg16", {"depth": 16})["depth"] == 16
+
+
+@pytest.mark.parametrize(("line", "channels"), [("IMAGE_SHAPE = (9, 8, 1)", 1), ("", 3)])
+def test_a_users_model_is_built_for_its_images_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, channels: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one_layer.py").write_text(
+        f"{line}\nfrom hpctrain.nn.layers.conv2d import Conv2d\n"
+        "def layer(classes: int, channels_in: int, seed: int = 5): return Conv2d(channels_in, classes, 3)\n"
+    )
+    name = "one_layer.py:layer"
+    assert catalogue.check(name, {}) == {"classes": 10, "channels_in": channels, "seed": 5}
+    assert catalogue.check(name, {"classes": 4, "channels_in": 2}) == {"classes": 4, "channels_in": 2, "seed": 5}
+    if line:
+        assert catalogue.image_shape(name) == (9, 8, 1)
+    else:
+        with pytest.raises(ConfigError, match="does not say for which images it is meant; add a line such as IMAGE_SHAPE"):
+            catalogue.image_shape(name)
