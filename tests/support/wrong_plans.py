@@ -45,7 +45,7 @@ def lowered(model: Layer, shape: tuple[int, int, int], samples: int = 3) -> Grap
 
 
 def split(model: Layer, shape: tuple[int, int, int], *, overlapped: bool = False) -> Graph:
-    """What the first of two ranks computes of the model on images that are split by rows."""
+    """The graph that the first of two ranks computes of the model on images that are split by rows."""
     names = frozenset(name for name, _ in model.walk()) if overlapped else frozenset()
     plan = ParallelPlan(2, 1, Parallelism.DOMAIN, overlapped=names)
     group = SplitGroup(SingleCommunicator(), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
@@ -298,7 +298,7 @@ def _forward_swapped(plan: ExecutionPlan, chance: random.Random) -> ExecutionPla
 
 
 def _ends_behind_its_reader(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
-    """What began early ends after the step that reads it."""
+    """An operation that began early ends after the step that reads it."""
     times = _positions(plan.forward, lambda action, k: action is Action.FORWARD and plan.steps[k].operator.begins_early)
     time = chance.choice([t for t in times if plan.memory[plan.forward[t][1]].output.size_bytes])
     output = plan.steps[plan.forward[time][1]].output
