@@ -1,0 +1,138 @@
+"""One rank's copy of a model: the same parameters for every split, programs from a small cache over one arena."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.base import Array
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.boxes import even_intervals
+from hpctrain.errors import ShapeError
+from hpctrain.nn.distribution import Shard, Undistributed
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.network import ALL, MODEL, Network, local_spec
+from hpctrain.nn.parameter import ParameterSpec
+from tests.support import nets
+
+IMAGE = (9, 7, 3)
+
+
+class HoldsShards(Undistributed):
+    """A rank that holds some shards; its graph is never run."""
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._shards = shards
+
+    def shard(self, name: str) -> Shard | None:
+        return self._shards.get(name)
+
+
+def network(**options: object) -> Network:
+    return Network(nets.plain(), IMAGE, NumpyKernelSet(), **options)  # type: ignore[arg-type]
+
+
+def test_values_follow_from_seed_and_name() -> None:
+    first, again, other = network(seed=3), network(seed=3), network(seed=4)
+    for name, parameter in first.parameters.items():
+        assert np.array_equal(parameter.data, again.parameters[name].data)
+    assert not np.array_equal(first.parameters["conv1.weight"].data, other.parameters["conv1.weight"].data)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_shards_have_the_values_of_the_whole(ranks: int) -> None:
+    whole = network().parameters["fc1.weight"].data
+    parts = []
+    for interval in even_intervals(whole.shape[1], ranks):
+        part = network(distribution=HoldsShards({"fc1.weight": Shard(1, interval)}))
+        assert list(part.groups[MODEL].parameters) == ["fc1.weight"]
+        assert "fc1.weight" not in part.groups[ALL].parameters
+        assert part.parameter_specs["fc1.weight"].shape == whole.shape
+        parts.append(part.parameters["fc1.weight"].data)
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (4, 2, 6)), (-1, (4, 5, 2))])
+def test_the_declaration_of_a_shard(dim: int, shape: tuple[int, ...]) -> None:
+    spec = ParameterSpec((4, 5, 6), "zeros")
+    assert local_spec(spec, Shard(dim, (1, 3))).shape == shape
+    assert local_spec(spec, None) is spec
+
+
+def test_programs_are_made_once_and_the_oldest_are_let_go() -> None:
+    subject = network()
+    first = subject.program(1, training=False)
+    assert subject.program((1,), training=False) is first
+    assert subject.program(1, training=True) is not first
+    for batch in range(2, 8):
+        subject.program(batch, training=False)
+        assert subject.program(1, training=False) is first  # used again, so not the oldest
+    for batch in range(8, 17):
+        subject.program(batch, training=False)
+    assert subject.program(1, training=False) is not first
+
+
+def test_all_programs_share_one_arena_of_the_largest_size() -> None:
+    class Kernels(NumpyKernelSet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: list[int] = []
+
+        def allocate(self, size_bytes: int) -> Array:
+            self.sizes.append(size_bytes)
+            return super().allocate(size_bytes)
+
+    kernels = Kernels()
+    subject = Network(nets.plain(), IMAGE, kernels)
+    subject.program(6, training=True)
+    kernels.sizes.clear()
+    for batch in (5, 1, 6):
+        subject.program(batch, training=True)
+    assert not [size for size in kernels.sizes if size >= subject.program(1, training=True).activation_bytes]
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Sequential({"conv": Conv2d(3, 4, 3)}), r"must have shape \(N, classes\), not \(1, 7, 5, 4\)"),
+        (Sequential({"fc": Linear(9 * 7 * 3, 4)}), "fc"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(model: Layer, sentence: str) -> None:
+    with pytest.raises(ShapeError, match=sentence):
+        Network(model, IMAGE, NumpyKernelSet())
+
+
+def test_a_parameter_that_no_operation_uses_is_refused() -> None:
+    class Forgetful(Layer):
+        def parameters(self) -> Mapping[str, ParameterSpec]:
+            return {"weight": ParameterSpec((3,), "zeros")}
+
+        def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
+            return x
+
+    model = Sequential({"forgetful": Forgetful(), "plain": nets.plain()})
+    with pytest.raises(ShapeError, match=r"forgetful\.weight is used by 0 operations; each must be used by exactly one"):
+        Network(model, IMAGE, NumpyKernelSet())
+
+
+def test_the_distribution_makes_the_graph_of_a_program() -> None:
+    class First(Undistributed):
+        """The first rank of two, with its own samples alone."""
+
+        def __init__(self) -> None:
+            self.asked: list[tuple[int, tuple[int, ...]]] = []
+
+        def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+            self.asked.append((graph.tensors[0].shape[0], tuple(counts)))
+            builder = GraphBuilder(graph.tensors[0].__class__((counts[0], *IMAGE), "float32"))
+            return builder.build(nets.plain().lower(builder, 0, ""))
+
+    distribution = First()
+    program = network(distribution=distribution).program((3, 2), training=True)
+    assert distribution.asked == [(5, (3, 2))]
+    assert program.x.shape == (3, *IMAGE)
