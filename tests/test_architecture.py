@@ -52,7 +52,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.averaging.allreduce_averager",
     "hpctrain.averaging.base",
     "hpctrain.averaging.local_event",
-    "hpctrain.averaging.owner_operations",
     "hpctrain.averaging.reduce_scatter_averager",
     "hpctrain.averaging.strategies.bucketed",
     "hpctrain.averaging.strategies.overlap",

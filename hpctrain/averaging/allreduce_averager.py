@@ -68,7 +68,6 @@ class AllreduceAverager(GradientAverager):
         self._queue = self.progress.queue(self._comm)
         self._cuts_large = cuts_large
         self.optimizer.bind(self.group, self.group.segments)
-        self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         self._event_texts = {name: str(LocalEventKey(EventKind.GRADIENT, name)) for name in self._names}
         operations = zip(self.schedule.operations, dependencies(self.schedule), strict=True)

@@ -23,7 +23,7 @@ from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
-from hpctrain.optim.base import Optimizer
+from hpctrain.optim.base import Norms, Optimizer
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class GradientAverager(ABC):
         self.progress = setup.progress
         self._joint = setup.norms if setup.optimizer.needs_norms else None
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
+        #: of this group alone, where it has all parameters of the network
+        self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:

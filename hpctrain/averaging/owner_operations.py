@@ -11,7 +11,6 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.norms import JointStep
 from hpctrain.averaging.slices import layer_slices
-from hpctrain.averaging.state import gather_state
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
@@ -141,9 +140,18 @@ class OwnerOperations:
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
-        """The optimiser's state of one whole parameter, gathered from its owners. Collective; while nothing is queued."""
-        segment = self._group.segment(name)
+        """The optimiser's state of one whole parameter, 1-D, by name, from its owners. Collective; while nothing is queued."""
+        segment, optimizer, comm = self._group.segment(name), self._optimizer, self._comm
         if any(segment in segments for segments in self._replicated):
-            return self._optimizer.state(segment)
-        slices = [self._schedule.slices[k] for k in self.touching[name]]
-        return gather_state(self._optimizer, segment, slices, self._comm, progress)
+            return optimizer.state(segment)
+        empty = optimizer.state(segment.part(0, 0))  # for the names and types of the states
+        whole = {key: np.empty_like(view, shape=(segment.size,)) for key, view in empty.items()}
+        for piece in (self._schedule.slices[k] for k in self.touching[name]):
+            owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
+            counts = [part.size for part in owned]
+            begin = max(segment.start, piece.start) - segment.start
+            for key, target in whole.items():
+                part = optimizer.state(owned[comm.rank])[key]
+                handle = comm.iallgather(part, target[begin : begin + sum(counts)], counts)
+                progress.wait_handle(handle, f"{key} of {name}")
+        return whole

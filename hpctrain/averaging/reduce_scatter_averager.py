@@ -24,7 +24,6 @@ from hpctrain.averaging.step_clock import StepClock
 from hpctrain.comm.base import Array
 from hpctrain.comm.progress import Ticket
 from hpctrain.nn.parameter import Parameter, Segment
-from hpctrain.optim.base import Norms
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
@@ -72,7 +71,6 @@ class ReduceScatterAverager(GradientAverager):
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
         self._operations = OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch)
         self.optimizer.bind(self.group, self._operations.owned)
-        self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)

@@ -10,39 +10,26 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times, Urgency, best_order
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
-from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
+from hpctrain.averaging.sufficient_factors import exchanging_layers
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
 
 
-class ReduceScatterOptions(Protocol):
-    """The options that every strategy of this kind has, beside its own."""
-
-    @property
-    def fc_exchange(self) -> FcExchange: ...
-    @property
-    def sizes(self) -> Sizes: ...
-    @property
-    def two_level(self) -> bool: ...
-    @property
-    def replan(self) -> bool: ...
-
-
 class ReduceScatterStrategy(Strategy):
     """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
 
-    A strategy gives `words`, `slice_elements` and `urgency`, and may choose `streams` and a window.
+    A strategy gives `words`, `slice_elements` and `urgency`, and may choose `streams` and a window. Beside its own, its options
+    have `fc_exchange`, `sizes`, `two_level` and `replan`, as those of `Sharded` do.
 
     Attributes:
         streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
@@ -54,11 +41,10 @@ class ReduceScatterStrategy(Strategy):
 
     adds_norms = True
     streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS, Stream.PARAMETERS)
-    options: Any  # ReduceScatterOptions; a subclass says which ones
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         super().__init__(group, options)
-        chosen: ReduceScatterOptions = self.options
+        chosen = self.options
         if chosen.fc_exchange == "always" and group.micro_batches > 1:
             raise OptionError(
                 f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "

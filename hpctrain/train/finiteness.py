@@ -14,7 +14,6 @@ from enum import IntEnum
 from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.backend.kernels.base import Array
 from hpctrain.comm.raise_on_all_ranks import on_ranks
 from hpctrain.errors import DivergedError
 from hpctrain.nn.finite import all_finite
@@ -67,7 +66,12 @@ class Finiteness:
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
         self._network, self._averagers, self._rank = network, averagers, rank
-        self._owned: list[Array] | None = None
+        self._owned = [
+            averager.group.data[start:stop]
+            for averager in averagers.values()
+            for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
+            if start < stop
+        ]
         self._finding: Finding | None = None
         layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
@@ -115,13 +119,6 @@ class Finiteness:
         return DivergedError(f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}")
 
     def _parameters_are_finite(self) -> bool:
-        if self._owned is None:  # who updates which part is agreed on after this is made
-            self._owned = [
-                averager.group.data[start:stop]
-                for averager in self._averagers.values()
-                for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
-                if start < stop
-            ]
         return all(map(all_finite, self._owned))
 
     def _faults(self, held: Held) -> list[LayerFault]:

@@ -8,7 +8,6 @@ from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.norms import JointStep, fill_share
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.nn.parameter import Parameter
-from hpctrain.optim.base import Norms
 
 
 class BlockingAverager(GradientAverager):
@@ -25,7 +24,6 @@ class BlockingAverager(GradientAverager):
         super().__init__(setup)
         self.optimizer.bind(self.group, self.group.segments)
         self._queue = self.progress.queue(self.comm)
-        self._norms = Norms(self.group) if self.optimizer.needs_norms and self._joint is None else None
         self._names = tuple(self.group.parameters)
         self._step: JointStep | None = None
         self._unfinished: JointStep | None = None
