@@ -12,10 +12,8 @@ as have our kernel sets. Peers that are 25 % behind the best one after three rou
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,7 @@ from typing import Any
 
 from benchmarks.engine_report import report
 from hpctrain.bench.interleaved import Rounds, Series, interleave, ours, peer, with_threads
-
-_PACKAGES = ("numpy", "onednn-cpu-gomp")
+from hpctrain.bench.machine import machine
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,6 @@ def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, An
 def as_dict(series: Series) -> dict[str, Any]:
     """For JSON: all turns, nothing summed up."""
     return asdict(series)
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the software of a measurement."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    facts: dict[str, Any] = {"cpu": model, "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-    facts["system"] = platform.platform()
-    return facts | found
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

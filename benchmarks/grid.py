@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import Lab, take_down_at_termination
-from benchmarks.overlap import jobs, machine
+from benchmarks.overlap import jobs
 from benchmarks.pairs import Interval, interval, paired, ratio
 from benchmarks.shapes import SHAPES, Shape
+from hpctrain.bench.machine import machine
 from tests.support.jobs import find_mpiexec
 
 _ROOT = Path(__file__).resolve().parent.parent

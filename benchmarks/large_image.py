@@ -25,6 +25,7 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
+from hpctrain.bench.machine import resident_bytes
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -54,12 +55,6 @@ def model() -> Layer:
     return Sequential(
         {"features": features, "avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(512, _CLASSES)}
     )
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -29,6 +27,7 @@ from typing import Any
 from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
+from hpctrain.bench.machine import machine
 from hpctrain.experiment.averager import AVERAGERS
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -49,7 +48,6 @@ _SEVERAL_ON_A_HOST = ("sharded-one-level",)
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter
-_PACKAGES = ("numpy", "mpi4py", "mpich", "onednn-cpu-gomp")
 
 
 class JobError(RuntimeError):
@@ -166,24 +164,6 @@ def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> t
     }
     path.write_text(json.dumps(values))
     return path, out
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the software that the figures were measured with."""
-    model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "processor": model[0] if model else platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": versions,
-        "load": os.getloadavg()[0],
-        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-    }
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -45,7 +45,6 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.backend.kernels.onednn.winograd._Winograd",
     "hpctrain.parallel.redistribute.RedistributeOperator",
     "hpctrain.parallel.redistribute.ReduceScatterOperator",
-    "hpctrain.train.metrics.Rate",
 }
 MODULES_WITHOUT_A_TEST = {
     "hpctrain.__main__",

@@ -17,12 +17,12 @@ from hpctrain.bench.engine_step import (
     LayerTime,
     Workload,
     gemm_peak,
-    peak_resident_bytes,
     stand_ins,
     time_layers,
     timed,
 )
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
+from hpctrain.bench.machine import peak_resident_bytes
 
 _WARM_UP = 2
 

@@ -9,8 +9,9 @@ import time
 from dataclasses import asdict
 from typing import IO
 
-from hpctrain.bench.engine_step import EngineStep, peak_resident_bytes, timed, workload
+from hpctrain.bench.engine_step import EngineStep, timed, workload
 from hpctrain.bench.interleaved import Turn
+from hpctrain.bench.machine import peak_resident_bytes
 
 
 def serve(step: EngineStep, asked: IO[str]) -> None:

@@ -207,13 +207,6 @@ def gemm_peak(size: int = 1536, repeats: int = 9, clock: Callable[[], float] = t
     return 2 * size**3 / best / 1e9
 
 
-def peak_resident_bytes() -> int:
-    """The most memory that this process has held resident so far."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
 def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
     """(wall seconds, CPU seconds of the process, losses) of so many steps."""
     begin, cpu = time.perf_counter(), time.process_time()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.bench.machine import machine
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError, LaunchError
@@ -214,12 +214,7 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
         "overrides": list(task.overrides),
         "mode": task.mode,
         "steps": task.steps,
-        "machine": {
-            "node": platform.node(),
-            "processor": platform.machine(),
-            "cores": physical_cores(os.sched_getaffinity(0)),
-            "system": platform.platform(),
-        },
+        "machine": machine(),
         "points": [{**asdict(each), "images_per_second": each.images_per_second} for each in points],
     }
     try:

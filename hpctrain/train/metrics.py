@@ -69,7 +69,8 @@ class Rate:
 
     def __init__(self, clock: Any = time.perf_counter) -> None:
         self._clock = clock
-        self.restart()
+        self._begin = clock()
+        self._count = 0
 
     def restart(self) -> None:
         """Forget the time so far (after an evaluation or a checkpoint, which are not training)."""

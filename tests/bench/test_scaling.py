@@ -36,8 +36,6 @@ def test_nothing_is_compared_with_ranks_that_share_cores() -> None:
     assert [each.efficiency for each in points] == [None, None]
 
 
-@pytest.mark.job  # the name of the processor comes from a command
-@pytest.mark.job  # the name of the processor comes from a command
 def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
     points = with_efficiency([_point(1, 0.1)], "strong")
     scaling.write(tmp_path / "s.json", ScalingStudy(Path("x.yaml"), mode="strong"), points)

