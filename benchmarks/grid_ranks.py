@@ -11,33 +11,25 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.process import cpu_seconds, sent_bytes
-from benchmarks.shapes import Shape
-from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm import mpi
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, Share, cut
-from hpctrain.data.sampler import counts as shares
+from hpctrain.data.loader import Batch
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
+from hpctrain.train.replica import Replica, make_network
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 
 _LR = 1e-4
@@ -59,19 +51,15 @@ class Choice:
 class Variant:
     """One grid, ready to step."""
 
-    network: Network
-    averagers: Mapping[str, GradientAverager]
-    step: TrainingStep
-    message: StepReduction
+    replica: Replica
     batch: Batch
-    progress: ProgressEngine
     counters: Counters
-    axis: SplitGroup | None
 
     @property
-    def row_waited_seconds(self) -> float:
+    def split_waited_seconds(self) -> float:
         """All waits for exchanges of activations so far."""
-        return 0.0 if self.axis is None else self.axis.waited_seconds
+        distribution = self.replica.distribution
+        return 0.0 if distribution is None else distribution.group.waited_seconds
 
 
 class Rank:
@@ -82,7 +70,6 @@ class Rank:
         self._shape = Shape(**settings["shape"])
         self.world = mpi.world(settings["deadline_seconds"])
         self._kernels = make_backend(settings["kernels"]).kernels
-        self._number = 0
         self._bare = ProgressEngine(rank=self.world.rank, deadline_seconds=settings["deadline_seconds"], abort=self.world.abort)
         barriers = self.world.split(0, self.world.rank, "barriers")
         assert barriers is not None
@@ -96,7 +83,6 @@ class Rank:
         )
         cols = self.world.size // choice.rows
         groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), choice.rows, cols))
-        axis = groups.split_group(progress)
         side = self._shape.pixels
         model = catalogue.build(self._shape.family, self._shape.options)
         names = frozenset(node.name for node in Network(model, (side, side, 3), self._kernels).graph(1).nodes)
@@ -108,50 +94,28 @@ class Rank:
             overlapped=names if choice.overlapped else frozenset(),
             hides=choice.hides,
         )
-        distribution = GridDistribution(plan, axis) if axis is not None else None
-        network = Network(model, (side, side, 3), self._kernels, mergers=groups.mergers(progress), distribution=distribution)
-        total = self._shape.batch * self.world.size
-        averagers: dict[str, GradientAverager] = {}
-        for name, group in network.groups.items():
-            comm = groups.gradients[name]
-            strategy = (Blocking if self._settings["averager"] == "blocking" else Sharded)(
-                PlannedGroup(group, comm.size, nominal_batch=total)
-            )
-            averagers[name] = make_averager(strategy, AveragerSetup(group, Sgd(momentum=0.9), comm, progress))
-        message = StepReduction(groups.messages, progress, network.statistics.size)
-        step = TrainingStep(network, averagers, progress, message, counts_of=groups.counts_of)
-        batch = self._batch(groups, network, distribution)
-        return Variant(network, averagers, step, message, batch, progress, counters, axis)
-
-    def _batch(self, groups: GridGroups, network: Network, distribution: GridDistribution | None) -> Batch:
-        size, side = self.world.size, self._shape.pixels
-        total = self._shape.batch * size
-        every = shares(total, size)
-        share = Share(groups.split_counts(every), groups.split_rank)
-        first = sum(every[: groups.position - groups.split_rank])
-        random = np.random.default_rng(first)
-        images = random.standard_normal((sum(share.counts), side, side, 3)).astype(np.float32)
-        box = ((sum(share.counts[: groups.split_rank]), sum(share.counts[: groups.split_rank + 1])), (0, side), (0, side), (0, 3))
-        if distribution is not None:
-            box = distribution.tiles_by_counts(network.graph)(share.counts)[groups.split_rank]
-        labels = random.integers(0, self._shape.classes, share.counts[groups.split_rank])
-        ids = np.arange(first, first + sum(share.counts))
-        return Batch(cut(images, box), labels, ids, every, total, 0, 0, share)
+        network = make_network(model, (side, side, 3), self._kernels, groups=groups, progress=progress, plan=plan)
+        replica = Replica(
+            network,
+            groups=groups,
+            progress=progress,
+            strategy=Blocking if self._settings["averager"] == "blocking" else Sharded,
+            optimizer=partial(Sgd, momentum=0.9),
+            nominal_batch=self._shape.batch * self.world.size,
+        )
+        replica.agree()
+        return Variant(replica, made_up_batch(self._shape, replica.place), counters)
 
     def barrier(self) -> None:
         queue = self._bare.queue(self._barriers)
         self._bare.wait(queue.post(self._barriers.ibarrier, "barrier"))
 
     def _step(self, variant: Variant) -> None:
-        variant.step.run(variant.batch, self._number, _LR)
-        self._number += 1
-        variant.message.read()
-        variant.message.post(stop=False)
+        variant.replica.step(variant.batch, _LR)
 
     def _settle(self, variant: Variant) -> None:
-        for averager in variant.averagers.values():
-            averager.drain()
-        variant.message.read()
+        variant.replica.drain()
+        variant.replica.settle()
         self.barrier()
 
     def turn(self, variant: Variant, steps: int) -> dict[str, Any]:
@@ -159,14 +123,14 @@ class Rank:
         self.barrier()
         sent, counted = sent_bytes(), variant.counters.snapshot()
         self._step(variant)
-        begin, cpu, waited = time.perf_counter(), cpu_seconds(), variant.progress.waited_seconds
-        row_waited = variant.row_waited_seconds
+        begin, cpu, waited = time.perf_counter(), cpu_seconds(), variant.replica.progress.waited_seconds
+        row_waited = variant.split_waited_seconds
         for _ in range(steps):
             self._step(variant)
         found: dict[str, Any] = {
             "step_seconds": (time.perf_counter() - begin) / steps,
-            "waited_seconds": (variant.progress.waited_seconds - waited) / steps,
-            "row_waited_seconds": (variant.row_waited_seconds - row_waited) / steps,
+            "waited_seconds": (variant.replica.progress.waited_seconds - waited) / steps,
+            "row_waited_seconds": (variant.split_waited_seconds - row_waited) / steps,
             "cpu_seconds": (cpu_seconds() - cpu) / steps,
         }
         self._settle(variant)
@@ -198,7 +162,7 @@ def main() -> int:
             print(f"round {number + 1} of {settings['rounds']}", file=sys.stderr, flush=True)
     facts = {
         name: rank.world.allgather_object(
-            {"activation_bytes": variant.network.program(variant.batch.share.counts, training=True).activation_bytes}
+            {"activation_bytes": variant.replica.network.program(variant.batch.share.counts, training=True).activation_bytes}
         )
         for name, variant in rank.variants.items()
     }

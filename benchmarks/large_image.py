@@ -15,35 +15,32 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
 from hpctrain.bench.machine import resident_bytes
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.loader import Batch, Share, cut
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.loader import Batch
+from hpctrain.data.sampler import Sampler
 from hpctrain.models.families import vgg
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
+from hpctrain.train.replica import Replica, make_network
 from tests.support.jobs import clean_environment, find_mpiexec
 
 _CLASSES, _STEPS, _LR = 10, 3, 1e-3
@@ -61,38 +58,23 @@ def train(comm: Communicator, pixels: int, kernels: str, limit_bytes: int) -> di
     """A few steps on the ranks of `comm`; what this rank's activations took. Collective."""
     progress = ProgressEngine(rank=comm.rank, deadline_seconds=300, abort=comm.abort)
     groups = GridGroups(ProcessGrid(comm, comm.size, 1))
-    axis = groups.split_group(progress)
-    distribution = None if axis is None else GridDistribution(ParallelPlan(comm.size, 1, Parallelism.DOMAIN), axis)
-    network = Network(
-        model(),
-        (pixels, pixels, 3),
-        make_backend(kernels).kernels,
-        mergers=groups.mergers(progress),
-        distribution=distribution,
-    )
-    averagers = {
-        name: make_averager(
-            Blocking(PlannedGroup(group, groups.gradients[name].size)),
-            AveragerSetup(group, Sgd(momentum=0.9), groups.gradients[name], progress),
-        )
-        for name, group in network.groups.items()
-    }
-    step = TrainingStep(
-        network, averagers, progress, message := StepReduction(groups.messages, progress, 0), counts_of=groups.counts_of
-    )
-    for name, group in network.groups.items():
-        state = [view for each in averagers[name].owned() for view in averagers[name].optimizer.state(each).values()]
-        for array in (group.data, group.grad, *state):  # touched, so that they are resident before activations are
+    plan = ParallelPlan(comm.size, 1, Parallelism.DOMAIN)
+    shape = (pixels, pixels, 3)
+    network = make_network(model(), shape, make_backend(kernels).kernels, groups=groups, progress=progress, plan=plan)
+    replica = Replica(network, groups=groups, progress=progress, strategy=Blocking, optimizer=partial(Sgd, momentum=0.9))
+    replica.agree()
+    for averager in replica.averagers.values():
+        state = [view for segment in averager.owned() for view in averager.optimizer.state(segment).values()]
+        for array in (averager.group.data, averager.group.grad, *state):  # touched: resident before activations are
             array += 0.0
     before = resident_bytes()
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes,) * 2)
-    batch = made_up(groups, network, distribution, pixels)
+    batch = made_up(replica, pixels)
     losses = []
-    for number in range(_STEPS):
-        step.run(batch, number, _LR)
-        message.post(stop=False)
-        totals = message.read()
+    for _ in range(_STEPS):
+        replica.step(batch, _LR)
+        totals = replica.settle()
         assert totals is not None
         losses.append(totals.loss)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -106,14 +88,10 @@ def data_bytes() -> int:
     return int(fields["VmData"].split()[0]) * 1024
 
 
-def made_up(groups: GridGroups, network: Network, distribution: GridDistribution | None, pixels: int) -> Batch:
+def made_up(replica: Replica, pixels: int) -> Batch:
     """One image, of which this rank has its part; the label belongs to the first rank."""
     image = np.random.default_rng(0).standard_normal((1, pixels, pixels, 3)).astype(np.float32)
-    counts = (1, *(0,) * (groups.split_size - 1))
-    share = Share(counts, groups.split_rank)
-    if distribution is not None:
-        image = cut(image, distribution.tiles_by_counts(network.graph)(counts)[groups.split_rank])
-    return Batch(image, np.zeros(counts[groups.split_rank], np.int64), np.zeros(1, np.int64), counts, 1, 0, 0, share)
+    return next(ArrayLoader(image, np.zeros(1, np.int64), Sampler(1, 1), **replica.place).epoch(0))
 
 
 def child(chosen: argparse.Namespace) -> int:

@@ -19,25 +19,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
-from benchmarks.shapes import Shape
-from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup, GradientAverager
-from hpctrain.averaging.strategy import PlannedGroup
+from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.kernels.specs import LinearSpec
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
+from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.two_level import levels, node_numbers
-from hpctrain.data.loader import Batch, Share
-from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.data.loader import Place
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_reduction import StepReduction
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.train.replica import Replica
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 
 PEER_KINDS = ("ddp", "compute-only")
@@ -77,9 +74,7 @@ class Settings:
 class Variant:
     """One strategy, ready to step."""
 
-    averager: GradientAverager
-    step: TrainingStep
-    message: StepReduction
+    replica: Replica
     counters: Counters
     mode: ProgressMode
     warmup: int
@@ -98,23 +93,15 @@ class Rank:
         self.network = Network(
             catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
         )
-        self.batch = self._made_up_batch()
-        self._number = 0
+        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None}
+        self.batch = made_up_batch(self.shape, place)
         self.bare_comm = self._split("bare")
         self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
         self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
         self.say("progress mode")
         self.mode, self.mode_reason = self._progress_mode()
-        self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
+        self.variants = {name: self._variant(choice) for name, choice in settings.variants.items()}
         self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
-
-    def _made_up_batch(self) -> Batch:
-        random = np.random.default_rng(self.world.rank)
-        n, side, ranks = self.shape.batch, self.shape.pixels, self.world.size
-        x = random.standard_normal((n, side, side, 3)).astype(np.float32)
-        y = random.integers(0, self.shape.classes, n)
-        ids = np.arange(n) + n * self.world.rank
-        return Batch(x, y, ids, (n,) * ranks, n * ranks, 0, 0, Share((n,)))
 
     def _split(self, name: str) -> Communicator:
         comm = self.world.split(0, self.world.rank, name)
@@ -134,27 +121,25 @@ class Rank:
         assert hiding is not None, "every exchange is worth a measurement"
         return comm.broadcast_object(progress_mode.choose(hiding)), str(hiding)
 
-    def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
+    def _variant(self, choice: tuple[str, dict[str, Any]] | None) -> Variant:
         counters = Counters()
+        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), 1, self.world.size))
         if choice is None:  # one rank's blocking averaging is the local update, whole
-            comm: Communicator = SingleCommunicator("gradients alone")
-            messages: Communicator = SingleCommunicator("messages alone")
-            choice = ("blocking", {})
-        else:
-            comm = CountingCommunicator(self._split(f"gradients of {name}"), counters)
-            messages = self._split(f"messages of {name}")
-        (group,) = self.network.groups.values()
-        nodes = self.nodes if comm.size > 1 else None
-        planned = PlannedGroup(group, comm.size, nodes, self.batch.global_count)
-        strategy = AVERAGERS.create(choice[0], choice[1], group=planned)
-        averager = make_averager(strategy, AveragerSetup(group, Sgd(momentum=0.9), comm, self.progress))
+            choice, groups = ("blocking", {}), groups.alone()
+        replica = Replica(
+            self.network,
+            groups=groups,
+            progress=self.progress,
+            strategy=partial(make_strategy, *choice),
+            optimizer=partial(Sgd, momentum=0.9),
+            nominal_batch=self.batch.global_count,
+        )
+        replica.agree()
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
-        message = StepReduction(messages, self.progress, self.network.statistics.size)
-        step = TrainingStep(self.network, {"all": averager}, self.progress, message)
         # Orders that follow from measurements need their steps; for all others two make connections and buffers.
-        warmup = self.settings.warmup if hasattr(strategy.options, "replan") else 2
-        return Variant(averager, step, message, counters, mode, warmup)
+        warmup = self.settings.warmup if hasattr(replica.strategies["all"].options, "replan") else 2
+        return Variant(replica, counters, mode, warmup)
 
     def barrier(self) -> None:
         self.progress.wait(self.progress.queue(self.bare_comm).post(self.bare_comm.ibarrier, "barrier"))
@@ -178,7 +163,8 @@ class Rank:
         cpu, waited = cpu_seconds() - cpu, self.progress.waited_seconds - waited
         self._settle(variant)
         steps = settings.lead + settings.steps
-        exchanged = variant.counters.since(counted).total().exchanged_bytes
+        since = variant.counters.since(counted)
+        exchanged = since.total().exchanged_bytes - since.total("messages").exchanged_bytes
         return {
             "step_seconds": seconds / settings.steps,
             "waited_seconds": waited / settings.steps,
@@ -188,8 +174,8 @@ class Rank:
         }
 
     def _settle(self, variant: Variant) -> None:
-        variant.averager.drain()
-        variant.message.read()
+        variant.replica.drain()
+        variant.replica.settle()
         self.barrier()
         progress_mode.apply(self.progress, ProgressMode.NONE)
 
@@ -201,10 +187,7 @@ class Rank:
         self._settle(variant)
 
     def _step(self, variant: Variant) -> None:
-        variant.step.run(self.batch, self._number, _LR)
-        self._number += 1
-        variant.message.read()
-        variant.message.post(stop=False)
+        variant.replica.step(self.batch, _LR)
 
     def peer_turn(self, kind: str) -> dict[str, float]:
         """The peer's turn; this rank sleeps meanwhile."""

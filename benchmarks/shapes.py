@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.loader import Batch, Place
+from hpctrain.data.sampler import Sampler
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -28,6 +34,14 @@ class Shape:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def made_up_batch(shape: Shape, place: Place) -> Batch:
+    """One rank's share of a step on made-up images, the same ones on every rank."""
+    samples, random = shape.batch * place["ranks"], np.random.default_rng(0)
+    images = random.standard_normal((samples, shape.pixels, shape.pixels, 3), np.float32)
+    labels = random.integers(0, shape.classes, samples)
+    return next(ArrayLoader(images, labels, Sampler(samples, samples, shuffle=False), **place).epoch(0))
 
 
 # vgg16 has 3/8 of the published channels and hidden features: the same layers, nearly the same shares of parameters (nine

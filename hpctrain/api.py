@@ -222,7 +222,7 @@ class Job(StartedRank):
             pipeline = Pipeline([_named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.dtype)
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
-            return Loader(file, sampler, pipeline, **_place(replica), prefetch=prefetch, cache=True)
+            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True)
 
         return raise_on_all_ranks(self.world, make)
 
@@ -249,7 +249,7 @@ class Job(StartedRank):
         def make() -> ArrayLoader:
             _check_shape(images.shape[1:], replica)
             sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
-            return ArrayLoader(images.astype(replica.network.dtype, copy=False), labels, sampler, **_place(replica))
+            return ArrayLoader(images.astype(replica.network.dtype, copy=False), labels, sampler, **replica.place)
 
         return raise_on_all_ranks(self.world, make)
 
@@ -313,13 +313,6 @@ def _named(choice: Choice) -> tuple[str, dict[str, Any]]:
     if "name" not in options:
         raise ConfigError(f"{options} has no name; give a name, or a mapping of a name and options.")
     return options.pop("name"), options
-
-
-def _place(replica: Replica) -> dict[str, Any]:
-    """Keywords that tell a loader which samples this rank reads, and which tile of them."""
-    groups = replica.groups
-    ranks = groups.all_ranks.size
-    return {"rank": groups.position, "ranks": ranks, "split_size": groups.split_size, "tiles": replica.tiles}
 
 
 def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:

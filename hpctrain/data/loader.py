@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import numpy as np
 
@@ -54,6 +54,15 @@ class Batch:
     epoch: int
     step: int
     share: Share
+
+
+class Place(TypedDict):
+    """A rank's place among those that share the batches out, as loaders are told it (see `Loader`)."""
+
+    rank: int
+    ranks: int
+    split_size: int
+    tiles: TileOfRank | None
 
 
 class BatchSource(Protocol):

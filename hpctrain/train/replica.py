@@ -15,7 +15,7 @@ from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, BatchSource, TileOfRank
+from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
@@ -171,6 +171,13 @@ class Replica:
     def _training_step(self) -> TrainingStep:
         counts_of = self.groups.counts_of
         return TrainingStep(self.network, self.averagers, self.progress, self._reduction, self._micro_batches, counts_of)
+
+    @property
+    def place(self) -> Place:
+        """Keywords of a loader of this replica's batches."""
+        groups = self.groups
+        ranks = groups.all_ranks.size
+        return {"rank": groups.position, "ranks": ranks, "split_size": groups.split_size, "tiles": self.tiles}
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.

@@ -44,16 +44,7 @@ def test_every_sample_counts_once(plan: ParallelPlan, batch: int) -> None:
 
     def evaluate(comm: ThreadCommunicator) -> RunningSums:
         replica = replica_of(replace(TASK, plan=plan), comm, virtual_engine(comm), Blocking)
-        groups = replica.groups
-        loader = ArrayLoader(
-            images,
-            labels,
-            Sampler(len(images), batch, shuffle=False),
-            rank=groups.position,
-            ranks=comm.size,
-            split_size=groups.split_size,
-            tiles=replica.tiles,
-        )
+        loader = ArrayLoader(images, labels, Sampler(len(images), batch, shuffle=False), **replica.place)
         return replica.evaluate(loader)
 
     expected = _in_one_pass()

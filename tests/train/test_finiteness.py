@@ -81,10 +81,7 @@ class _Loader(ArrayLoader):
     """A task's batches; what is to be poisoned before a step is handed to `before`."""
 
     def __init__(self, task: Task, replica: Replica, before: Callable[[int, Batch], Batch]) -> None:
-        place = replica.groups
-        super().__init__(
-            *made_up(task), rank=place.position, ranks=place.all_ranks.size, split_size=place.split_size, tiles=replica.tiles
-        )
+        super().__init__(*made_up(task), **replica.place)
         self._steps, self._before = task.steps, before
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:

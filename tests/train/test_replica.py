@@ -31,9 +31,7 @@ GRIDS = [ParallelPlan(), ParallelPlan(1, 3), ParallelPlan(2, 1, Parallelism.DOMA
 
 def _loader(task: Task, replica: Replica) -> ArrayLoader:
     images, labels, _ = made_up(task)
-    groups = replica.groups
-    place = {"rank": groups.position, "ranks": groups.all_ranks.size, "split_size": groups.split_size, "tiles": replica.tiles}
-    return ArrayLoader(images, labels, Sampler(len(images), task.batch, shuffle=False), **place)  # type: ignore[arg-type]
+    return ArrayLoader(images, labels, Sampler(len(images), task.batch, shuffle=False), **replica.place)
 
 
 def _late(comm: ThreadCommunicator, task: Task) -> tuple[list[float], dict[str, np.ndarray], list[tuple[int, float]]]:
