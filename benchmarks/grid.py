@@ -31,7 +31,7 @@ _FEATURES = {"vgg16": "features.*", "resnet18": "layer[12].*", "resnet50": "laye
 
 
 def grids(model: str, ranks: int) -> dict[str, dict[str, Any]]:
-    """Variants by name: every divisor of the ranks as rows, with one use for all layers and with a mixture."""
+    """Variants by name: every divisor of the ranks as grid.rows, with one use for all layers and with a mixture."""
     found: dict[str, dict[str, Any]] = {}
     for rows in (n for n in range(1, ranks + 1) if ranks % n == 0):
         grid = f"{rows}x{ranks // rows}"
@@ -111,16 +111,19 @@ def report(result: dict[str, Any]) -> str:
     if ranks > cores:
         head += f"; {ranks} ranks on {cores} cores: oversubscribed, no speed-up is to be read from it"
     first = next(iter(result["turns"]))
-    titles = f"| variant | s a step | over {first} | waited s | for rows s | row MB | all MB | link MB | activations MB |"
+    titles = (
+        f"| variant | s a step | over {first} | waited s | in split groups s | split MB | all MB | link MB | activations MB |"
+    )
     lines = [head, "", titles, "|---|" + "---|" * 8]
     base = column(result["turns"][first], "step_seconds")
     for name, turns in result["turns"].items():
         times = column(turns, "step_seconds")
+        # The keys of results are those of stored files, older than the name of the split group.
         mega = [interval(column(turns, key)).median / 1e6 for key in ("row_bytes", "all_bytes", "link_bytes")]
         most = max(fact["activation_bytes"] for fact in result["facts"][name]) / 1e6
-        waited, for_rows = (interval(column(turns, key)).median for key in ("waited_seconds", "row_waited_seconds"))
+        waited, in_split_groups = (interval(column(turns, key)).median for key in ("waited_seconds", "row_waited_seconds"))
         lines.append(
-            f"| {name} | {interval(times).median:.3f} | {ratio(base, times)} | {waited:.3f} | {for_rows:.3f} | "
+            f"| {name} | {interval(times).median:.3f} | {ratio(base, times)} | {waited:.3f} | {in_split_groups:.3f} | "
             + " | ".join(f"{value:.2f}" for value in mega)
             + f" | {most:.0f} |"
         )
