@@ -1,5 +1,8 @@
 """docs/config.md describes every key as the schema does, and docs/options.md every option as its constructor does."""
 
+import re
+from pathlib import Path
+
 from hpctrain.config.schema import Config
 from tests.support.reference_pages import DOCS, KEYS_HEADING, keys_section, options_page
 
@@ -18,3 +21,10 @@ def test_the_options_are_those_of_the_constructors():
 def test_every_section_is_in_the_overview():
     text = PAGE.read_text(encoding="utf-8")
     assert [key for key in Config.model_fields if f"`{key}`" not in text] == []
+
+
+def test_every_variable_of_the_environment_is_described():
+    sources = (Path(__file__).parents[2] / "hpctrain").rglob("*.py")
+    read = {name for path in sources for name in re.findall(r"\"(HPCTRAIN_[A-Z_]+)\"", path.read_text(encoding="utf-8"))}
+    table = PAGE.read_text(encoding="utf-8").split("## The environment\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(HPCTRAIN_[A-Z_]+)", table, re.MULTILINE)) == read
