@@ -22,7 +22,6 @@ MOST_LINES_OF_A_MODULE = 400
 ONLY_IMPORTER_OF_MPI4PY = "hpctrain.comm.mpi"
 
 CLASSES_WITH_LATE_ATTRIBUTES = {
-    "hpctrain.backend.kernels.base.Operator",
     "hpctrain.backend.kernels.numpy.adaptive_pool.NumpyAdaptiveAveragePool",
     "hpctrain.backend.kernels.numpy.batch_norm.NumpyBatchNorm",
     "hpctrain.backend.kernels.numpy.conv2d.NumpyConv2d",

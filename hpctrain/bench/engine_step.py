@@ -183,7 +183,7 @@ def stand_ins(program: Program) -> tuple[int, dict[str, list[str]]]:
     """How many operators are the kernel set's own, and the layers of those that are not, by the reason. Views compute nothing."""
     own, others = 0, dict[str, list[str]]()
     for step in program.plan.steps:
-        if step.operator.view:
+        if step.is_view:
             continue
         users = step.node is not None and isinstance(step.node.spec, SelfMade)
         reason = "its layer brings its own" if users else step.operator.stands_in_because

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import DeferredStart, ParameterCopies, RecomputedOutput, SufficientFactors
 from hpctrain.backend.kernels.base import (
     Array,
     Buffers,
@@ -115,6 +116,7 @@ class Program:
     def _act_forward(self, action: Action, k: int, context: StepContext, hooks: StepHooks) -> None:
         step = self.steps[k]
         if action is Action.BEGIN:
+            assert isinstance(step.operator, DeferredStart)  # or it would have no such action
             step.operator.begin_forward()
             return
         if step.parameters:
@@ -134,14 +136,17 @@ class Program:
             for parameter in step.parameters:
                 hooks.data_free(parameter)
         elif action is Action.BEGIN:
+            assert isinstance(step.operator, DeferredStart)
             step.operator.begin_backward()
         elif action is Action.RECOMPUTE:
+            assert isinstance(step.operator, RecomputedOutput)
             step.operator.recompute_output()
         else:
             step.operator.forward(_NO_CONTEXT)
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
         if step.factors is not None and hooks.takes_sufficient_factors(step.parameters):
+            assert isinstance(step.operator, SufficientFactors)
             step.operator.finish_output_grad()
             hooks.error_ready(step.parameters, step.factors[1])
             return
@@ -163,7 +168,8 @@ class Program:
     def parameters_changed(self) -> None:
         """Parameters were written outside of a training step (a checkpoint, an averager): cached copies are stale."""
         for step in self.steps:
-            step.operator.parameters_changed()
+            if isinstance(step.operator, ParameterCopies):
+                step.operator.parameters_changed()
 
 
 class _ViewCopy(Operator):
@@ -265,7 +271,7 @@ class _Binder:
         return LocalStatistics() if group is None else self._mergers[group]
 
     def _factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
-        if not step.operator.gives_sufficient_factors or memory.output_grad is None:
+        if not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
             return None
         x, y = (self._plan.tensors[tensor] for tensor in (step.inputs[0], step.output))
         return self.view(memory.inputs[0], x), self.view(memory.output_grad, y)

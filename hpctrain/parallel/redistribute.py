@@ -7,10 +7,11 @@ to its owner and adds, a sum's hands out copies.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import Accumulating, DeferredStart, RecomputedOutput
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.specs import Shape, TensorSpec
 from hpctrain.boxes import shape_of
@@ -49,14 +50,12 @@ class RedistributeSpec:
         return RedistributeOperator(self, inputs[0], training=training)
 
 
-class RedistributeOperator(Operator):
+class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operator):
     """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
 
     `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
     target is little more than the source (a halo), it is recomputed for backward instead of being kept.
     """
-
-    can_accumulate: ClassVar[bool] = True
 
     def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec: RedistributeSpec = spec

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import Accumulating, InPlace, InputView, ParameterCopies
 from hpctrain.backend.kernels.base import Buffers, KernelSet, LocalStatistics, Operator, StatisticsMerger, StepContext
 from hpctrain.backend.kernels.specs import NHWC, BatchNormSpec, Conv2dSpec, LinearSpec, Spec, TensorSpec
 
@@ -53,8 +54,8 @@ class OperatorBench:
         self._plain = tuple(TensorSpec(x.shape, dtype) for x in self.inputs)
         self.operator: Operator = self.kernels.make(self.spec, self._plain, training=self.training)
         operator = self.operator
-        self.in_place = self.in_place and operator.in_place and operator.inputs[0].layout == operator.output.layout
-        self._overwrites = operator.view or (self.in_place and not operator.needs_inputs[0])
+        self.in_place = self.in_place and isinstance(operator, InPlace) and operator.inputs[0].layout == operator.output.layout
+        self._overwrites = isinstance(operator, InputView) or (self.in_place and not operator.needs_inputs[0])
         self._xs = [self._buffer(spec) for spec in operator.inputs]
         self._y = self._shared(self._xs[0], operator.output) if self._overwrites else self._buffer(operator.output)
         self._dy = self._buffer(operator.output)
@@ -64,7 +65,7 @@ class OperatorBench:
         if isinstance(self.spec, BatchNormSpec) and self.training:
             for role in ("batch_mean", "batch_var"):
                 self.statistics.setdefault(role, np.full(self.spec.channels, np.nan, dtype))
-        accumulates = self.accumulate and operator.can_accumulate
+        accumulates = self.accumulate and isinstance(operator, Accumulating)
         operator.bind(
             Buffers(
                 inputs=tuple(self._xs),
@@ -91,7 +92,8 @@ class OperatorBench:
         _poison(self._scratch)
         for x, plain, spec, buffer in zip(self.inputs, self._plain, self.operator.inputs, self._xs, strict=True):
             self._reordered(x, plain, spec, buffer)
-        self.operator.parameters_changed()
+        if isinstance(self.operator, ParameterCopies):
+            self.operator.parameters_changed()
         self.operator.forward(context)
         return self._to_plain(self._y, self.operator.output, self.spec.output(*self._plain))
 
@@ -104,7 +106,7 @@ class OperatorBench:
                 _poison(x)
         if not operator.needs_output:
             _poison(self._y)
-        native = self.accumulate and operator.can_accumulate
+        native = self.accumulate and isinstance(operator, Accumulating)
         for i, buffer in enumerate(self._dxs):
             if buffer is None:
                 continue
@@ -138,7 +140,7 @@ class OperatorBench:
         if self.wanted is not None and not self.wanted[i]:
             return None
         spec = self.operator.inputs[i]
-        if i == 0 and (self.operator.view or (self.in_place and not self.accumulate)):
+        if i == 0 and (isinstance(self.operator, InputView) or (self.in_place and not self.accumulate)):
             return self._shared(self._dy, spec)
         return self._buffer(spec)
 

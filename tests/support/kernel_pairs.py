@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import InputView
 from hpctrain.backend.kernels.base import Buffers, KernelSet, Operator, StepContext
 from hpctrain.backend.kernels.specs import NHWC, Spec, TensorSpec
 
@@ -101,7 +102,7 @@ def run(
     if training:
         _add_gradients(kernels, operator, buffers, output_grad, accumulate, wants, in_place)
     operator.bind(buffers)
-    if operator.view:
+    if isinstance(operator, InputView):
         return Result(take(kernels, buffers.inputs[0].reshape(buffers.output.shape), operator.output))
     for _ in range(steps):
         operator.forward(StepContext(training=training))

@@ -121,19 +121,19 @@ def _shares(candidates: Callable[[Steps, Mapping[Key, Block]], Iterator[Merge]])
 
 def _in_place_where_backward_reads(steps: Steps, live: Mapping[Key, Block]) -> Iterator[Merge]:
     for step in steps.steps:
-        if step.operator.in_place and step.operator.needs_inputs[0]:
+        if step.in_place and step.operator.needs_inputs[0]:
             yield "activation", step.output, step.inputs[0]
 
 
 def _in_place_with_other_readers(steps: Steps, live: Mapping[Key, Block]) -> Iterator[Merge]:
     for k, step in enumerate(steps.steps):
-        if step.operator.in_place and steps.readers(step.inputs[0])[-1] > k:
+        if step.in_place and steps.readers(step.inputs[0])[-1] > k:
             yield "activation", step.output, step.inputs[0]
 
 
 def _gradient_with_other_readers(steps: Steps, live: Mapping[Key, Block]) -> Iterator[Merge]:
     for step in steps.steps:
-        if step.operator.in_place and len(steps.readers(step.inputs[0])) > 1:
+        if step.in_place and len(steps.readers(step.inputs[0])) > 1:
             yield "gradient", step.inputs[0], step.output
 
 
@@ -242,7 +242,7 @@ def _drops(*kinds: Action) -> Make:
 
 def _recomputed_over_what_was_changed(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """An operator has worked in place on what could be made again, and that is made again for the reader of its output."""
-    k = chance.choice([k for k, step in enumerate(plan.steps) if step.operator.recomputes_output])
+    k = chance.choice([k for k, step in enumerate(plan.steps) if step.recomputes_output])
     assert plan.memory[k].output == plan.memory[k + 2].output, "the operator behind the view works in place"
     return replace(plan, backward=((R, k), *plan.backward))
 
@@ -272,9 +272,7 @@ def _repeated_late(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
 
 def _input_before_parameters(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """Where the gradient of the input may lie in that of the output, which the parameters' gradients read."""
-    times = _positions(
-        plan.backward, lambda action, k: action is I and (P, k) in plan.backward and plan.steps[k].operator.in_place
-    )
+    times = _positions(plan.backward, lambda action, k: action is I and (P, k) in plan.backward and plan.steps[k].in_place)
     time = chance.choice([t for t in times if plan.backward[t - 1] == (P, plan.backward[t][1])])
     return replace(plan, backward=_moved(plan.backward, time, time - 1))
 
@@ -299,7 +297,7 @@ def _forward_swapped(plan: ExecutionPlan, chance: random.Random) -> ExecutionPla
 
 def _ends_behind_its_reader(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """An operation that began early ends after the step that reads it."""
-    times = _positions(plan.forward, lambda action, k: action is Action.FORWARD and plan.steps[k].operator.begins_early)
+    times = _positions(plan.forward, lambda action, k: action is Action.FORWARD and plan.steps[k].begins_early)
     time = chance.choice([t for t in times if plan.memory[plan.forward[t][1]].output.size_bytes])
     output = plan.steps[plan.forward[time][1]].output
     reader = next(t for t, (_, k) in enumerate(plan.forward) if output in plan.steps[k].inputs)
@@ -330,7 +328,7 @@ def _adds(plan: ExecutionPlan, chance: random.Random, *, adding: bool) -> tuple[
         (k, i)
         for k, memory in enumerate(plan.memory)
         for i, region in enumerate(memory.input_grads)
-        if region is not None and memory.accumulate[i] is adding and not memory.sums and not plan.steps[k].operator.view
+        if region is not None and memory.accumulate[i] is adding and not memory.sums and not plan.steps[k].is_view
     ]
     k, i = chance.choice(places)
     flags = plan.memory[k].accumulate

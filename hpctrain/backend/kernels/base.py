@@ -67,7 +67,7 @@ class Buffers:
     in a kernel set's own layout they are flat, `TensorSpec.size` long.
 
     input_grads[i] is None where nobody asks for it. With `accumulate[i]` the operator adds to it instead of writing it;
-    only operators whose class sets `can_accumulate` are asked to.
+    only operators that are `Accumulating` are asked to.
     """
 
     inputs: tuple[Array, ...]
@@ -84,20 +84,18 @@ class Buffers:
 
 
 class Operator(ABC):
-    """One planned computation. What it declares is fixed at construction, so that memory can be planned.
+    """One planned computation. Its author says six things:
 
-    inputs, output: the specs (with layouts) that it wants; the program inserts reorders where a neighbour differs.
-    needs_inputs[i]: backward reads inputs[i]; needs_output: backward reads the output (in the first of its two halves only, where
-        reads_output_once is set). What nobody needs is reused.
-    in_place: output may be the very buffer of inputs[0] (the program decides), and input_grads[0] that of output_grad.
-    joint_backward: `backward_parameters` writes the inputs' gradients too.
-    view: output is inputs[0]'s memory under another shape; forward and backward do nothing.
-    gives_sufficient_factors: the weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of
-        dy over N, once `finish_output_grad` was called; so they may be made elsewhere, in place of `backward_parameters`.
-    begins_early: `begin_forward` is called at the operator's place, and `forward` just before its first reader.
-    recomputes_output: `recompute_output` makes the output again from inputs[0] and what was saved; its memory is not kept from
-        forward to backward, where it would be needed.
-    stands_in_because: why a kernel set took another one's operator, for reports; empty where it took one of its own.
+    inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
+    needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
+    saved_bytes, scratch_bytes: memory that it keeps from forward to backward, and that it works in within one call.
+    forward, backward_parameters, backward_input: the computation.
+
+    All but the last is fixed at construction, so that memory can be planned; `bind` then gives the memory. Whatever else an
+    operator can do (work in place, add to gradients, start early ...) it says by inheriting from a class in `abilities`.
+
+    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another one's operator, for reports; empty
+    where it took one of its own.
     """
 
     spec: Spec
@@ -105,17 +103,10 @@ class Operator(ABC):
     output: TensorSpec
     needs_inputs: tuple[bool, ...] = (False,)
     needs_output: bool = False
-    reads_output_once: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
-    view: ClassVar[bool] = False
-    can_accumulate: ClassVar[bool] = False
-    joint_backward: ClassVar[bool] = False
-    gives_sufficient_factors: bool = False
-    begins_early: bool = False
-    recomputes_output: bool = False
-    stands_in_because: str = ""
     saved_bytes: int = 0
     scratch_bytes: int = 0
+    buffers: Buffers
+    stands_in_because: str = ""
 
     def bind(self, buffers: Buffers) -> None:
         """Take the buffers and build everything that a step will use (views, argument lists)."""
@@ -126,27 +117,12 @@ class Operator(ABC):
         """Write the output from the inputs."""
 
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
-        """Write the parameters' gradients from output_grad (and inputs)."""
-
-    def finish_output_grad(self) -> None:  # noqa: B027  only a fused activation has something left to do
-        """Make output_grad the gradient of the linear map's own output: that of an activation fused behind it is applied."""
+        """Write the parameters' gradients from output_grad (and inputs). Comes before `backward_input`, unless the node says
+        otherwise. Once backward has begun output_grad is the operator's own: it may write there, nobody else reads it."""
 
     @abstractmethod
     def backward_input(self) -> None:
-        """Write (or add to, as `accumulate` says) each input_grads[i] that is not None."""
-
-    def begin_forward(self) -> None:  # noqa: B027
-        """The input is complete, `forward` follows later: what takes time may start. Must not wait."""
-
-    def begin_backward(self) -> None:  # noqa: B027  only what travels has something to begin
-        """The output's gradient is complete, `backward_input` follows later: what takes time may start. Must not wait."""
-
-    def recompute_output(self) -> None:
-        """Write the output again, for readers that need it in backward. Only where `recomputes_output` is set."""
-        raise NotImplementedError
-
-    def parameters_changed(self) -> None:  # noqa: B027  only sets that cache reordered weights care
-        """Parameter values differ from the last forward's; a cached copy of them is stale."""
+        """Write each input_grads[i] that is not None."""
 
 
 @dataclass

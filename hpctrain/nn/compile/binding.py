@@ -54,7 +54,7 @@ class Places:
             sums=tuple((i, target, partials[i]) for i, target in enumerate(targets) if target is not None and i in apart),
             saved=self._alone("saved", k, operator.saved_bytes),
             scratch=self._alone("scratch", k, operator.scratch_bytes),
-            copies_gradient=operator.view and self.steps.passes_back(k),
+            copies_gradient=step.is_view and self.steps.passes_back(k),
         )
 
     def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:

@@ -114,8 +114,8 @@ def _add_activations(steps: Steps, line: Timeline, collector: _Collector) -> Non
     use(steps.output, reads=[line.loss])
     for k, step in enumerate(steps.steps):
         operator, computes, remakes = step.operator, line.backward(k, _COMPUTES), line.backward(k, _REMAKES)
-        reads_output = () if not operator.needs_output else computes[:1] if operator.reads_output_once else computes
-        writes = () if operator.view else (line.forward(k)[-1], *remakes)
+        reads_output = () if not operator.needs_output else computes[:1] if step.reads_output_once else computes
+        writes = () if step.is_view else (line.forward(k)[-1], *remakes)
         use(step.output, writes=writes, reads=reads_output)
         for i, tensor in enumerate(step.inputs):
             use(tensor, reads=[*line.forward(k), *(computes if operator.needs_inputs[i] else ())])
@@ -157,7 +157,7 @@ def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -
 def input_grad_times(steps: Steps, line: Timeline, k: int) -> list[int]:
     """When the gradients of step k's inputs are written, by the operator or by the program that adds them."""
     times = line.backward(k, (Action.INPUT,))
-    return line.backward(k, _COMPUTES) if times and steps.steps[k].operator.joint_backward else times
+    return line.backward(k, _COMPUTES) if times and steps.steps[k].joint_backward else times
 
 
 def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
@@ -169,4 +169,4 @@ def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
 
 def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
     """Inputs of step k whose gradient the program adds, because the operator cannot."""
-    return () if steps.steps[k].operator.can_accumulate else tuple(i for i, add in enumerate(adds(steps, line, k)) if add)
+    return () if steps.steps[k].accumulates else tuple(i for i, add in enumerate(adds(steps, line, k)) if add)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.kernels.abilities import DeferredStart
 from hpctrain.nn.compile.plan import Action, Actions
 from hpctrain.nn.compile.recomputation import recompute_path
 from hpctrain.nn.compile.steps import Steps
@@ -15,7 +16,7 @@ def forward_actions(steps: Steps) -> Actions:
         for j in sorted(position for position in map(steps.producer, step.inputs) if position in begun):
             begun.discard(j)
             actions.append((Action.FORWARD, j))
-        if step.operator.begins_early:
+        if step.begins_early:
             begun.add(k)
             actions.append((Action.BEGIN, k))
         else:
@@ -70,7 +71,7 @@ def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int
     reader = k
     while (j := steps.producer(steps.steps[reader].inputs[0])) is not None and steps.readers(steps.steps[j].output)[0] == reader:
         if steps.steps[j].node is not None:
-            return [*actions, (Action.BEGIN, j)]
+            return [*actions, (Action.BEGIN, j)] if isinstance(steps.steps[j].operator, DeferredStart) else actions
         early.add(j)
         actions.append((Action.INPUT, j))
         reader = j

@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hpctrain.backend.kernels.abilities import (
+    Accumulating,
+    DeferredStart,
+    InPlace,
+    InputView,
+    JointBackward,
+    OutputReadOnce,
+    RecomputedOutput,
+)
 from hpctrain.backend.kernels.base import Operator
 from hpctrain.backend.kernels.graph import Node
 from hpctrain.backend.kernels.specs import TensorSpec
@@ -43,6 +52,41 @@ class PlannedStep:
     @property
     def has_parameters(self) -> bool:
         return self.node is not None and bool(self.node.parameters)
+
+    @property
+    def in_place(self) -> bool:
+        """The output may overwrite the first input, if nobody reads that later."""
+        return isinstance(self.operator, InPlace) and not self.is_view
+
+    @property
+    def is_view(self) -> bool:
+        """The output is the first input under another shape."""
+        return isinstance(self.operator, InputView)
+
+    @property
+    def accumulates(self) -> bool:
+        """The operator can add to its inputs' gradients."""
+        return isinstance(self.operator, Accumulating)
+
+    @property
+    def reads_output_once(self) -> bool:
+        """Only the first half of backward reads the output."""
+        return isinstance(self.operator, OutputReadOnce)
+
+    @property
+    def joint_backward(self) -> bool:
+        """The first half of backward writes the inputs' gradients too."""
+        return isinstance(self.operator, JointBackward)
+
+    @property
+    def begins_early(self) -> bool:
+        """It has two actions in forward: it begins at its place, and ends before its first reader."""
+        return isinstance(self.operator, DeferredStart) and self.operator.begins_early
+
+    @property
+    def recomputes_output(self) -> bool:
+        """The output is made again in backward rather than kept."""
+        return isinstance(self.operator, RecomputedOutput) and self.operator.recomputes_output
 
     @property
     def input_first(self) -> bool:

@@ -35,7 +35,7 @@ class PlanFacts:
         self.silent_views = {
             step.inputs[0]: k
             for k, step in enumerate(plan.steps)
-            if plan.training and step.operator.view and plan.needs_grad[step.inputs[0]] and k not in acting
+            if plan.training and step.is_view and plan.needs_grad[step.inputs[0]] and k not in acting
         }
         self._contributions = _contributions(plan)
         self.users: dict[str, list[int]] = {}
@@ -45,7 +45,7 @@ class PlanFacts:
 
     def views_of(self, tensor: int) -> list[int]:
         """The tensors that are `tensor` under another shape: they come back with it."""
-        direct = [step.output for step in self.plan.steps if step.operator.view and step.inputs[0] == tensor]
+        direct = [step.output for step in self.plan.steps if step.is_view and step.inputs[0] == tensor]
         return direct + [view for other in direct for view in self.views_of(other)]
 
     def grad_owner(self, tensor: int) -> int:

@@ -20,7 +20,7 @@ def recomputed_tensors(steps: Steps) -> frozenset[int]:
             copies.add(step.output)
             if step.inputs[0] in recomputed:
                 recomputed.add(step.output)
-        if step.operator.recomputes_output:
+        if step.recomputes_output:
             recomputed.add(step.output)
             recomputed.update(copies.intersection(step.inputs))
     return frozenset(recomputed)

@@ -44,7 +44,7 @@ def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) ->
     for k, step in enumerate(steps.steps):
         source, target = step.inputs[0], step.output
         owner = storage[source]
-        if not step.operator.in_place or step.operator.view or steps.tensors[source] != steps.tensors[target]:
+        if not step.in_place or steps.tensors[source] != steps.tensors[target]:
             continue
         # An operand that is also the second one would be read after it was overwritten. The input is the caller's.
         if step.inputs.count(source) > 1 or owner == 0:
@@ -63,7 +63,7 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
     for k in reversed(range(len(steps.steps))):
         step, source = steps.steps[k], steps.steps[k].inputs[0]
         written = line.backward(k, (Action.INPUT,))
-        if not written or not step.operator.in_place or step.operator.view or not steps.needs_grad[source]:
+        if not written or not step.in_place or not steps.needs_grad[source]:
             continue
         # With other readers the gradient is a sum, which must not be added to what the output's gradient was.
         if readers[source] > 1 or source == steps.output or steps.tensors[source] != steps.tensors[step.output]:

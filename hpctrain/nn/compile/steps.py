@@ -40,7 +40,7 @@ class Steps:
     def value(self, tensor: int) -> int:
         """The tensor whose memory `tensor` names: another one where views lead to it, else itself."""
         k = self.producer(tensor)
-        return tensor if k is None or not self.steps[k].operator.view else self.value(self.steps[k].inputs[0])
+        return tensor if k is None or not self.steps[k].is_view else self.value(self.steps[k].inputs[0])
 
     def grad_value(self, tensor: int) -> int:
         """The tensor whose gradient's memory is also that of `tensor`'s: another one where a view is its only reader."""
@@ -51,7 +51,7 @@ class Steps:
         """Step k is a view, and its input's gradient is that of its output. With other readers both would be added: not then."""
         step = self.steps[k]
         source = step.inputs[0]
-        return step.operator.view and self.needs_grad[source] and self.readers(source) == [k] and source != self.output
+        return step.is_view and self.needs_grad[source] and self.readers(source) == [k] and source != self.output
 
     def passes_back(self, k: int) -> bool:
         """Step k has a gradient of an input to compute: not where nobody asks, and not where it is the output's own."""

@@ -105,7 +105,7 @@ class _Pass:
         Raises:
             InvalidPlanError: the step writes over what it reads, and either it cannot, or only a part of it.
         """
-        in_place = allowed and self.plan.steps[k].operator.in_place and written == read
+        in_place = allowed and self.plan.steps[k].in_place and written == read
         if written.overlaps(read) and not in_place:
             raise self.facts.error(
                 action, k, f"writes bytes [{written.offset}, {written.end}) over what it reads, which it cannot"
@@ -125,7 +125,7 @@ class _Forward(_Pass):
 
     def _begin(self, action: Action, k: int) -> None:
         """The step's message is read from now on, until the step ends."""
-        if not self.plan.steps[k].operator.begins_early:
+        if not self.plan.steps[k].begins_early:
             raise self.facts.error(action, k, "is none: its operator cannot begin early")
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
@@ -133,10 +133,10 @@ class _Forward(_Pass):
         """Reads all inputs, writes the output; scratch and what is saved are the step's own meanwhile."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
-        if step.operator.begins_early and not self.done[Action.BEGIN, k]:
+        if step.begins_early and not self.done[Action.BEGIN, k]:
             raise self.facts.error(action, k, "has not begun early")
         self.read_inputs(action, k, [True] * len(step.inputs))
-        if step.operator.view:
+        if step.is_view:
             if memory.output != memory.inputs[0]:
                 raise self.facts.error(action, k, "is that of a view, whose output must lie where its input does")
             self.memory.add_name(memory.output, activation(step.output))
@@ -176,7 +176,7 @@ class _Backward(_Pass):
     def _recompute(self, action: Action, k: int) -> None:
         """Reads the first input and what was saved, writes the output again."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
-        if step.node is not None if action is Action.COPY else not step.operator.recomputes_output:
+        if step.node is not None if action is Action.COPY else not step.recomputes_output:
             raise self.facts.error(action, k, "is asked for, and its operator has none")
         read = self.read_inputs(action, k, [True] * len(step.inputs)) + self._read_saved(action, k)
         self.check_apart(action, k, [memory.output, memory.scratch], read)
@@ -195,7 +195,7 @@ class _Backward(_Pass):
         if step.input_first and self.facts.passes_back(k) and not self.done[Action.INPUT, k]:
             raise self.facts.error(action, k, "come before that of its input, which has to travel")
         self._check_turn(action, k)
-        self._compute(action, k, writes=step.operator.joint_backward)
+        self._compute(action, k, writes=step.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
         """Among steps with the same parameters, forward's last one writes the gradient, the others add to it; who announces it is
@@ -212,7 +212,7 @@ class _Backward(_Pass):
         # An operator may build one half on the other (batch norm does), unless its node says that the input comes first.
         if step.has_parameters and not step.input_first and not computed:
             raise self.facts.error(action, k, "comes before those of its parameters")
-        if not (step.operator.joint_backward and computed):
+        if not (step.joint_backward and computed):
             self._compute(action, k, writes=True)
         for i, target, partial in self.plan.memory[k].sums:
             value = _partial(k, i)
@@ -225,7 +225,7 @@ class _Backward(_Pass):
         """One half of a step's backward. The first one may change the output's gradient (by the mask of a ReLU, say)."""
         step, memory, actor = self.plan.steps[k], self.plan.memory[k], self.facts.actor(action, k)
         read = self.read_inputs(action, k, step.operator.needs_inputs) + self._read_saved(action, k)
-        if step.operator.needs_output and not (self._begun(k) and step.operator.reads_output_once):
+        if step.operator.needs_output and not (self._begun(k) and step.reads_output_once):
             self.memory.read(memory.output, activation(step.output), actor, self.facts.name(step.output))
             read.append(memory.output)
         dy = self._read_output_grad(action, k)
@@ -257,7 +257,7 @@ class _Backward(_Pass):
         elif not memory.accumulate[i]:
             value = gradient(self.facts.grad_owner(tensor), frozenset({(k, i)}))
             self.memory.write(target, value, self.facts.actor(action, k))
-        elif step.operator.can_accumulate:
+        elif step.accumulates:
             self._add(action, k, i, target)
         else:
             raise self.facts.error(action, k, "is to be added to others, which its operator cannot")

@@ -17,7 +17,7 @@ from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program
 
-_RUNS = ("forward", "backward_parameters", "backward_input", "recompute_output")
+_RUNS = ("forward", "backward_parameters", "backward_input")
 BATCH = 3
 # The first has wide 3x3 convolutions, by Winograd; the others residual blocks, whose copies and batch norms run out of turn.
 NETWORKS: dict[str, tuple[Callable[[], Layer], int]] = {

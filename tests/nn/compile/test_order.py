@@ -48,7 +48,7 @@ def test_a_halos_gradient_travels_while_the_parameters_are_computed() -> None:
 def test_an_edge_ends_just_before_its_reader() -> None:
     steps = steps_of("overlapped", NumpyKernelSet())
     actions = forward_actions(steps)
-    early = [k for k, step in enumerate(steps.steps) if step.operator.begins_early]
+    early = [k for k, step in enumerate(steps.steps) if step.begins_early]
     assert early
     for k in early:
         reader = actions.index((Action.FORWARD, steps.readers(steps.steps[k].output)[0]))

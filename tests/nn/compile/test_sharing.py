@@ -22,7 +22,7 @@ def _in_place(plan: ExecutionPlan) -> dict[str, tuple[bool, bool]]:
             memory.output_grad is not None and memory.output_grad == memory.input_grads[0],
         )
         for step, memory in zip(plan.steps, plan.memory, strict=True)
-        if not step.operator.view and memory.output.size_bytes
+        if not step.is_view and memory.output.size_bytes
     }
 
 
@@ -39,7 +39,7 @@ def test_operators_that_cannot_work_in_place_never_do() -> None:
     for network in ("plain", "residual", "split", "overlapped"):
         plan = _plan(network)
         shares = _in_place(plan)
-        able = {step.name for step in plan.steps if step.operator.in_place}
+        able = {step.name for step in plan.steps if step.in_place}
         assert {name for name, both in shares.items() if any(both)} <= able
 
 

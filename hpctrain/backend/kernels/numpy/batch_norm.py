@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import InPlace
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.rows import RowBlocks
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 
-class NumpyBatchNorm(NumpyOperator):
+class NumpyBatchNorm(InPlace, NumpyOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
     Collective where the spec says `synchronised`: `forward` and `backward_input` call the merger once each, on every rank.
     `backward_parameters` makes the sums that `backward_input` reads, so it comes first.
     """
-
-    in_place: ClassVar[bool] = True
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)

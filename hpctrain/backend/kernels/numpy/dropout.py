@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import numpy as np
 
 from hpctrain.backend.counter_random import keep_mask, key
+from hpctrain.backend.kernels.abilities import InPlace
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.numpy.elementwise import flat_blocks
 from hpctrain.backend.kernels.numpy.flatten import View
@@ -22,7 +22,7 @@ _MASK_ELEMENTS = 1 << 18
 def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operator:
     """Dropout, or the identity where nothing is dropped."""
     if not training or spec.rate == 0:
-        return View(spec, x, training=training)
+        return View(spec, x)
     return NumpyDropout(spec, x, training=training)
 
 
@@ -46,10 +46,8 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
     return flat
 
 
-class NumpyDropout(NumpyOperator):
+class NumpyDropout(InPlace, NumpyOperator):
     """y = x * keep / (1 - rate). Saved: the mask, one byte per element."""
-
-    in_place: ClassVar[bool] = True
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import InPlace
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.numpy.memory import Request
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
@@ -18,10 +17,8 @@ def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
     return RowBlocks((array.size, 1)).views(array)
 
 
-class Relu(NumpyOperator):
+class Relu(InPlace, NumpyOperator):
     """y = max(x, 0); the gradient at 0 is 0. In place where the program likes; backward reads the output only."""
-
-    in_place: ClassVar[bool] = True
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -52,10 +49,8 @@ class Relu(NumpyOperator):
                 np.multiply(dy, mask, out=dx)
 
 
-class Add(NumpyOperator):
+class Add(InPlace, NumpyOperator):
     """y = a + b, then ReLU where the spec says so. The gradient passes to both inputs."""
-
-    in_place: ClassVar[bool] = True
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)

@@ -1,23 +1,18 @@
-"""Flatten, and the identity: operators that only give memory another shape."""
+"""Flatten, and the identity: operators that only give memory another name."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.operator import NumpyOperator
+from hpctrain.backend.kernels.abilities import InputView
+from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.specs import Spec, TensorSpec
 
 
-class View(NumpyOperator):
+class View(InputView, Operator):
     """The output is the input's memory under the output's shape."""
 
-    view: ClassVar[bool] = True
-    in_place: ClassVar[bool] = True
-    can_accumulate: ClassVar[bool] = False
-
-    def __init__(self, spec: Spec, x: TensorSpec, *, training: bool) -> None:
-        super().__init__(spec, (x,), training=training)
+    def __init__(self, spec: Spec, x: TensorSpec) -> None:
+        self.spec, self.inputs = spec, (x.plain(),)
+        self.output = spec.output(x.plain())
 
     def forward(self, context: StepContext) -> None:
         return None

@@ -64,7 +64,7 @@ class NumpyKernelSet(KernelSet):
             case DropoutSpec():
                 return make_dropout(spec, *inputs, training=training)
             case FlattenSpec():
-                return View(spec, *inputs, training=training)
+                return View(spec, *inputs)
         raise BackendError(f"The numpy kernel set has no operator for {type(spec).__name__}.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:

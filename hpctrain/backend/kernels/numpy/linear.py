@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.reduce import column_sums
@@ -13,10 +14,8 @@ from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 _BLOCK_BYTES = 1 << 20
 
 
-class NumpyLinear(NumpyOperator):
+class NumpyLinear(SufficientFactors, NumpyOperator):
     """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
-
-    gives_sufficient_factors = True
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

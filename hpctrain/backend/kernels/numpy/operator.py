@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import Accumulating
 from hpctrain.backend.kernels.base import Buffers, Operator
 from hpctrain.backend.kernels.numpy.memory import Request, carve, total_bytes
 from hpctrain.backend.kernels.specs import Spec, TensorSpec
 
 
-class NumpyOperator(Operator):
+class NumpyOperator(Accumulating, Operator):
     """An operator on plain memory. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
 
     Training operators compute gradients; the others keep nothing for them and must not be asked for any.
     """
-
-    can_accumulate: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> None:
         self.spec = spec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import InPlace, JointBackward
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
@@ -18,15 +19,12 @@ from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 
-class BatchNormOperator(LibraryOperator):
+class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
     """y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
 
     Training leaves the batch's mean and unbiased variance in the statistics "batch_mean" and "batch_var"; the biased variance
     that backward needs is saved. The unbiased variance of one value per channel is taken as the biased one, 0.
     """
-
-    in_place = True
-    joint_backward = True
 
     def __init__(self, engine: Engine, spec: BatchNormSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec, self._training = spec, training

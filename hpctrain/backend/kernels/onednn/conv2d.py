@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, ParameterCopies
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
@@ -35,11 +36,10 @@ def make_conv2d(
     return kind(engine, spec, plan, training=training)
 
 
-class Conv2dOperator(LibraryOperator):
+class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
     """y = x * weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
-    reads_output_once = True  # the mask
 
     def __init__(self, engine: Engine, spec: Conv2dSpec | WithRelu, plan: Convolution, *, training: bool) -> None:
         self.spec, self._engine, self._plan, self._training = spec, engine, plan, training
@@ -201,7 +201,5 @@ class Conv2dOperator(LibraryOperator):
         self._stale = True
 
 
-class AddingConv2dOperator(Conv2dOperator):
+class AddingConv2dOperator(Accumulating, Conv2dOperator):
     """A convolution that can add to its input's gradient."""
-
-    can_accumulate = True

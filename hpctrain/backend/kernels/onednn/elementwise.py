@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.backend.kernels.abilities import Accumulating, InPlace
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
@@ -51,10 +52,9 @@ class Addition:
         return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
 
 
-class ReluOperator(LibraryOperator):
+class ReluOperator(InPlace, LibraryOperator):
     """y = max(x, 0) in x's layout."""
 
-    in_place = True
     needs_output = True
 
     def __init__(self, engine: Engine, spec: ReluSpec, x: TensorSpec) -> None:
@@ -92,11 +92,9 @@ class ReluOperator(LibraryOperator):
             self._backward()
 
 
-class AddOperator(LibraryOperator):
+class AddOperator(InPlace, Accumulating, LibraryOperator):
     """y = a + b (then ReLU), both in the layout of the first."""
 
-    in_place = True
-    can_accumulate = True
     needs_inputs = (False, False)
 
     def __init__(self, engine: Engine, spec: AddSpec, a: TensorSpec) -> None:

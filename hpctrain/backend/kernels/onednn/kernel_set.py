@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -20,7 +21,7 @@ from hpctrain.backend.kernels.onednn.linear import LinearOperator
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.operator import LibraryOperator
 from hpctrain.backend.kernels.onednn.pool import IdentityOperator, PoolOperator, plain_pool
-from hpctrain.backend.kernels.onednn.rectified import RectifiedOperator
+from hpctrain.backend.kernels.onednn.rectified import RectifiedLinearOperator, RectifiedOperator
 from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
 from hpctrain.backend.kernels.specs import (
     NHWC,
@@ -92,7 +93,8 @@ class OnednnKernelSet(KernelSet):
         inner = spec.inner if isinstance(spec, WithRelu) else spec
         operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
         if isinstance(spec, WithRelu):
-            operator = RectifiedOperator(self._engine, spec, operator)
+            kind = RectifiedLinearOperator if isinstance(operator, SufficientFactors) else RectifiedOperator
+            operator = kind(self._engine, spec, operator)
         operator.stands_in_because = chosen
         return operator
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
@@ -13,11 +14,10 @@ from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 
 
-class LinearOperator(LibraryOperator):
+class LinearOperator(SufficientFactors, LibraryOperator):
     """y = x @ weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
-    gives_sufficient_factors = True
 
     def __init__(self, engine: Engine, spec: LinearSpec | WithRelu, x: TensorSpec, *, training: bool) -> None:
         relu = isinstance(spec, WithRelu)

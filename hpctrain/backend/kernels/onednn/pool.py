@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.kernels.abilities import InputView
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Engine, Primitive
@@ -87,10 +88,8 @@ def _algorithm(spec: PoolSpec) -> int:
     return c.POOLING_AVERAGE_INCLUDE_PADDING if spec.count_include_pad else c.POOLING_AVERAGE_EXCLUDE_PADDING
 
 
-class IdentityOperator(Operator):
+class IdentityOperator(InputView, Operator):
     """The output is the input, in whatever layout: pooling over windows of one element."""
-
-    view = True
 
     def __init__(self, spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), x

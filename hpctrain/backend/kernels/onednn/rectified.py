@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, SufficientFactors
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
@@ -11,21 +12,19 @@ from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements
 
 
-class RectifiedOperator(Operator):
+class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
     """y = max(inner(x), 0), in place behind the inner operator; in plain memory.
 
     Args:
         inner: the operator of `spec.inner`.
     """
 
-    can_accumulate = True
     needs_output = True
-    reads_output_once = True  # the mask
 
     def __init__(self, engine: Engine, spec: WithRelu, inner: Operator) -> None:
         self.spec, self._inner = spec, inner
         self.inputs, self.output = inner.inputs, inner.output
-        self.needs_inputs, self.gives_sufficient_factors = inner.needs_inputs, inner.gives_sufficient_factors
+        self.needs_inputs = inner.needs_inputs
         self.saved_bytes, self.scratch_bytes = inner.saved_bytes, inner.scratch_bytes
         self._mask = ReluMask(engine, f"relu {self.output.shape} backward", elements(engine, self.output))
         self._masked = False
@@ -55,5 +54,6 @@ class RectifiedOperator(Operator):
         self.finish_output_grad()
         self._inner.backward_input()
 
-    def parameters_changed(self) -> None:
-        self._inner.parameters_changed()
+
+class RectifiedLinearOperator(RectifiedOperator, SufficientFactors):
+    """The same of a linear layer, whose factors are its input and the masked gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.kernels.abilities import Accumulating
 from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
@@ -30,10 +31,8 @@ class Copy:
         return self._primitive.bind({c.ARG_SRC: (self.source, source), c.ARG_DST: (self.target, target)}, scratch)
 
 
-class ReorderOperator(Operator):
+class ReorderOperator(Accumulating, Operator):
     """y = x in another layout; backward copies the gradient back."""
-
-    can_accumulate = True
 
     def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec, *, training: bool = True) -> None:
         self.inputs, self.output = (source,), target

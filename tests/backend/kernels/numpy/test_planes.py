@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.kernels.numpy.memory import carve
 from hpctrain.backend.kernels.numpy.planes import PlaneBlock, Planes
-from hpctrain.backend.kernels.numpy.taps import Block, blocks
+from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks
 from hpctrain.backend.kernels.specs import Window
 
 SMALL = st.integers(1, 4)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, Window, tuple[int, int], list[Block], list[PlaneBlock]]:
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, Window, tuple[int, int], list[OutputBlock], list[PlaneBlock]]:
     pairs = st.tuples(SMALL, SMALL)
     window = Window(draw(pairs), draw(pairs), draw(st.tuples(*[st.integers(0, 2)] * 4)), draw(pairs))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 3)))
