@@ -14,21 +14,22 @@ Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 
 
-def even_interval(size: int, parts: int, index: int) -> Interval:
-    """The elements of one part where `size` things are split evenly over `parts` (see `even_intervals`)."""
+def even(size: int, parts: int) -> tuple[int, ...]:
+    """`size` things in `parts` parts whose sizes differ by at most 1, larger ones first; some may be empty."""
     small, longer = divmod(size, parts)
-    start = index * small + min(index, longer)
-    return start, start + small + (index < longer)
+    return (small + 1,) * longer + (small,) * (parts - longer)
 
 
 def even_intervals(size: int, parts: int) -> tuple[Interval, ...]:
-    """`size` things in `parts` neighbouring intervals whose lengths differ by at most 1, longer ones first; some may be empty."""
-    return tuple(even_interval(size, parts, index) for index in range(parts))
+    """The parts of `even` as neighbouring intervals."""
+    return consecutive(even(size, parts))
 
 
-def even(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths of `even_intervals`."""
-    return tuple(stop - start for start, stop in even_intervals(size, parts))
+def even_interval(size: int, parts: int, index: int) -> Interval:
+    """One of `even_intervals`, in a time that does not depend on their number."""
+    small, longer = divmod(size, parts)
+    start = index * small + min(index, longer)
+    return start, start + small + (index < longer)
 
 
 def consecutive(counts: Sequence[int]) -> tuple[Interval, ...]:
