@@ -47,15 +47,7 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
 }
 MODULES_WITHOUT_A_TEST = {
     "hpctrain.__main__",
-    "hpctrain.averaging.allreduce_averager",
     "hpctrain.averaging.base",
-    "hpctrain.averaging.local_event",
-    "hpctrain.averaging.reduce_scatter_averager",
-    "hpctrain.averaging.strategies.bucketed",
-    "hpctrain.averaging.strategies.overlap",
-    "hpctrain.averaging.strategies.priority",
-    "hpctrain.averaging.strategies.sharded",
-    "hpctrain.averaging.sufficient_factors",
     "hpctrain.backend.kernels.base",
     "hpctrain.backend.kernels.graph",
     "hpctrain.backend.kernels.numpy.flatten",

@@ -22,7 +22,7 @@ class StepHooks:
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        """Forward: x (N, in) of a layer that takes factors; its memory is reused once this returns. Must not wait."""
+        """Forward: x (N, in) of a layer that gives sufficient factors; its memory is reused once this returns. Must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
         """Backward, before the input's gradient: dy (N, out) of such a layer; its memory is reused. Must not wait."""

@@ -37,7 +37,7 @@ class BoundStep:
     add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
     gradient_sums: (target, partial) pairs to add after `backward_parameters`, where the parameters are also those of other steps.
     shared: an earlier step has the same parameters: it announces their gradients.
-    factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
+    sufficient_factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
     """
 
     name: str
@@ -45,7 +45,7 @@ class BoundStep:
     parameters: tuple[Parameter, ...]
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
-    factors: tuple[Array, Array] | None
+    sufficient_factors: tuple[Array, Array] | None
     gradient_sums: tuple[tuple[Array, Array], ...] = ()
     shared: bool = False
 
@@ -121,8 +121,8 @@ class Program:
             return
         if step.parameters:
             hooks.before_forward(step.parameters)
-        if step.factors is not None and hooks.takes_sufficient_factors(step.parameters):
-            hooks.input_ready(step.parameters, step.factors[0])
+        if step.sufficient_factors is not None and hooks.takes_sufficient_factors(step.parameters):
+            hooks.input_ready(step.parameters, step.sufficient_factors[0])
         step.operator.forward(context)
         hooks.operator_done(step.name, "forward")
 
@@ -145,10 +145,10 @@ class Program:
             step.operator.forward(_NO_CONTEXT)
 
     def _parameter_gradients(self, step: BoundStep, hooks: StepHooks) -> None:
-        if step.factors is not None and hooks.takes_sufficient_factors(step.parameters):
+        if step.sufficient_factors is not None and hooks.takes_sufficient_factors(step.parameters):
             assert isinstance(step.operator, SufficientFactors)
             step.operator.finish_output_grad()
-            hooks.error_ready(step.parameters, step.factors[1])
+            hooks.error_ready(step.parameters, step.sufficient_factors[1])
             return
         step.operator.backward_parameters()
         for target, partial in step.gradient_sums:
@@ -219,7 +219,7 @@ class _Binder:
             parameters,
             any(action is Action.INPUT and position == k for action, position in self._plan.backward),
             tuple((self.view(target, specs[i]), self.view(partial, specs[i])) for i, target, partial in memory.sums),
-            self._factors(step, memory),
+            self._sufficient_factors(step, memory),
             self._gradient_sums(k),
             step.node is not None and step.node.shared,
         )
@@ -270,7 +270,7 @@ class _Binder:
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 
-    def _factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
+    def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
         if not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
             return None
         x, y = (self._plan.tensors[tensor] for tensor in (step.inputs[0], step.output))
