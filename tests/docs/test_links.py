@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from pathlib import Path
 
@@ -48,3 +49,29 @@ def test_named_files_exist(page: str) -> None:
     for name in re.findall(r"`(\w[\w/]*/)`", text):
         there = (ROOT / name).is_dir() or (ROOT / "hpctrain" / name).is_dir() or name == "runs/"  # which a run makes
         assert there, f"{page} names the folder {name}"
+
+
+def _defined() -> set[str]:
+    """The names that are defined anywhere, of classes, functions, members and aliases."""
+    names = set(dir(builtins))
+    for top in ("hpctrain", "tests", "benchmarks"):
+        for path in (ROOT / top).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            names |= set(re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE))
+            names |= set(re.findall(r"^(?:    )?(\w+)(?: =|: )", text, re.MULTILINE))
+    return names
+
+
+#: words that begin with a capital and are no classes: an attribute, a setting of Slurm's
+_FOREIGN = {"Options", "KillWait"}
+
+
+def test_named_classes_exist() -> None:
+    """`Replica`, `ProgressEngine.wait`: in all pages."""
+    defined = _defined()
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        invented = "".join(how_tos.files(page).values()) + "".join(how_tos.blocks(page, "python"))
+        for name in re.findall(r"`([A-Z][a-z]+[A-Za-z]*(?:\.[a-z_A-Z]+)?)(?:\([^`]*\))?`", text):
+            known = defined.issuperset(name.split(".")) or name in _FOREIGN or f"class {name}" in invented
+            assert known, f"{page} names {name}, which is no class of the repository"
