@@ -50,7 +50,7 @@ def _train(job: Job, ranks: int, folder: Path, *more: str) -> tuple[Outcome, Run
     return outcome, run
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_a_traced_run_prints_and_keeps_where_its_time_went(job: Job, folder: Path, ranks: int) -> None:
     outcome, run = _train(job, ranks, folder, "trace=true")
     assert "layer" in outcome.stdout
@@ -69,7 +69,7 @@ def test_a_traced_run_prints_and_keeps_where_its_time_went(job: Job, folder: Pat
 
 def test_tracing_changes_no_bit_of_the_result(job: Job, folder: Path) -> None:
     ends = []
-    for more in ([], ["trace=true"], ["trace=true", "progress=thread"], ["progress=none"]):
+    for more in ([], ["trace=true", "progress=thread"], ["trace=true", "progress=none"]):
         _, run = _train(job, 2, folder, *more)
         newest = checkpoint.read_newest(run.checkpoints)
         assert newest is not None
@@ -99,9 +99,8 @@ def test_the_way_of_progress_is_said_and_recorded(job: Job, folder: Path, ranks:
         assert "ms" not in lines[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nothing_is_measured_or_said_where_there_is_nothing_to_hide(job: Job, folder: Path, ranks: int) -> None:
-    outcome, run = _train(job, ranks, folder, "--steps", "1")
+def test_nothing_is_measured_or_said_where_there_is_nothing_to_hide(job: Job, folder: Path) -> None:
+    outcome, run = _train(job, 2, folder, "--steps", "1")
     chosen = next(line for line in run.metrics() if line["kind"] == "progress")
     assert chosen["mode"] == "test"
     assert "there is nothing to hide" in str(chosen["reason"])
@@ -109,7 +108,7 @@ def test_nothing_is_measured_or_said_where_there_is_nothing_to_hide(job: Job, fo
     assert "progress" not in outcome.stdout
 
 
-@pytest.mark.parametrize("ranks", [0, 2, 3])
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_compute_only_exchanges_nothing_and_keeps_nothing(job: Job, folder: Path, ranks: int) -> None:
     outcome, run = _train(job, ranks, folder, "--compute-only", "--steps", "8")
     assert "compute-only step" in outcome.stdout

@@ -98,8 +98,8 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_checkpoint_is_read_once_by_each_rank(job: Job, folder: Path, ranks: int) -> None:
+def test_a_checkpoint_is_read_once_by_each_rank(job: Job, folder: Path) -> None:
+    ranks = 2
     (folder / "says.py").write_text(SAYS_WHAT_IT_READS)
     assert _train(job, ranks, folder, "--steps", "2").code == 0
     run, (path,) = _run(folder), _run(folder).checkpoints.iterdir()
@@ -109,10 +109,10 @@ def test_a_checkpoint_is_read_once_by_each_rank(job: Job, folder: Path, ranks: i
     for arguments in sources:
         outcome = job(ranks, ["says.py", *arguments], cwd=folder)
         assert outcome.code == 0, outcome.output
-        assert outcome.stderr.count("reads a checkpoint") == max(1, ranks)
+        assert outcome.stderr.count("reads a checkpoint") == ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])  # two below, with every averager
 def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
     """7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
     whole = _train(job, ranks, folder, f"output={folder}/whole")
@@ -183,10 +183,10 @@ def test_sharded_state_goes_on_with_other_ranks(job: Job, folder: Path) -> None:
 # The program, on a link that measures as slow or as fast as said: slices are of other sizes then.
 ON_A_LINK = """
 import runpy, sys
-from hpctrain.averaging import sharding
+from hpctrain.averaging import agreement
 from hpctrain.comm.link import LinkModel
 alpha = float(sys.argv.pop(1))
-sharding.calibrate = lambda comm, progress: LinkModel(alpha, 1e-8)
+agreement.calibrate = lambda comm, progress: LinkModel(alpha, 1e-8)
 runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
@@ -201,10 +201,9 @@ def _slices(run: Any) -> Any:
     return json.loads(run.schedule_path("all").read_text())["slices"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Path, ranks: int) -> None:
+def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Path) -> None:
     def train(alpha: str, *more: str) -> None:
-        outcome = _train_on_a_link(job, ranks, folder, alpha, "averager.sizes=measured", *more)
+        outcome = _train_on_a_link(job, 3, folder, alpha, "averager.sizes=measured", *more)
         assert outcome.code == 0, outcome.output
 
     train("1e-6", f"output={folder}/whole")
