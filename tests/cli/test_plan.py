@@ -40,7 +40,7 @@ def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> 
     assert "stage2.conv leaves rank 0 of a split group no row to compute while its halo travels" in refused.stderr
 
 
-def test_a_column_that_leaves_its_node_is_pointed_out() -> None:
+def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
     assert "  c = 1: 3 4 5   nodes 0, 1: a split group leaves its node" in result.output.splitlines()
 

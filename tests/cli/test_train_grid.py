@@ -140,8 +140,8 @@ def test_a_batch_may_be_smaller_than_the_ranks(job: Job, folder: Path, batch: in
     _assert_close(_last(folder), _last(folder, "alone"))
 
 
-def test_local_statistics_are_those_of_a_column_where_layers_are_split(job: Job, folder: Path) -> None:
-    """2 ranks, and 2 columns of 2: the same samples share statistics."""
+def test_local_statistics_are_those_of_a_split_group(job: Job, folder: Path) -> None:
+    """2 ranks, and 2 split groups of 2: the same samples share statistics."""
     local = ("batch_norm.statistics=local", "epochs=1")
     _train(job, 2, folder, *local, f"output={folder}/ranks")
     _train(job, 4, folder, "grid.rows=2", *MIXED, *local)

@@ -19,7 +19,7 @@ def test_every_place_is_taken_once(rows: int, cols: int, chance) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_a_column_lies_inside_a_node_where_its_ranks_divide(rows: int, groups_per_node: int, nodes: int, cyclic: bool) -> None:
+def test_a_split_group_lies_inside_a_node_where_ranks_divide(rows: int, groups_per_node: int, nodes: int, cyclic: bool) -> None:
     ranks = rows * groups_per_node * nodes
     node_of = tuple(rank % nodes if cyclic else rank // (rows * groups_per_node) for rank in range(ranks))
     places = coordinates(node_of, rows)

@@ -105,11 +105,11 @@ def test_the_head_starts_at_once_and_its_follower_when_it_may() -> None:
 
 def test_a_blocked_head_is_not_overtaken() -> None:
     engine = _engine()
-    row, column = engine.queue(SingleCommunicator("row")), engine.queue(SingleCommunicator("column"))
+    split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
     gate = Switch()
-    blocker = row.post(lambda: gate, "blocker")
-    head = column.post(lambda: Countdown(1), "head", after=[blocker])
-    behind = column.post(lambda: Countdown(1), "behind")
+    blocker = split.post(lambda: gate, "blocker")
+    head = data.post(lambda: Countdown(1), "head", after=[blocker])
+    behind = data.post(lambda: Countdown(1), "behind")
     for _ in range(5):
         engine.poll()
     assert not behind.done
@@ -121,9 +121,9 @@ def test_a_blocked_head_is_not_overtaken() -> None:
 def test_a_wait_drives_all_queues() -> None:
     """What is waited for here comes after something on a queue that nobody waits for."""
     engine = _engine()
-    row, column = engine.queue(SingleCommunicator("row")), engine.queue(SingleCommunicator("column"))
-    slow = row.post(lambda: Countdown(50), "slow")
-    engine.wait(column.post(lambda: Countdown(2), "target", after=[slow]))
+    split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
+    slow = split.post(lambda: Countdown(50), "slow")
+    engine.wait(data.post(lambda: Countdown(2), "target", after=[slow]))
     assert slow.done
 
 
@@ -175,12 +175,12 @@ def test_a_start_must_not_wait() -> None:
 
 def test_sequence_numbers_count_per_queue_for_ever() -> None:
     engine = _engine()
-    row, column = SingleCommunicator("row"), SingleCommunicator("column")
-    assert engine.queue(row) is engine.queue(row)
+    split, data = SingleCommunicator("split"), SingleCommunicator("data")
+    assert engine.queue(split) is engine.queue(split)
     for expected in range(5):
-        ticket = engine.queue(row).post(lambda: Countdown(1), "x")
-        assert (ticket.sequence, ticket.queue_name) == (expected, "row")
-    assert engine.queue(column).post(lambda: Countdown(1), "x").sequence == 0
+        ticket = engine.queue(split).post(lambda: Countdown(1), "x")
+        assert (ticket.sequence, ticket.queue_name) == (expected, "split")
+    assert engine.queue(data).post(lambda: Countdown(1), "x").sequence == 0
 
 
 def test_nothing_is_kept_of_what_is_complete() -> None:
@@ -217,11 +217,11 @@ def _timed_out(tmp_path: Path, wait_for_handle: bool) -> tuple[str, list[int], C
     clock = Clock()
     with (tmp_path / "report").open("w+") as stream:
         engine = _engine(deadline_seconds=2.0, abort=codes.append, clock=clock, sleep=clock.sleep, stream=stream)
-        row, column = engine.queue(SingleCommunicator("row")), engine.queue(SingleCommunicator("column"))
-        engine.wait(row.post(lambda: Countdown(3), "done long ago"))
-        lost = row.post(Switch, "conv1.weight")
-        target = column.post(_never, "fc.weight", after=[lost])  # type: ignore[arg-type]
-        column.post(_never, "fc.bias")  # type: ignore[arg-type]
+        split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
+        engine.wait(split.post(lambda: Countdown(3), "done long ago"))
+        lost = split.post(Switch, "conv1.weight")
+        target = data.post(_never, "fc.weight", after=[lost])  # type: ignore[arg-type]
+        data.post(_never, "fc.bias")  # type: ignore[arg-type]
         wait = (lambda: engine.wait_handle(Switch(), "a halo")) if wait_for_handle else (lambda: engine.wait(target))
         with pytest.raises(CommunicationTimeoutError, match="deadline of 2 s"):
             wait()
@@ -235,12 +235,12 @@ def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -
     assert 2.0 < clock.now < 2.2
     lines = report.splitlines()
     assert lines[:5] == [
-        "[rank 5] no completion within the deadline of 2 s: fc.weight: queue column, sequence number 0, not started, "
-        "comes after conv1.weight (row 1)",
+        "[rank 5] no completion within the deadline of 2 s: fc.weight: queue data, sequence number 0, not started, "
+        "comes after conv1.weight (split 1)",
         "[rank 5] unfinished on this rank:",
-        "[rank 5]   conv1.weight: queue row, sequence number 1, operation a switch, in flight",
-        "[rank 5]   fc.weight: queue column, sequence number 0, not started, comes after conv1.weight (row 1)",
-        "[rank 5]   fc.bias: queue column, sequence number 1, not started, behind the queue's head",
+        "[rank 5]   conv1.weight: queue split, sequence number 1, operation a switch, in flight",
+        "[rank 5]   fc.weight: queue data, sequence number 0, not started, comes after conv1.weight (split 1)",
+        "[rank 5]   fc.bias: queue data, sequence number 1, not started, behind the queue's head",
     ]
     assert "in _timed_out" in report
     assert "done long ago" not in report

@@ -101,7 +101,7 @@ def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["domain", "model"])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_batch_norm_that_is_not_synchronised_is_that_of_the_column(rows: int, use: str) -> None:
+def test_batch_norm_that_is_not_synchronised_is_that_of_the_split_group(rows: int, use: str) -> None:
     """The ranks of a split group hold the samples that one rank holds where nothing is split: the same statistics, and result."""
     (expected, *_) = run_virtual(2, lambda comm: _train(_residual(1, 2, "batch", synchronised=False), comm))
     for result in run_virtual(2 * rows, lambda comm: _train(_residual(rows, 2, use, synchronised=False), comm)):

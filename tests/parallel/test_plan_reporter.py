@@ -205,7 +205,7 @@ def part_named(found: PlanReport, name: str) -> LayerReport:
     return next(layer for layer in found.layers if layer.name == name)
 
 
-def test_more_ranks_than_rows_and_columns_without_samples_are_described() -> None:
+def test_more_ranks_than_rows_and_split_groups_without_samples_are_reported() -> None:
     found = description_of(task_of("local", ParallelPlan(8, 2, D), batch=1))
     assert sum(found.counts) == 1
     last = part_named(found, "layer3.2.conv2")
