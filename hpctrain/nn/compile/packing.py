@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hpctrain.backend.alignment import aligned
 
 
 @dataclass(frozen=True)
 class Block:
-    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and in each interval of `again`."""
+    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and in each interval of `again`.
+
+    The intervals are disjoint.
+    """
 
     size_bytes: int
     first: int
@@ -86,9 +91,9 @@ def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int)
 
 def lower_bound(blocks: Sequence[Block]) -> int:
     """Bytes that no packing can go below: the most that is live in one time slot."""
-    times = {span[0] for block in blocks for span in block.spans}
-    return max((sum(aligned(b.size_bytes) for b in blocks if _live(b, t)) for t in times), default=0)
-
-
-def _live(block: Block, time: int) -> bool:
-    return any(first <= time <= last for first, last in block.spans)
+    changes: defaultdict[int, int] = defaultdict(int)
+    for block in blocks:
+        for first, last in block.spans:
+            changes[first] += aligned(block.size_bytes)
+            changes[last + 1] -= aligned(block.size_bytes)
+    return max(accumulate(changes[time] for time in sorted(changes)), default=0)
