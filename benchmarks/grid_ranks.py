@@ -29,7 +29,8 @@ from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.replica import Replica
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 
 _LR = 1e-4

@@ -40,7 +40,8 @@ from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.replica import Replica
 from tests.support.jobs import clean_environment, find_mpiexec
 
 _CLASSES, _STEPS, _LR = 10, 3, 1e-3

@@ -47,8 +47,9 @@ from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
 from hpctrain.storage import checkpoint
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 
 #: A name, or a mapping of "name" and options, as in a configuration.

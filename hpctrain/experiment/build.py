@@ -21,8 +21,9 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
 

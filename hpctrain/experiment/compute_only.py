@@ -58,27 +58,27 @@ class GradientExchange:
 
 
 def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Network) -> GradientExchange:
-    """GradientExchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
+    """Exchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
     buffers = [
         (in_levels(groups.gradients[name], levels(groups.nodes[name]), "exchange alone"), np.zeros(group.size, group.dtype))
         for name, group in network.groups.items()
     ]
-    found = np.array([_exchange(groups.all_ranks, progress, buffers) for _ in range(_REPEATS + 1)][1:])
-    slowest = np.max(groups.all_ranks.allgather_object(np.median(found, axis=0)), axis=0)
+    seconds = np.array([_exchange(groups.all_ranks, progress, buffers) for _ in range(_REPEATS + 1)][1:])
+    slowest = np.max(groups.all_ranks.allgather_object(np.median(seconds, axis=0)), axis=0)
     return GradientExchange(sum(buffer.nbytes for _, buffer in buffers), float(slowest[0]), float(slowest[1]))
 
 
 def _exchange(
-    every: Communicator, progress: ProgressEngine, buffers: list[tuple[Communicator, np.ndarray]]
+    all_ranks: Communicator, progress: ProgressEngine, buffers: list[tuple[Communicator, np.ndarray]]
 ) -> tuple[float, float]:
-    progress.wait_handle(every.ibarrier(), "start of an exchange")
+    progress.wait_handle(all_ranks.ibarrier(), "start of an exchange")
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for comm, buffer in buffers:
         counts = even(len(buffer), comm.size)
         start, stop = even_interval(len(buffer), comm.size, comm.rank)
-        own = np.zeros(stop - start, buffer.dtype)
-        progress.wait_handle(comm.ireduce_scatter(buffer, own, counts), "reduce-scatter alone")
-        buffer[start:stop] = own
+        reduced = np.zeros(stop - start, buffer.dtype)
+        progress.wait_handle(comm.ireduce_scatter(buffer, reduced, counts), "reduce-scatter alone")
+        buffer[start:stop] = reduced
         progress.wait_handle(comm.iallgather(None, buffer, counts), "allgather alone")
     return time.perf_counter() - begin, time.process_time() - cpu_begin
 
@@ -96,7 +96,7 @@ def report(
     Args:
         median_step_seconds: of this rank, over `steps` steps.
     """
-    per_rank = [float(each) for each in session.world.allgather_object(median_step_seconds)]
+    per_rank = [float(seconds) for seconds in session.world.allgather_object(median_step_seconds)]
     slowest = int(np.argmax(per_rank))
     # One core computes and moves messages, so what the exchange costs it adds to the compute; the wire works beside both.
     limit = max(per_rank[slowest] + exchange.cpu_seconds, exchange.seconds)
@@ -112,14 +112,14 @@ def report(
         "limit_seconds": limit,
     }
     write_json(directory / RESULT_FILE, content)
-    said = [
+    lines = [
         f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
         f"(fastest {min(per_rank) * 1e3:.3f} ms)"
     ]
     if session.groups.all_ranks.size > 1:
-        said.append(
+        lines.append(
             f"gradients alone, reduce-scatter and allgather of {exchange.payload_bytes / 1e6:.1f} MB: "
             f"{exchange.seconds * 1e3:.3f} ms, {exchange.cpu_seconds * 1e3:.3f} ms of them CPU time; "
             f"no step is shorter than {limit * 1e3:.3f} ms"
         )
-    return said
+    return lines

@@ -148,7 +148,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 def _header(config: Config) -> tuple[Image, int]:
     """Shape after augmentation, and classes; reads no image."""
     file = ImageFile.open(config.data.train)
-    steps = [(each.name, each.options) for each in config.data.augment]
+    steps = [(step.name, step.options) for step in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
     return pipeline.output_shape(*file.shape), len(file.class_names)
 

@@ -126,5 +126,5 @@ def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFact
     mean, std = np.array(data.mean), np.array(data.std)
     if not config.data.normalise:
         mean, std = np.zeros_like(mean), np.ones_like(std)
-    specs = [(each.name, each.options) for each in augment]
+    specs = [(step.name, step.options) for step in augment]
     return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)

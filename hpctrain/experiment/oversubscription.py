@@ -14,6 +14,6 @@ def oversubscribed(node: Communicator, world: Communicator, threads: int) -> boo
     Args:
         node: the ranks of this rank's node. threads: of this rank.
     """
-    found = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
-    cores = physical_cores(frozenset().union(*(mask for mask, _ in found)))
-    return any(world.allgather_object(sum(count for _, count in found) > cores))
+    of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
+    cores = physical_cores(frozenset().union(*(mask for mask, _ in of_node)))
+    return any(world.allgather_object(sum(count for _, count in of_node) > cores))

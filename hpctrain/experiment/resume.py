@@ -200,8 +200,8 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     """The value that a key has where it is not given."""
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
-    said = model_options(silent, len(data.class_names), (height, width, channels))
-    return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": said})
+    options = model_options(silent, len(data.class_names), (height, width, channels))
+    return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": options})
 
 
 def describe(position: Position, samples: int | None) -> str:

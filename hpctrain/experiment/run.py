@@ -108,13 +108,13 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         trace_report = TraceReport(alone.world, alone.progress, trace)
         trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps)
         trainer.run(Position())
-        said = trace_report.finish(directory.path, about, reporter.width)
+        lines = trace_report.finish(directory.path, about, reporter.width)
         table = trace_report.table
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
         exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
-        said += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
-        for line in said:
+        lines += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
+        for line in lines:
             reporter.say(line)
     finally:
         reporter.close()

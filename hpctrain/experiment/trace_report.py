@@ -92,26 +92,26 @@ class TraceReport:
         postings: list[Postings] = []
         error_ns = dropped = 0
         with ChromeTrace(directory / TRACE_FILE, self._begin.at_ns) as file:
-            for each in (mine, *self._received()):
-                file.add_rank(each.rank, each.events)
-                tables.append(each.table)
-                postings.append(Postings(each.rank, each.events.of(Category.COMMUNICATION), each.groups))
-                error_ns, dropped = max(error_ns, each.error_ns), dropped + each.events.dropped
+            for trace in (mine, *self._received()):
+                file.add_rank(trace.rank, trace.events)
+                tables.append(trace.table)
+                postings.append(Postings(trace.rank, trace.events.of(Category.COMMUNICATION), trace.groups))
+                error_ns, dropped = max(error_ns, trace.error_ns), dropped + trace.events.dropped
             facts = {"ranks": self._world.size, "clock_error_seconds": error_ns * 1e-9, "dropped_events": dropped, **about}
             file.describe(facts)
-        found = [table for table in tables if table is not None]
-        said = [
+        whole = [table for table in tables if table is not None]
+        summary = [
             f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} in {directory / TRACE_FILE}; "
             f"their clocks agree to within {error_ns * 1e-3:.1f} us" + (f"; {dropped} events found no room" if dropped else "")
         ]
-        if len(found) < len(tables):
-            return [*said, "no whole step was recorded, so there is no time table"]
+        if len(whole) < len(tables):
+            return [*summary, "no whole step was recorded, so there is no time table"]
         names = RowNames(time_table.layer_names(mine.events))
         late = time_table.latest(postings, names, time_table.counted_steps(mine.events))
-        table = time_table.merge(found, late)
-        content = {**facts, "table": asdict(table), "per_rank": [asdict(each) for each in found]}
+        table = time_table.merge(whole, late)
+        content = {**facts, "table": asdict(table), "per_rank": [asdict(rank_table) for rank_table in whole]}
         write_json(directory / TABLE_FILE, content)
-        return [*lines(table, error_ns * 1e-9, self._world.size, width), *said]
+        return [*lines(table, error_ns * 1e-9, self._world.size, width), *summary]
 
 
 def _table(events: Events) -> TimeTable | None:

@@ -1,13 +1,18 @@
-"""One rank's graph of a partitioned model."""
+"""One rank's part of a model on a grid: its graph, and its network."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 
+from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.boxes import Box
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.distribution import Shard
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import Network
+from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
@@ -71,3 +76,43 @@ class GridDistribution:
 
     def contributes(self, name: str) -> tuple[bool, bool]:
         return self._contributes[name]
+
+
+def make_network(
+    model: Layer,
+    image_shape: tuple[int, int, int],
+    kernels: KernelSet,
+    *,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    plan: ParallelPlan | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    smoothing: float = 0.0,
+) -> Network:
+    """This rank's part of a model on a grid. Not collective.
+
+    Args:
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes.
+        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
+        plan: what each layer does on the grid; needed where ranks share samples.
+        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the image.
+    """
+    split_group = groups.split_group(progress)
+    distribution = None
+    if split_group is not None:
+        assert plan is not None, "ranks that share samples need a plan of what each of them does"
+        distribution = GridDistribution(plan, split_group)
+    return Network(
+        model,
+        image_shape,
+        kernels,
+        dtype=dtype,
+        seed=seed,
+        smoothing=smoothing,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
+    )

@@ -13,14 +13,11 @@ from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
-from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import snapshot
@@ -41,46 +38,6 @@ _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore"
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
 
-def make_network(
-    model: Layer,
-    image_shape: tuple[int, int, int],
-    kernels: KernelSet,
-    *,
-    groups: GridGroups,
-    progress: ProgressEngine,
-    plan: ParallelPlan | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    smoothing: float = 0.0,
-) -> Network:
-    """This rank's part of a model on a grid. Not collective.
-
-    Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes.
-        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
-        plan: what each layer does on the grid; needed where ranks share samples.
-        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
-
-    Raises:
-        ShapeError: layers that do not fit each other or the image.
-    """
-    split_group = groups.split_group(progress)
-    distribution = None
-    if split_group is not None:
-        assert plan is not None, "ranks that share samples need a plan of what each of them does"
-        distribution = GridDistribution(plan, split_group)
-    return Network(
-        model,
-        image_shape,
-        kernels,
-        dtype=dtype,
-        seed=seed,
-        smoothing=smoothing,
-        mergers=groups.mergers(progress),
-        distribution=distribution,
-    )
-
-
 class Replica:
     """A rank's copy of a model, and what trains it. Making one is not collective; `agree` and all that trains is.
 
@@ -89,7 +46,7 @@ class Replica:
     A step leaves its sums on their way: they travel under the next step, or until `settle` waits for them.
 
     Args:
-        network: this rank's part of the model (see `make_network`). groups: its place on the grid, and its communicators.
+        network: this rank's part of the model (see `rank_graph.make_network`). groups: its communicators.
         progress: the process's engine; where it has a tracer, steps are recorded.
         strategy: makes the averaging strategy of each parameter group; None: a replica that only evaluates.
         optimizer: makes an optimiser that is not bound yet.

@@ -14,7 +14,8 @@ from hpctrain.experiment.dry_run import PlannedRun, averaging_bytes, group_sched
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.replica import Replica
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 

@@ -21,7 +21,8 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.train.replica import Replica, StrategyFactory, make_network
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.step_reduction import StepTotals
 
 

@@ -17,8 +17,9 @@ from hpctrain.errors import DivergedError
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import Replica, make_network
+from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
