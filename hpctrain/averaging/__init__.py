@@ -1,1 +1,1 @@
-"""Averaging strategies, one a file."""
+"""Averaging of gradients: strategies plan schedules without ranks, averagers run what the ranks have agreed on."""

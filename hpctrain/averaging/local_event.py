@@ -12,8 +12,8 @@ class LocalEvent(Ticket):
 
     __slots__ = ()
 
-    def __init__(self, what: str) -> None:
-        super().__init__(_never, what, (), "this rank", 0)
+    def __init__(self, text: str) -> None:
+        super().__init__(_never, text, (), "this rank", 0)
 
     def happen(self) -> None:
         """Let go what waits for it; the caller polls the engine, so that it starts."""

@@ -151,7 +151,6 @@ class OwnerOperations:
             counts = [part.size for part in owned]
             begin = max(segment.start, piece.start) - segment.start
             for key, target in whole.items():
-                part = optimizer.state(owned[comm.rank])[key]
-                handle = comm.iallgather(part, target[begin : begin + sum(counts)], counts)
+                handle = comm.iallgather(optimizer.state(owned[comm.rank])[key], target[begin : begin + sum(counts)], counts)
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole

@@ -65,8 +65,8 @@ def slice_bytes(least: int, ranks: int, link: LinkModel | None) -> int:
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     """[start, stop) of the collectives that an array of `size` elements is sent in, which cost no more than one of it all.
 
-    Of 16 MiB at most, but no less than 1 MiB a rank, as latency grows with the ranks. Each but the last has a multiple of
-    `ranks` elements, so that the ranks' parts add up to those of the whole.
+    They have 16 MiB at most, but no less than 1 MiB per rank, as latency grows with the ranks. Each but the last has a multiple
+    of `ranks` elements, so that the ranks' parts add up to those of the whole.
     """
     most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
     size_of_one = -(-size // max(1, -(-size // most)))

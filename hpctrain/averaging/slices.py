@@ -62,7 +62,7 @@ class Slice:
 
 
 def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
-    """One slice a parameter, empty ones left out, in forward order."""
+    """One slice per parameter, empty ones left out, in forward order."""
     return tuple(_joined((segment,)) for segment in layout.segments if segment.size)
 
 
@@ -79,7 +79,7 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = ()) -> t
         pending: list[Segment] = []
         for segment in reversed(run):
             pending.insert(0, segment)
-            if sum(part.size for part in pending) >= least:
+            if sum(one.size for one in pending) >= least:
                 slices.append(_joined(pending))
                 pending = []
         if pending:
@@ -182,5 +182,5 @@ def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
     """The group's parameters, and which exchange inputs and errors, in one short word."""
-    text = repr([(part.parameter, part.start, part.stop, part.parameter in exchanging) for part in layout.segments])
+    text = repr([(one.parameter, one.start, one.stop, one.parameter in exchanging) for one in layout.segments])
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"

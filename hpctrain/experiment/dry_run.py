@@ -82,9 +82,9 @@ class GroupSchedule:
         samples = [self.samples[rank] for rank in order]
         return self._by_rank([sum(self.schedule.exchanged(place, samples).values()) for place in range(self.ranks)])
 
-    def owned(self, part: Slice) -> tuple[int, ...]:
+    def owned(self, piece: Slice) -> tuple[int, ...]:
         """Elements of a slice that each rank of the group owns."""
-        return self._by_rank(part.counts(self.ranks))
+        return self._by_rank(piece.counts(self.ranks))
 
     def _by_rank(self, by_place: Sequence[int]) -> tuple[int, ...]:
         """Numbers that the schedule counts in `order`, in the ranks' own order."""

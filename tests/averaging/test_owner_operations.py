@@ -75,7 +75,7 @@ def test_owners_share_all_elements_out(strategy: str, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_does_not_grow_with_steps(strategy: str) -> None:
-    """Tickets and gates of old steps are let go."""
+    """Tickets and events of old steps are let go."""
     import gc
 
     def program(comm: ThreadCommunicator) -> tuple[int, int]:

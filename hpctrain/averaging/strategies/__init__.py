@@ -1,1 +1,1 @@
-"""Averaging strategies, one a file: each module defines one strategy, which has its name."""
+"""Averaging strategies: each module defines one, under the module's name."""

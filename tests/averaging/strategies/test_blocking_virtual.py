@@ -112,7 +112,7 @@ def test_float32_is_near_float64_and_the_same_for_every_schedule(ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_a_step_hands_over_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
-    """2 (P-1)/P n bytes a rank in the mean, and nothing of the transfer is hidden."""
+    """2 (P-1)/P n bytes per rank in the mean, and nothing of the transfer is hidden."""
     link = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-8)
 
     def program(comm: ThreadCommunicator) -> tuple[Counters, float]:
