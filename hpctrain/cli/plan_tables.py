@@ -143,7 +143,7 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
     item = 8 if task.config.dtype == "float64" else 4
     for group in averaged:
         exchanged = _range([item * words for words in group.exchanged])
-        which = f" (r = {', '.join(map(str, group.rows))})" if len(group.rows) < task.plan.rows else ""
+        which = f" (r = {', '.join(map(str, group.split_ranks))})" if len(group.split_ranks) < task.plan.rows else ""
         yield (
             f"Gradients of group {group.group}{which}: {group.elements:,} elements over {group.ranks} ranks, {exchanged} "
             f"bytes per rank and step by {task.config.averager.name}."
@@ -214,7 +214,8 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
         yield task.assumption
     for group in averaged:
         yield ""
-        yield f"group {group.group}, r = {', '.join(map(str, group.rows))}: {group.elements:,} elements, {group.ranks} ranks"
+        split_ranks = ", ".join(map(str, group.split_ranks))
+        yield f"group {group.group}, r = {split_ranks}: {group.elements:,} elements, {group.ranks} ranks"
         if group.schedule is None:
             yield f"one allreduce of all {group.elements:,} elements after backward; every rank updates all of them"
             continue
@@ -248,7 +249,7 @@ def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
     schedule = group.schedule
     return {
         "group": group.group,
-        "rows": list(group.rows),
+        "rows": list(group.split_ranks),
         "ranks": group.ranks,
         "elements": group.elements,
         "samples": list(group.samples),

@@ -58,7 +58,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """The operations that the averager of one parameter group posts. `rows`: the ranks r of a split group that post them.
+    """The operations that the averager of one parameter group posts. split_ranks: the ranks of a split group that post them.
     schedule: None for a strategy that has none: one allreduce of all gradients after backward.
 
     samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
@@ -66,7 +66,7 @@ class GroupSchedule:
     """
 
     group: str
-    rows: tuple[int, ...]
+    split_ranks: tuple[int, ...]
     ranks: int
     elements: int
     samples: tuple[int, ...]
@@ -192,23 +192,23 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
         ConfigError: an averager that a run would refuse.
     """
     partitioned = partition_graph(task.graph_of(1), task.plan, (1, *(0,) * (task.plan.rows - 1)))
-    rows_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all rows that they are of
-    for row in range(task.plan.rows):
-        for schedule in _schedules_of(task, _layouts(task, partitioned.shards_of(row)), row, link, ranks_per_node):
-            rows_of.setdefault(schedule, []).append(row)
-    schedules = (replace(schedule, rows=tuple(rows)) for schedule, rows in rows_of.items())
+    ranks_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all ranks of a split group that post them
+    for rank in range(task.plan.rows):
+        for schedule in _schedules_of(task, _layouts(task, partitioned.shards_of(rank)), rank, link, ranks_per_node):
+            ranks_of.setdefault(schedule, []).append(rank)
+    schedules = (replace(schedule, split_ranks=tuple(ranks)) for schedule, ranks in ranks_of.items())
     return tuple(sorted(schedules, key=lambda schedule: schedule.group))
 
 
 def _schedules_of(
-    task: PlannedRun, layouts: Mapping[str, GroupLayout], row: int, link: LinkModel, ranks_per_node: int | None
+    task: PlannedRun, layouts: Mapping[str, GroupLayout], split_rank: int, link: LinkModel, ranks_per_node: int | None
 ) -> list[GroupSchedule]:
     config, plan = task.config, task.plan
     node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
     needs_norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
     schedules = []
     for name, layout in layouts.items():
-        places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(row, col) for col in range(plan.cols)]
+        places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(split_rank, c) for c in range(plan.cols)]
         group = PlannedGroup(
             layout,
             len(places),
@@ -235,20 +235,20 @@ def _layouts(task: PlannedRun, shards: Mapping[str, Shard]) -> dict[str, GroupLa
     return {name: GroupLayout(inside, task.config.dtype, orders=orders) for name, inside in members.items()}
 
 
-def _by_split_group(counts: Sequence[int], rows: int) -> tuple[int, ...]:
-    return tuple(sum(counts[first : first + rows]) for first in range(0, len(counts), rows))
+def _by_split_group(counts: Sequence[int], size: int) -> tuple[int, ...]:
+    return tuple(sum(counts[first : first + size]) for first in range(0, len(counts), size))
 
 
 def averaging_bytes(task: PlannedRun, schedules: Sequence[GroupSchedule]) -> tuple[int, ...]:
     """Bytes that each position exchanges in a step to average gradients, norms left out."""
     item_bytes = np.dtype(task.config.dtype).itemsize
-    rows = task.plan.rows
+    size = task.plan.rows
     total = [0] * len(task.counts)
     for schedule in schedules:
         for position in range(len(total)):
-            row, col = position % rows, position // rows
-            if row in schedule.rows:
-                total[position] += item_bytes * schedule.exchanged[position if schedule.group == ALL else col]
+            split_rank, data_rank = position % size, position // size
+            if split_rank in schedule.split_ranks:
+                total[position] += item_bytes * schedule.exchanged[position if schedule.group == ALL else data_rank]
     return tuple(total)
 
 

@@ -49,7 +49,7 @@ def test_planned_schedules_are_those_of_the_ranks(
     found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
     planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
     for row, schedules in found:
-        assert {each.group: (each.schedule, each.order) for each in planned if row in each.rows} == schedules
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
 
 
 Agreed = dict[str, tuple[CollectiveSchedule | None, tuple[int, ...] | None]]
