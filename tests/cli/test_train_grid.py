@@ -38,6 +38,7 @@ output: {folder}/runs
 
 DOMAIN = ("plan.default=domain",)
 MODEL = ("plan.default=model",)
+CLIPPED = "optimizer.clip_norm=0.4"
 MIXED = ("plan.stage1.*=domain", "plan.stage2.*=model", "plan.classifier.*=model", "plan.classifier.dropout2=batch")
 
 #: number of ranks and overrides; 9 x 8 images leave some of 4 ranks with one row in stage 2
@@ -57,10 +58,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a folder with a whole run of one process in `alone`, and in `runs` 7 steps on a grid."""
+    """Such a folder with a whole run of one process in `alone`, and in `runs` 7 steps on a grid, both clipped."""
     folder = _prepared(tmp_path_factory.mktemp("stopped"))
-    _train(job, 0, folder, f"output={folder}/alone")
-    _train(job, 4, folder, "grid.rows=2", *MIXED, "--steps", "7")
+    _train(job, 0, folder, CLIPPED, f"output={folder}/alone")
+    _train(job, 4, folder, "grid.rows=2", *MIXED, CLIPPED, "--steps", "7")
     return folder
 
 
@@ -107,7 +108,7 @@ def _accuracy(outcome: Outcome) -> str:
 
 
 def test_every_plan_trains_as_one_process(job: Job, folder: Path) -> None:
-    clipped = ("optimizer.clip_norm=0.4", "epochs=1")
+    clipped = (CLIPPED, "epochs=1")
     alone = _train(job, 0, folder, *clipped, f"output={folder}/alone")
     for name, (ranks, options) in GRIDS.items():
         output = name.replace(" ", "-")
@@ -148,13 +149,13 @@ def test_local_statistics_are_those_of_a_split_group(job: Job, folder: Path) -> 
     _assert_close(_last(folder), _last(folder, "ranks"))
 
 
-def test_a_resume_on_the_same_grid_is_bitwise(job: Job, folder: Path) -> None:
-    options = ("grid.rows=2", *MIXED, "optimizer.clip_norm=0.4")
-    _train(job, 4, folder, *options, f"output={folder}/whole")
-    _train(job, 4, folder, *options, "--steps", "7")
-    second = _train(job, 4, folder, *options, "--resume", "auto")
+def test_a_resume_on_the_same_grid_is_bitwise(job: Job, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
+    options = ("grid.rows=2", *MIXED, CLIPPED)
+    _train(job, 4, stopped, *options, f"output={tmp_path}/whole")
+    second = _train(job, 4, stopped, *options, f"output={tmp_path}/runs", "--resume", "auto")
     assert "resumed at epoch 2, step 7" in second.stdout
-    _assert_same(_last(folder), _last(folder, "whole"))
+    _assert_same(_last(tmp_path), _last(tmp_path, "whole"))
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(0, ()), (4, ("grid.rows=4", *MODEL)), (4, ())])
@@ -162,7 +163,7 @@ def test_a_resume_on_another_grid_with_another_plan(
     job: Job, stopped: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
     shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
-    outcome = _train(job, ranks, stopped, *options, f"output={tmp_path}/runs", "--resume", "auto")
+    outcome = _train(job, ranks, stopped, *options, CLIPPED, f"output={tmp_path}/runs", "--resume", "auto")
     assert "resumed at epoch 2, step 7" in outcome.stdout
     _assert_close(_last(tmp_path), _last(stopped, "alone"))
 
@@ -196,7 +197,7 @@ def test_two_nodes_train_as_one_process(job: Job, folder: Path) -> None:
     library = job(1, ["--mpi-lib-version"]).stdout
     if "MPICH" not in library:
         pytest.skip(f"only MPICH pretends nodes, and this is {library.splitlines()[0]}")
-    options = ("epochs=1", "optimizer.clip_norm=0.4")
+    options = ("epochs=1", CLIPPED)
     _train(job, 0, folder, *options, f"output={folder}/alone")
     more = ("trace=true", "progress=thread")
     command = ["-m", "hpctrain", "train", str(folder / "tiny.yaml"), *options, *more]
