@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.engine_report import report
 from hpctrain.bench.interleaved import Rounds, Series, interleave, ours, peer, with_threads
 from hpctrain.bench.machine import machine
+from hpctrain.storage.atomic_write import write_json
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report({**content, "runs": content["runs"][-1:]}), flush=True)
             if chosen.out is not None:
                 chosen.out.parent.mkdir(parents=True, exist_ok=True)
-                chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+                write_json(chosen.out, content)
     return 0
 
 

@@ -23,6 +23,7 @@ from benchmarks.overlap import jobs
 from benchmarks.pairs import Interval, interval, paired, ratio
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.bench.machine import machine
+from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = measure(chosen)
     out = chosen.out or _ROOT / f"benchmarks/results/grid-{chosen.what}-{chosen.model}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out, result)
     print(report(result))
     return 0
 

@@ -29,6 +29,7 @@ from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.bench.machine import machine
 from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
 # name -> (averager, options); None: the local update only
@@ -244,7 +245,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         except JobError as failure:
             raise SystemExit(f"{chosen.model} at {rate}: {failure}") from None
         result["runs"].append(run)
-        out.write_text(json.dumps(result, indent=1))
+        write_json(out, result)
     print(f"written: {out}", flush=True)
     return result
 

@@ -8,7 +8,6 @@ The cost is measured with operators that do nothing, so that it stands alone; a 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.hooks import StepHooks
+from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.tracer import Tracer, cost_per_event_seconds
 from hpctrain.train.tracing import TracingHooks
 
@@ -95,7 +95,7 @@ def main() -> None:
     print(f"one operator (two events)    {found['operator_seconds'] * 1e6:6.2f} us")
     print(f"one operation (one event)    {found['ticket_seconds'] * 1e6:6.2f} us")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(arguments.json, found)
 
 
 if __name__ == "__main__":
