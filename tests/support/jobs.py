@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.nn.compile import validate
+
 # What a launcher, or the MPI of the test process itself, leaves in the environment: it would make the job's ranks its children.
 _LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "HPCTRAIN_")
 # Where Python may not keep compiled modules, every rank of every job would compile the package.
@@ -38,15 +40,16 @@ def find_mpiexec() -> str | None:
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without any launcher's traces, with one thread per rank, and `extra`."""
+    """This process's environment without any launcher's traces, with one thread per rank, plans validated, and `extra`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    checks = {validate.ENVIRONMENT_VARIABLE: "1"}
     root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    return kept | threads | root | dict(extra or {})
+    return kept | threads | checks | root | dict(extra or {})
 
 
 def run_job(

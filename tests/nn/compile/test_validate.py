@@ -15,6 +15,7 @@ from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, availabl
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.symbolic_memory import InvalidPlanError
 from hpctrain.nn.compile.validate import ENVIRONMENT_VARIABLE, validate
+from tests.support.jobs import clean_environment
 from tests.support.wrong_plans import FAULTS, GRAPHS, Fault, steps_of
 
 KERNELS: dict[str, Callable[[], KernelSet]] = {"numpy": NumpyKernelSet, "onednn": OnednnKernelSet}
@@ -57,6 +58,7 @@ def test_a_wrong_plan_is_found(fault: Fault) -> None:
 
 def test_every_test_validates_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[ENVIRONMENT_VARIABLE] == "1"
+    assert clean_environment()[ENVIRONMENT_VARIABLE] == "1"  # also in the jobs that tests start
     right = compiler.plan_steps(steps_of("plain", NumpyKernelSet()))
     monkeypatch.setattr(compiler, "plan_steps", lambda steps: replace(right, backward=right.backward[1:]))
     with pytest.raises(InvalidPlanError, match="fc2"):
