@@ -49,7 +49,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "config copy": [(["nowhere"], "nowhere"), (["quickstart", "--to", "file/x"], "file")],
     "config list": [],
     "config schema": [],  # takes nothing, and so does what follows
-    **{f"list {kind}": [] for kind in ("models", "optimizers", "averagers", "schedules", "augmentations")},
+    **{f"list {kind}": [] for kind in ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")},
     "plan show": [
         (["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "averager=sharted", "--ranks", "2"], 'the nearest is "sharded"'),
