@@ -147,14 +147,15 @@ def test_ranks_that_are_jobs_of_their_own_are_refused(job: Job) -> None:
     assert "LaunchError: Open MPI mpiexec was asked for 4 ranks, but MPI's world has 1" in outcome.stderr
 
 
-_CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text()
+_TOP = Path(__file__).parents[2]
+_CONFTEST = (_TOP / "tests" / "conftest.py").read_text()
 
 
 def _pytest(job: Job, ranks: int, tests: str, folder: Path) -> Outcome:
     """Run a test module on several ranks as the suite itself is run."""
     (folder / "conftest.py").write_text(_CONFTEST)
     (folder / "test_inner.py").write_text("import pytest, time\n" + textwrap.dedent(tests))
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {_TOP}\n")
     arguments = ["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-m", f"parallel[{ranks}]", "test_inner.py"]
     return job(ranks, arguments, cwd=folder)
 
