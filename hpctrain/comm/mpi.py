@@ -20,6 +20,7 @@ from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
 from hpctrain.errors import MissingLibraryError
+from hpctrain.launch.streams import flush_to_reader
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -194,11 +195,10 @@ class MpiCommunicator:
 
     def abort(self, code: int) -> None:
         """End the whole job, on whatever communicator it is called; does not come back."""
-        sys.stdout.flush()
-        sys.stderr.flush()
         backstop = threading.Timer(_ABORT_SECONDS, os._exit, (code,))
         backstop.daemon = True
         backstop.start()
+        flush_to_reader()
         self._mpi.COMM_WORLD.Abort(code)
 
     def _wait(self, handle: Handle, purpose: str) -> None:

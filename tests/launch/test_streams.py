@@ -1,13 +1,15 @@
-"""Standard streams that are closed before the program starts."""
+"""Standard streams that are closed before the program starts, and what is said before it is ended."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hpctrain.launch.streams import flush_to_reader
 from tests.support.jobs import clean_environment
 from tests.support.signal_storm import prepare
 
@@ -47,3 +49,26 @@ with open({str(tmp_path / "file")!r}, "wb") as file:
     )
     assert done.returncode == 0
     assert (tmp_path / "file").read_bytes() == b"1"
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_process_that_is_about_to_be_ended_waits_for_its_reader(stream: str) -> None:
+    program = f"""
+import os, sys
+from hpctrain.launch.streams import flush_to_reader
+sys.{stream}.write("words")
+flush_to_reader(30.0)
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], env=clean_environment(), **{stream: subprocess.PIPE}) as process:
+        time.sleep(1.0)
+        assert process.poll() is None  # nobody has read yet
+        assert getattr(process, stream).read() == b"words"
+        assert process.wait(timeout=20) == -9
+
+
+def test_nobody_waits_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    flush_to_reader(0.2)
+    assert time.monotonic() - begin < 5.0
