@@ -31,7 +31,7 @@ def open_closed_streams() -> None:
 
 
 def flush_to_reader(seconds: float = 1.0) -> None:
-    """Flush standard output and error, and wait until whoever reads them has taken all, for so long at most.
+    """Flush standard output and error, and wait until their readers have taken all, for so long at most.
 
     A launcher that is told to end a job may leave unread what ranks wrote just before: the sentence that says why.
     """

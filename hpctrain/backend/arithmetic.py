@@ -1,0 +1,99 @@
+"""Arithmetic on activations, parameters and gradients outside of operators, wherever they lie: the service of a kernel set.
+
+Nothing but kernel sets and transports touches elements of such arrays by other means. On a GPU all of it is enqueued, in the
+order of the calls and together with operators; only `to_host`, `square_sums` and a `Fetch`'s `result` wait.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
+
+
+class Fetch(Protocol):
+    """Values on their way to the host."""
+
+    def result(self) -> np.ndarray:
+        """Wait for them, and give them. They are valid until the next `fetch` but one of the same array."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateRun:
+    """Elements [start, stop) of the flat buffers that are updated alike: g' = gradient_scale * g + decay * w.
+
+    offset: to add to a place in the flat buffers to get the place in the state.
+    """
+
+    start: int
+    stop: int
+    gradient_scale: float
+    decay: float
+    offset: int = 0
+
+
+class Descent(Protocol):
+    """Momentum descent on flat buffers, bound to them at set-up."""
+
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        """m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with Nesterov's. The gradient is read only."""
+        ...
+
+
+class Arithmetic(ABC):
+    """The service. Arrays of one call have one dtype and one size unless it is said; targets come first."""
+
+    @abstractmethod
+    def zeros(self, size: int, dtype: str) -> Array:
+        """A flat array of zeros. For set-up only."""
+
+    @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """target := source, rounded where the dtypes differ."""
+
+    @abstractmethod
+    def fill(self, target: Array, value: float) -> None:
+        """Every element := value."""
+
+    @abstractmethod
+    def add(self, target: Array, source: Array) -> None:
+        """target := target + source."""
+
+    @abstractmethod
+    def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
+        """Sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
+
+    @abstractmethod
+    def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
+        """For each array whether all its elements are finite, bool (len(arrays),)."""
+
+    @abstractmethod
+    def fetch(self, array: Array) -> Fetch:
+        """The elements, as they are at this point of the work."""
+
+    @abstractmethod
+    def to_host(self, array: Array) -> np.ndarray:
+        """The elements in an array of the host, which may be the very same one: it is read only. Waits."""
+
+    @abstractmethod
+    def from_host(self, target: Array, source: np.ndarray) -> None:
+        """target := source, an array of the host of the same shape, rounded to the target's dtype.
+
+        The source may change afterwards.
+        """
+
+    @abstractmethod
+    def descent(
+        self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
+    ) -> Descent:
+        """Momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty where factor is 0.
+
+        Args:
+            shadow: bfloat16, of the size of `data`: is written with the rounded data of all that is updated.
+        """

@@ -1,0 +1,37 @@
+"""The cuda kernel set: convolutions by cuDNN, matrix products by cuBLAS, all else by CUDA C of our own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.specs import ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.errors import BackendError
+
+
+class CudaKernelSet(KernelSet):
+    """Operators on plain NHWC memory of one device, enqueued on one stream.
+
+    Args:
+        runtime: the device, its stream and the precision.
+    """
+
+    name: ClassVar[str] = "cuda"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float64")
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.runtime = runtime
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        match spec:
+            case ReluSpec():
+                return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
+        raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        raise BackendError("The cuda kernel set has no loss.")
+
+    def allocate(self, size_bytes: int) -> Array:
+        return self.runtime.device.allocate(size_bytes)
