@@ -23,6 +23,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect
 from hpctrain.nn.compile import validate
+from tests.support.emulated import EmulatedDevices
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 from tests.support.marking import JobMarker
 
@@ -139,6 +140,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Watch who starts processes; with several ranks: silence all but rank 0."""
     config.pluginmanager.register(JobMarker(), "job-marker")
+    config.pluginmanager.register(EmulatedDevices(), "emulated-devices")
     launcher = detect(os.environ)
     if launcher.rank:
         config.pluginmanager.unregister(name="terminalreporter")

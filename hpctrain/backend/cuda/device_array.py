@@ -49,10 +49,9 @@ class DeviceArray:
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape; -1 stands for what is left."""
         wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if -1 in wanted:
-            known = -math.prod(wanted)
+        if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
             wanted = tuple(self.size // known if n == -1 else n for n in wanted)
-        if math.prod(wanted) != self.size:
+        if -1 in wanted or math.prod(wanted) != self.size:
             raise ValueError(f"{self.size} elements of shape {self.shape} have no shape {wanted}.")
         return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
 

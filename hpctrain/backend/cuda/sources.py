@@ -17,15 +17,15 @@ def names() -> tuple[str, ...]:
 
 
 @cache
-def text(name: str) -> str:
-    """kernels/<name>.cu with the headers beside it put in, each once."""
-    done: set[str] = set()
+def text(name: str, folder: Path = FOLDER) -> str:
+    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are."""
+    inserted: set[str] = set()
 
     def put_in(match: re.Match[str]) -> str:
         header = FOLDER / match[1]
-        if match[1] in done or not header.exists():
-            return "" if match[1] in done else match[0]
-        done.add(match[1])
+        if match[1] in inserted or not header.exists():
+            return "" if match[1] in inserted else match[0]
+        inserted.add(match[1])
         return _INCLUDE.sub(put_in, header.read_text())
 
-    return _INCLUDE.sub(put_in, (FOLDER / f"{name}.cu").read_text())
+    return _INCLUDE.sub(put_in, (folder / f"{name}.cu").read_text())

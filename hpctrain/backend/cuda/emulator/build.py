@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from hpctrain.backend.cuda import sources
 from hpctrain.errors import BackendError
 
-_HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-DON_CPU", "-Wno-unknown-pragmas", "-ffp-contract=off")
 
 
@@ -24,35 +29,66 @@ def compiler() -> str | None:
 
 
 @cache
-def library(source: str, *defines: str) -> ctypes.CDLL:
-    """The library of kernels/<source>.cu; `defines` are names that the preprocessor knows."""
-    return build(sources.text(source), *defines)
+def library(source: str) -> ctypes.CDLL:
+    """The library of kernels/<source>.cu."""
+    return build(sources.text(source))
 
 
-def build(text: str, *defines: str) -> ctypes.CDLL:
-    """The library of a CUDA source's text.
+def build(text: str) -> ctypes.CDLL:
+    """The library of a CUDA source's text, compiled where the cache has none.
 
     Raises:
         BackendError: there is no compiler, or it refuses the source; the message holds what it says.
     """
-    flags = (*_FLAGS, *(f"-D{name}" for name in defines), f"-I{_HEADER.parent}")
-    digest = hashlib.sha256("\0".join((text, _HEADER.read_text(), *flags)).encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir()) / f"hpctrain-cuda-on-cpu-{os.getuid()}"
-    target = folder / f"{digest}.so"
+    target = _target(text)
     if not target.exists():
-        _compile(text, flags, target)
+        _compile(text, target)
     return ctypes.CDLL(str(target))
 
 
-def _compile(text: str, flags: tuple[str, ...], target: Path) -> None:
+def prepare(texts: Iterable[str]) -> None:
+    """Fill the cache with the libraries of many sources. Of several processes that do so, one builds and the others wait.
+
+    Raises:
+        BackendError: as `build`.
+    """
+    with _lock(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        missing = {target: text for text in texts if not (target := _target(text)).exists()}
+        list(pool.map(_compile, missing.values(), missing.keys()))
+
+
+def _target(text: str) -> Path:
+    headers = (path.read_text() for path in _HEADERS)
+    key = "\0".join((text, *headers, *_FLAGS, str(compiler()), platform.machine()))
+    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+
+
+@cache
+def _folder() -> Path:
+    """The cache; nobody else can have put a library there."""
+    folder = Path(tempfile.gettempdir()) / f"hpctrain-cuda-on-cpu-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise BackendError(f"{folder} belongs to another user; the emulated device keeps its kernels there: set TMPDIR.")
+    return folder
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    with (_folder() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(text: str, target: Path) -> None:
     command = compiler()
     if command is None:
         raise BackendError("The emulated device builds its kernels with g++, which is not here; install it (package g++).")
-    target.parent.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         source.write_text(text)
-        done = subprocess.run([command, *flags, str(source), "-o", str(built)], capture_output=True, text=True)
+        arguments = (*_FLAGS, f"-I{Path(__file__).parent}", str(source), "-o", str(built))
+        done = subprocess.run([command, *arguments], capture_output=True, text=True)
         if done.returncode:
             raise BackendError(f"g++ refuses a CUDA source: {done.stderr[:2000]}")
         built.replace(target)

@@ -1,0 +1,69 @@
+"""The emulated device in tests: its kernels are built before the first test, so that no test starts a compiler.
+
+A test asks for the fixture `emulated_device` (a factory of devices by seed) or `cuda_kernels` (a factory of kernel sets). Where
+there is no g++ it is skipped, but fails in continuous integration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.errors import BackendError
+
+#: sources of tests alone, by name: <name>.cu
+PLANTED = Path(__file__).parents[1] / "backend" / "cuda" / "emulator" / "sources"
+
+EmulatedDeviceFactory = Callable[..., EmulatedDevice]
+CudaKernelsFactory = Callable[..., CudaKernelSet]
+
+
+class EmulatedDevices:
+    """A plugin of pytest: the fixtures, and the build of all kernels where a test will ask for them."""
+
+    def __init__(self) -> None:
+        self._missing = ""
+        self._error = ""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Between collection and the first test, where no test is watched; see `tests.support.marking`."""
+        if any("emulated_device" in getattr(item, "fixturenames", ()) for item in session.items):
+            self._missing = "" if build.compiler() else "there is no g++ to build the kernels of the emulated device"
+            try:
+                prepare()
+            except BackendError as error:
+                self._error = str(error)
+
+    @pytest.fixture
+    def emulated_device(self) -> EmulatedDeviceFactory:
+        """EmulatedDevice(seed)."""
+        if self._missing and os.environ.get("CI") != "true":
+            pytest.skip(self._missing)
+        if self._error:
+            pytest.fail(self._error, pytrace=False)
+        return EmulatedDevice
+
+    @pytest.fixture
+    def cuda_kernels(self, emulated_device: EmulatedDeviceFactory) -> CudaKernelsFactory:
+        """The cuda set on a new device: cuda_kernels(precision="float64", seed=0); its `runtime` has the device."""
+
+        def make(precision: Precision = "float64", seed: int = 0) -> CudaKernelSet:
+            device = emulated_device(seed)
+            return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+
+        return make
+
+
+def prepare() -> None:
+    """Build all sources of the package and of the tests."""
+    planted = [sources.text(path.stem, PLANTED) for path in sorted(PLANTED.glob("*.cu"))]
+    build.prepare([*map(sources.text, sources.names()), *planted])
