@@ -77,6 +77,7 @@ class Buffers:
     accumulate: tuple[bool, ...] = ()
     parameters: Mapping[str, Array] = field(default_factory=dict)  # by role: "weight", "bias"
     gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; written, never added to
+    shadows: Mapping[str, Array] = field(default_factory=dict)  # same roles: the parameters rounded, where the set asks for it
     statistics: Mapping[str, Array] = field(default_factory=dict)  # by role: "running_mean", "batch_mean", ...
     saved: Array | None = None  # uint8 (saved_bytes), kept from forward to backward
     scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, valid within one call

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.kernels.specs import Conv2dSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.errors import BackendError
 
 
@@ -26,6 +27,8 @@ class CudaKernelSet(KernelSet):
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
+            case Conv2dSpec():
+                return CudaConv2d(spec, *inputs, training=training, input_gradient=input_gradient, runtime=self.runtime)
             case ReluSpec():
                 return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")

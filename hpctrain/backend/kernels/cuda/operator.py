@@ -16,7 +16,7 @@ from hpctrain.backend.kernels.specs import Shape, Spec, TensorSpec
 Request = tuple[Shape, str]  # shape, dtype
 
 
-class CudaOperator(Accumulating, Operator):
+class CudaOperatorBase(Operator):
     """An operator on plain NHWC memory of a device. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
 
     Calls enqueue work on the runtime's stream and never wait, so that a program can be captured: whatever changes from step to
@@ -65,6 +65,10 @@ class CudaOperator(Accumulating, Operator):
         grad = self.buffers.output_grad
         assert isinstance(grad, DeviceArray), f"{type(self).__name__} is bound without a gradient of its output"
         return grad
+
+
+class CudaOperator(Accumulating, CudaOperatorBase):
+    """An operator whose `backward_input` adds where it is asked to, as all do that compute it by a kernel."""
 
 
 def _aligned_bytes(request: Request) -> int:

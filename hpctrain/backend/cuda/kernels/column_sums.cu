@@ -1,0 +1,45 @@
+// Sums over the rows of a matrix (rows, columns), such as the gradient of a bias, by two launches: the first sums the rows of each block
+// of threads to one row of sums, the second these. Blocks are (packs of columns, rows), blockDim.y a power of two, 256 threads in all.
+#include "common.cuh"
+
+#define THREADS 256
+
+template <class T, int W>
+__device__ __forceinline__ void column_sums(const T* x, typename Sum<T>::type* sums, int64_t rows, int64_t columns) {
+  typedef typename Sum<T>::type S;
+  SHARED(S, shared, THREADS * W);
+  int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * W;
+  S* place = shared + (threadIdx.y * blockDim.x + threadIdx.x) * W;
+  S sum[W];
+#pragma unroll
+  for (int i = 0; i < W; i++) sum[i] = 0;
+  if (column < columns)
+#pragma unroll 2
+    for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += int64_t(gridDim.y) * blockDim.y) {
+      Pack<T, W> v = load<T, W>(x + row * columns + column);
+#pragma unroll
+      for (int i = 0; i < W; i++) sum[i] += value(v.at[i]);
+    }
+#pragma unroll
+  for (int i = 0; i < W; i++) place[i] = sum[i];
+  for (unsigned half = blockDim.y / 2; half; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half)
+#pragma unroll
+      for (int i = 0; i < W; i++) place[i] += place[half * blockDim.x * W + i];
+  }
+  if (threadIdx.y == 0 && column < columns)
+#pragma unroll
+    for (int i = 0; i < W; i++) sums[blockIdx.y * columns + column + i] = place[i];
+}
+
+#define MAKE(T, tag, W)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
+      column_sums_##tag##_w##W(const T* x, Sum<T>::type* sums, int64_t rows, int64_t columns) {                    \
+    column_sums<T, W>(x, sums, rows, columns);                                                                     \
+  }                                                                                                                \
+  EXPORT(column_sums_##tag##_w##W)
+MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
+#ifdef ON_CPU
+MAKE(double, f64, 2) MAKE(double, f64, 1)
+#endif

@@ -1,0 +1,213 @@
+"""Convolutions of the cuda set against the NumPy set in float64, in every direction and dtype; which plans they ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.memory import on_host
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.kernels.abilities import Accumulating
+from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
+from hpctrain.testing.operators import OperatorBench, default_parameters
+
+#: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
+ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
+SAME = (1, 1, 1, 1)
+
+CASES = [
+    (Conv2dSpec(4, 6, Window((5, 3), (2, 3), (1, 2, 0, 1), (1, 2)), groups=2), (2, 7, 9, 4)),
+    (Conv2dSpec(8, 16, Window((3, 3), (1, 1), SAME), bias=False), (2, 6, 5, 8)),
+    (Conv2dSpec(3, 8, Window((3, 3), (2, 2), (0, 1, 0, 1))), (1, 7, 9, 3)),
+    (Conv2dSpec(6, 6, Window((3, 3), (1, 1), SAME), groups=6), (1, 4, 5, 6)),
+    (Conv2dSpec(3, 4, Window((1, 1), (2, 3), (0, 0, 0, 0)), bias=False), (2, 5, 7, 3)),
+    (Conv2dSpec(5, 48, Window((1, 1), (1, 1), (0, 0, 0, 0))), (4, 16, 17, 5)),
+]
+NO_PIXELS = [(0, 7, 9, 4), (3, 0, 9, 4), (3, 7, 0, 4)]
+
+
+@dataclass
+class Bench:
+    """A convolution of the cuda set with all its buffers, whose scratch and results hold NaN before each call."""
+
+    kernels: CudaKernelSet
+    spec: Conv2dSpec
+    x: np.ndarray
+    parameters: dict[str, np.ndarray]
+    training: bool = True
+    input_gradient: bool = True
+    arrays: dict[str, DeviceArray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        runtime = self.kernels.runtime
+        x = TensorSpec(self.x.shape, runtime.dtype)
+        self.operator = self.kernels.make(self.spec, (x,), training=self.training, input_gradient=self.input_gradient)
+        self.x_array = self.array(x.shape, runtime.dtype, self.x)
+        self.y, self.dy = (self.array(self.operator.output.shape, runtime.dtype) for _ in range(2))
+        self.dx = self.array(x.shape, runtime.dtype) if self.input_gradient else None
+        parameters = {role: self.array(value.shape, runtime.parameter_dtype, value) for role, value in self.parameters.items()}
+        shadows = {role: self.array(value.shape, "bfloat16", value) for role, value in self.parameters.items()}
+        self.gradients = {role: self.array(value.shape, runtime.parameter_dtype) for role, value in self.parameters.items()}
+        self.scratch = self.kernels.allocate(self.operator.scratch_bytes)
+        self.operator.bind(
+            Buffers(
+                inputs=(self.x_array,),
+                output=self.y,
+                input_grads=(self.dx,) if self.training else (),
+                output_grad=self.dy if self.training else None,
+                parameters=parameters,
+                gradients=self.gradients if self.training else {},
+                shadows=shadows if runtime.dtype == "bfloat16" else {},
+                scratch=self.scratch,
+            )
+        )
+
+    def array(self, shape: tuple[int, ...], dtype: str, values: np.ndarray | None = None) -> DeviceArray:
+        size = int(np.prod(shape)) * {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+        array = self.kernels.allocate(size).view(dtype).reshape(shape)
+        write(array, np.full(shape, np.nan) if values is None else values)
+        return array
+
+    def poison(self) -> None:
+        on_host(self.scratch)[...] = 0xFF
+
+    def run(self, dy: np.ndarray) -> dict[str, np.ndarray]:
+        """y, and the gradients of all."""
+        self.poison()
+        self.operator.forward(StepContext())
+        results = {"y": read(self.y).copy()}
+        if self.training:
+            write(self.dy, dy)
+            self.poison()
+            self.operator.backward_parameters()
+            self.poison()
+            self.operator.backward_input()
+            results |= {role: read(gradient).copy() for role, gradient in self.gradients.items()}
+            results |= {} if self.dx is None else {"x": read(self.dx).copy()}
+        return results
+
+
+def bfloat16_values(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers that every dtype holds exactly."""
+    return (np.random.default_rng(seed).integers(-63, 64, shape) / 32).astype(np.float64)
+
+
+def reference(spec: Conv2dSpec, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray) -> dict[str, np.ndarray]:
+    bench = OperatorBench(NumpyKernelSet(), spec, [x], parameters=parameters)
+    results = {"y": bench.forward()}
+    gradients = bench.backward(dy)
+    return {**results, **gradients.parameters, "x": gradients.inputs[0]}
+
+
+def case(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """x, parameters, dy."""
+    parameters = {role: bfloat16_values(*value.shape, seed=1) for role, value in default_parameters(spec, "float64").items()}
+    return bfloat16_values(*shape), parameters, bfloat16_values(*spec.output(TensorSpec(shape)).shape, seed=2)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize(("spec", "shape"), CASES)
+def test_equals_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
+    x, parameters, dy = case(spec, shape)
+    expected = reference(spec, x, parameters, dy)
+    for seed in (0, 1, 7):
+        results = Bench(cuda_kernels(precision, seed), spec, x, parameters).run(dy)
+        assert results.keys() == expected.keys()
+        for name, values in expected.items():
+            error = np.abs(results[name] - values).max() / np.abs(values).max()
+            assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("shape", NO_PIXELS)
+def test_without_pixels_nothing_is_planned_and_gradients_are_zero(cuda_kernels, precision, shape) -> None:
+    spec = Conv2dSpec(4, 6, Window((3, 3), (2, 1), SAME))
+    kernels = cuda_kernels(precision)
+    asked = record_plans(kernels)
+    x, parameters, dy = case(spec, shape)
+    results = Bench(kernels, spec, x, parameters).run(dy)
+    assert asked == []
+    assert results["y"].size == results["x"].size == 0
+    assert not results["weight"].any()
+    assert not results["bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({"training": False}, {"forward"}),
+        ({"input_gradient": False}, {"forward", "weight"}),
+        ({}, {"forward", "weight", "input"}),
+    ],
+)
+def test_plans_only_what_will_be_asked_for(cuda_kernels, options, kinds) -> None:
+    """And each with the whole geometry, a fused bias only where it is added."""
+    spec, shape = CASES[0]
+    x, parameters, dy = case(spec, shape)
+    kernels = cuda_kernels("bfloat16")
+    asked = record_plans(kernels)
+    Bench(kernels, spec, x, parameters, **options).run(dy)
+    assert Counter(key.kind for key in asked) == Counter(kinds)
+    for key in asked:
+        fused = "bias" if key.kind == "forward" else ""
+        y = spec.output(TensorSpec(shape)).shape
+        geometry = (spec.window.stride, spec.window.padding, spec.window.dilation, spec.groups)
+        assert key == ConvolutionKey(key.kind, shape, spec.weight_shape, y, *geometry, "bfloat16", "bfloat16", fused)
+
+
+def test_scratch_holds_the_largest_workspace_of_the_three_directions(cuda_kernels, monkeypatch) -> None:
+    spec, shape = CASES[1]
+    kernels = cuda_kernels("float32")
+    plan, needs = kernels.runtime.device.convolution, {"forward": 1000, "weight": 70000, "input": 30000}
+
+    def with_workspace(key: ConvolutionKey):
+        convolution = plan(key)
+        monkeypatch.setattr(convolution, "workspace_bytes", needs[key.kind])
+        return convolution
+
+    monkeypatch.setattr(kernels.runtime.device, "convolution", with_workspace)
+    x, parameters, dy = case(spec, shape)
+    bench = Bench(kernels, spec, x, parameters)
+    assert bench.operator.scratch_bytes == -(-70000 // 256) * 256
+    bench.run(dy)
+
+
+def test_the_bias_gradient_of_many_rows_is_the_same_in_any_order_of_blocks(cuda_kernels) -> None:
+    spec, shape = Conv2dSpec(1, 24, Window((1, 1), (1, 1), (0, 0, 0, 0))), (3, 61, 67, 1)
+    x, parameters, dy = case(spec, shape)
+    dy = np.random.default_rng(0).standard_normal(dy.shape)
+    results = [Bench(cuda_kernels("float32", seed), spec, x, parameters).run(dy)["bias"] for seed in (0, 1, 5)]
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+    np.testing.assert_allclose(results[0], dy.sum(axis=(0, 1, 2)), rtol=1e-5, atol=1e-4)
+
+
+def test_leaves_the_addition_of_gradients_to_the_plan(cuda_kernels) -> None:
+    """Its plans write: scratch for a sum would be as large as x in every convolution, whether it adds or not."""
+    operator = cuda_kernels("float32").make(CASES[1][0], (TensorSpec(CASES[1][1]),), training=True)
+    assert not isinstance(operator, Accumulating)
+
+
+def test_a_weight_without_its_shadow_is_refused_at_bind(cuda_kernels) -> None:
+    spec, shape = CASES[1]
+    kernels = cuda_kernels("bfloat16")
+    operator = kernels.make(spec, (TensorSpec(shape, "bfloat16"),), training=False)
+    weight = kernels.allocate(4 * int(np.prod(spec.weight_shape))).view("float32")
+    with pytest.raises(AssertionError, match="the weight of a convolution in bfloat16 is float32"):
+        operator.bind(Buffers((), None, parameters={"weight": weight}, scratch=kernels.allocate(operator.scratch_bytes)))
+
+
+def record_plans(kernels: CudaKernelSet) -> list[ConvolutionKey]:
+    """The keys that the set's device is asked for from here on."""
+    asked: list[ConvolutionKey] = []
+    device = kernels.runtime.device
+    plan = device.convolution
+    device.convolution = lambda key: (asked.append(key), plan(key))[1]
+    return asked
