@@ -13,6 +13,7 @@
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
+# make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -41,7 +42,7 @@ SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -133,6 +134,9 @@ parity-install: $(VENV)/installed-dev
 parity: parity-install
 	$(PY) -m pytest -m torch tests
 	$(PY) benchmarks/parity.py
+
+gpu-floor: $(VENV)/installed
+	$(PY) -m benchmarks.gpu_floor resnet50 --batch 256 32 --out benchmarks/results/gpu/floor-resnet50.json
 
 clean:
 	rm -rf build runs .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,202 @@
+"""Bytes, FLOP and launches of each operation on a GPU, as the cuda kernel set does them: from specs, without a device.
+
+A tensor that an operation reads or writes counts once each time that one of its kernels passes over it; caches are taken to keep
+nothing from one kernel to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.kernels.graph import Graph, Node
+from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+)
+
+Phase = Literal["forward", "backward"]
+GRADIENT_BYTES = 4  # of a parameter's gradient, value or momentum
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels of one kind that one operation starts.
+
+    kind: what they do. products: convolutions and matrix products, whose time depends on `flops` too.
+    """
+
+    phase: Phase
+    kind: str
+    launches: int
+    bytes: int
+    flops: int = 0
+    products: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of an element.
+
+    activation: of images, activations, their gradients, and weights as products read them. cast: weight gradients come out of
+    the product in that dtype too, and are cast to float32.
+    """
+
+    activation: int
+    cast: bool
+
+    @classmethod
+    def of(cls, precision: str) -> Sizes:
+        """For "bfloat16", "tf32" or "float32"."""
+        activation = item_bytes("float32" if precision == "tf32" else precision)
+        return cls(activation, activation < GRADIENT_BYTES)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One node in its graph.
+
+    inputs, output: elements. wants: whether the gradient of each input is asked for. adds: whether it is added to what another
+    reader of that input has written before.
+    """
+
+    inputs: tuple[int, ...]
+    output: int
+    wants: tuple[bool, ...]
+    adds: tuple[bool, ...]
+    sizes: Sizes
+
+    def passes(self, phase: Phase, kind: str, elements: int, launches: int = 1) -> Work:
+        """Kernels that read and write so many elements of activations in all."""
+        return Work(phase, kind, launches, elements * self.sizes.activation)
+
+    def added(self) -> int:
+        """Elements that are read once more, because the first input's gradient is added to."""
+        return self.inputs[0] if self.adds[0] else 0
+
+
+def costs(graph: Graph, precision: str) -> Iterator[tuple[Node, Work]]:
+    """The work of all nodes of a fused graph for a training step, in forward order."""
+    wanted = needed_gradients(graph)
+    for node in graph.nodes:
+        tensors = [graph.tensors[number] for number in node.inputs]
+        last = [graph.consumers(number)[-1] is node for number in node.inputs]
+        context = Context(
+            tuple(math.prod(tensor.shape) for tensor in tensors),
+            math.prod(graph.tensors[node.output].shape),
+            tuple(number in wanted for number in node.inputs),
+            tuple(not is_last for is_last in last),
+            Sizes.of(precision),
+        )
+        for work in of_spec(node.spec, tensors, context):
+            yield node, work
+
+
+def needed_gradients(graph: Graph) -> set[int]:
+    """Tensors whose gradient a step computes: those with a parameter before them."""
+    wanted: set[int] = set()
+    for node in graph.nodes:
+        if node.parameters or wanted.intersection(node.inputs):
+            wanted.add(node.output)
+    return wanted
+
+
+def of_spec(spec: Spec, tensors: Sequence[TensorSpec], context: Context) -> Iterator[Work]:
+    """The work of one operation."""
+    match spec:
+        case WithRelu():
+            yield from _product(spec.inner, tensors[0], context, relu=True)
+        case Conv2dSpec() | LinearSpec():
+            yield from _product(spec, tensors[0], context, relu=False)
+        case BatchNormSpec():
+            yield from _batch_norm(spec, context)
+        case PoolSpec() | AdaptiveAveragePoolSpec():
+            yield from _pool(spec, context)
+        case AddSpec() | ReluSpec() | DropoutSpec():
+            yield from _elementwise(spec, context)
+        case FlattenSpec():
+            return
+        case _:
+            yield from _unknown(spec, context)
+
+
+def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, relu: bool) -> Iterator[Work]:
+    """y = x w: each of the three products reads two of x, w and y and writes the third."""
+    name = "convolution" if isinstance(spec, Conv2dSpec) else "linear"
+    item, weight, flops = context.sizes.activation, math.prod(spec.weight_shape), spec.flops(x)
+    size_bytes = item * (context.inputs[0] + context.output + weight)
+    yield Work("forward", f"{name} forward", 1, size_bytes, flops, products=True)
+    if name == "linear" and spec.bias:
+        yield context.passes("forward", "bias and ReLU", 2 * context.output)
+    if relu:  # of dy and y: the masked dy and the bias's gradient
+        yield context.passes("backward", "bias and ReLU", 3 * context.output, 2)
+    elif spec.bias:
+        yield context.passes("backward", "bias and ReLU", context.output, 2)
+    yield Work("backward", f"{name} weight", 1, size_bytes, flops, products=True)
+    if context.sizes.cast:
+        yield Work("backward", "cast of gradients", 1, weight * (item + GRADIENT_BYTES))
+    if context.wants[0]:
+        yield Work("backward", f"{name} input", 1, size_bytes, flops, products=True)
+        if context.adds[0]:
+            yield context.passes("backward", "sum of gradients", 3 * context.inputs[0])
+
+
+def _batch_norm(spec: BatchNormSpec, context: Context) -> Iterator[Work]:
+    """Moments and their finish, then the output; sums and their finish, then the input's gradient, with the output as mask."""
+    y, add, mask = context.output, int(spec.add), int(spec.relu)
+    yield context.passes("forward", "batch norm", y, 2)
+    yield context.passes("forward", "batch norm", (2 + add) * y)
+    yield context.passes("backward", "batch norm", (2 + mask) * y, 2)
+    added = sum(y for adds in context.adds if adds)
+    yield context.passes("backward", "batch norm", (3 + mask + add) * y + added)
+
+
+def _pool(spec: PoolSpec | AdaptiveAveragePoolSpec, context: Context) -> Iterator[Work]:
+    """Max pooling writes the winning tap of each output, one byte, and reads it in backward."""
+    taps = context.output if isinstance(spec, PoolSpec) and spec.kind == "max" else 0
+    size_bytes = (context.inputs[0] + context.output) * context.sizes.activation + taps
+    yield Work("forward", "pooling", 1, size_bytes)
+    if context.wants[0]:
+        yield Work("backward", "pooling", 1, size_bytes + context.added() * context.sizes.activation)
+
+
+def _elementwise(spec: AddSpec | ReluSpec | DropoutSpec, context: Context) -> Iterator[Work]:
+    """Forward reads all inputs; backward reads the output's gradient, and the output as mask, and writes each gradient."""
+    y, targets = context.output, sum(context.wants)
+    mask = isinstance(spec, ReluSpec) or (isinstance(spec, AddSpec) and spec.relu)
+    yield context.passes("forward", "elementwise", (len(context.inputs) + 1) * y)
+    if targets:
+        added = sum(wants and adds for wants, adds in zip(context.wants, context.adds, strict=True))
+        yield context.passes("backward", "elementwise", (1 + mask + targets + added) * y)
+
+
+def _unknown(spec: Spec, context: Context) -> Iterator[Work]:
+    """One pass over inputs and output each way: a lower bound for what has no line of its own here."""
+    elements = sum(context.inputs) + context.output
+    yield context.passes("forward", f"{type(spec).__name__} (lower bound)", elements)
+    if any(context.wants):
+        yield context.passes("backward", f"{type(spec).__name__} (lower bound)", elements)
+
+
+def update(parameters: int, sizes: Sizes) -> Work:
+    """SGD with momentum: reads gradient, value and momentum, writes both, and the weights that products read."""
+    shadow = sizes.activation if sizes.cast else 0
+    return Work("backward", "update", 1, parameters * (5 * GRADIENT_BYTES + shadow))
+
+
+def loss(logits: int, sizes: Sizes) -> Work:
+    """Softmax cross entropy: two passes over the logits, and the gradient of them."""
+    return Work("backward", "loss", 2, 3 * logits * sizes.activation)

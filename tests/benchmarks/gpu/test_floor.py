@@ -1,0 +1,144 @@
+"""Bytes, FLOP and launches of a step on a GPU: against sums over the layers, and against what compiled plans add up."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.costs import Sizes, costs, needed_gradients
+from benchmarks.gpu.devices import DEVICES, Assumptions
+from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, prediction, step_of, tables
+from benchmarks.gpu_floor import main
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.models import catalogue
+from hpctrain.nn.compile.compiler import compile_graph
+
+H100 = Clock(DEVICES["h100"], "bfloat16")
+
+
+def kind_bytes(step: Step, kind: str) -> int:
+    return sum(row.work.bytes for row in step.rows if row.work.kind == kind)
+
+
+@pytest.mark.parametrize(("precision", "item"), [("bfloat16", 2), ("tf32", 4), ("float32", 4)])
+def test_convolutions_read_two_of_three_tensors_and_write_the_third(precision: str, item: int) -> None:
+    batch = 3
+    graph, step = graph_of("resnet50", batch), step_of("resnet50", batch, precision)
+    convolutions = [node for node in graph.nodes if isinstance(node.spec, Conv2dSpec)]
+    elements = flops = 0
+    for node in convolutions:
+        x, y = (math.prod(graph.tensors[number].shape) for number in (node.inputs[0], node.output))
+        assert isinstance(node.spec, Conv2dSpec)
+        elements += x + y + math.prod(node.spec.weight_shape)
+        flops += 2 * y * math.prod(node.spec.weight_shape[1:])
+    assert len(convolutions) == 53
+    assert kind_bytes(step, "convolution forward") == kind_bytes(step, "convolution weight") == item * elements
+    assert sum(row.work.flops for row in step.rows if row.work.kind == "convolution forward") == flops
+
+
+def test_resnet50_moves_what_its_blocks_say() -> None:
+    """Batch norm passes 8 times over what it normalises, twice more with a ReLU behind it, and twice more with a sum too."""
+    graph, step = graph_of("resnet50", 1), step_of("resnet50", 1, "bfloat16")
+    passes = 0
+    for node in graph.nodes:
+        relu, add = getattr(node.spec, "relu", None), getattr(node.spec, "add", None)
+        if relu is not None and add is not None:
+            forward, backward = 1 + 2 + add, 2 * (2 + relu) + 1 + add
+            passes += (forward + backward) * math.prod(graph.tensors[node.output].shape)
+    assert kind_bytes(step, "batch norm") == 2 * passes
+    assert passes == pytest.approx(119.2e6, rel=2e-3)  # 77.7 MB forward and 160.6 MB backward in bfloat16
+
+
+@pytest.mark.parametrize("model", ["resnet20", "resnet18", "resnet50", "vgg16_bn", "small"])
+def test_gradients_are_added_where_plans_add_them(model: str) -> None:
+    graph = graph_of_plain(model)
+    plan = compile_graph(graph, NumpyKernelSet(), training=True)
+    sums = sum(sum(memory.accumulate) + len(memory.sums) for memory in plan.memory)
+    needed = needed_gradients(graph)
+    readers = [len(graph.consumers(number)) for number in needed]
+    assert sum(count - 1 for count in readers if count > 1) == sums
+    assert {number for number, needs in enumerate(plan.needs_grad) if needs} == needed
+
+
+def graph_of_plain(model: str) -> Graph:
+    builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
+    return builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+
+
+def test_work_grows_with_the_batch_and_launches_do_not() -> None:
+    one, two = (step_of("resnet18", batch, "bfloat16") for batch in (8, 16))
+    assert one.total("launches") == two.total("launches")
+    assert two.total("flops") == 2 * one.total("flops")
+    assert one.total("bytes") < two.total("bytes") < 2 * one.total("bytes")  # weights are read once a step
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_predictions_are_above_floors(model: str, device: str) -> None:
+    clock = Clock(DEVICES[device], "bfloat16")
+    figures = prediction(step_of(model, 64, "bfloat16"), clock)
+    assert figures["bytes_alone_seconds"] < figures["serial_seconds"] < figures["with_graph_seconds"]
+    assert figures["launch_by_launch_seconds"] >= figures["host_launches_seconds"]
+    assert figures["with_graph_images_per_second"] == pytest.approx(64 / figures["with_graph_seconds"])
+
+
+def test_a_perfect_device_without_launches_is_at_its_floor() -> None:
+    perfect = Assumptions(copy_share=1.0, device_launch_seconds=0.0, host_launch_seconds=1e-15, graph_launch_seconds=0.0)
+    figures = prediction(step_of("resnet18", 8, "bfloat16"), Clock(DEVICES["h100"], "bfloat16", perfect))
+    assert figures["with_graph_seconds"] == pytest.approx(figures["serial_seconds"])
+    assert figures["launch_by_launch_seconds"] == pytest.approx(figures["serial_seconds"])
+
+
+def test_weight_gradients_are_cast_beside_bfloat16_only() -> None:
+    assert [Sizes.of(precision).cast for precision in ("bfloat16", "tf32", "float32")] == [True, False, False]
+    kinds = {work.kind for _, work in costs(graph_of("resnet18", 1), "tf32")}
+    assert "convolution weight" in kinds
+    assert "cast of gradients" not in kinds
+
+
+def test_every_operation_of_the_catalogue_is_counted() -> None:
+    """A kind that is only bounded from below is the zero-padded shortcut of the small residual networks, and no other."""
+    bounded = {
+        (model, work.kind)
+        for model in ("resnet20", "resnet50", "vgg16", "vgg16_bn", "small")
+        for _, work in costs(graph_of(model, 1), "bfloat16")
+        if "lower bound" in work.kind
+    }
+    assert bounded == {("resnet20", "PadChannelsSpec (lower bound)")}
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
+def test_tables_fit_a_terminal(model: str) -> None:
+    lines = tables(step_of(model, 256, "bfloat16"), H100).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_tables_and_json_add_up() -> None:
+    step = step_of("resnet50", 256, "bfloat16")
+    content = as_dict(step, [H100])
+    rows = [dict(zip(content["row"], row, strict=True)) for row in content["rows"]]
+    assert sum(row["bytes"] for row in rows) == content["bytes"]
+    predicted = sum(row["predicted_seconds"] for row in rows)
+    figures = content["devices"][0]["prediction"]
+    assert figures["with_graph_seconds"] == pytest.approx(predicted + Assumptions().graph_launch_seconds, rel=1e-3)
+
+
+def test_the_command_writes_all_batches_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "floor.json"
+    assert main(["resnet20", "--batch", "4", "2", "--device", "a100", "--out", str(path)]) == 0
+    steps = json.loads(path.read_text())["steps"]
+    assert [step["batch"] for step in steps] == [4, 2]
+    assert {device["name"] for device in steps[0]["devices"]} == {device.name for device in DEVICES.values()}
+    assert steps[0]["rows_of_device"].startswith("A100")
+    assert capsys.readouterr().out.count("PREDICTED: one CUDA graph") == 2
+
+
+def test_an_empty_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["resnet20", "--batch", "0"])
+    assert "must be at least 1" in capsys.readouterr().err
