@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
@@ -24,6 +25,7 @@ class CudaKernelSet(KernelSet):
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.runtime = runtime
+        self.arithmetic = CudaArithmetic(runtime)
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:

@@ -1,0 +1,121 @@
+"""The arithmetic service of the cuda set: what `Arithmetic` says, enqueued on the stream of all computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch
+from hpctrain.backend.cuda.device import Argument, grid_for, pack_width
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.dtypes import item_bytes, parameter_dtype
+from hpctrain.backend.kernels.cuda.box_copy import copy_box
+from hpctrain.backend.kernels.cuda.descent import CudaDescent
+from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
+from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
+from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.kernels.cuda.sums import ArrayTable
+from hpctrain.boxes import Box
+
+#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes
+STAGING_COUNT, STAGING_BYTES = 4, 4 << 20
+
+#: elements that a thread casts at once: 16 bytes of float32
+_CAST_WIDTH = 4
+
+
+class _Nothing:
+    """Implements `Fetch`: answers about no arrays."""
+
+    def result(self) -> np.ndarray:
+        """Nothing, bool."""
+        return np.zeros(0, np.bool_)
+
+
+class CudaArithmetic(Arithmetic):
+    """Implements `Arithmetic` on one device. Waits in `to_host`, `square_sums` and `Fetch.result` alone.
+
+    Tables of arrays, and pinned memory for what is fetched, are made at the first call for the same arrays and kept: later steps
+    allocate nothing.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT)
+        self._fetches: dict[tuple[int, int], FetchBuffers] = {}
+        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+
+    def zeros(self, size: int, dtype: str) -> DeviceArray:
+        return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
+
+    def copy(self, target: Array, source: Array) -> None:
+        _check_sizes(target, source)
+        if target.dtype == source.dtype:
+            if target.size:
+                self._runtime.device.copy(self._runtime.stream, target, source)
+            return
+        aligned = all(array.pointer % (_CAST_WIDTH * array.itemsize) == 0 for array in (target, source))
+        width = _CAST_WIDTH if aligned else 1
+        self._flat(f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
+
+    def fill(self, target: Array, value: float) -> None:
+        self._flat(
+            f"fill_{TAGS[target.dtype]}",
+            pack_width(target.itemsize, 0, (target,)),
+            target,
+            np.dtype(parameter_dtype(target.dtype)).type(value),
+        )
+
+    def add(self, target: Array, source: Array) -> None:
+        _check_sizes(target, source)
+        assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+        self._flat(f"add_{TAGS[target.dtype]}", pack_width(target.itemsize, 0, (target, source)), target, source)
+
+    def _flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
+        grid = grid_for(-(-target.size // width), self._runtime.threads, self._runtime.device.multiprocessors)
+        block = (self._runtime.threads,)
+        self._runtime.launch("copies", f"{kernel}_w{width}", grid, block, target, *arguments, np.int64(target.size))
+
+    def copy_box(
+        self, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
+    ) -> None:
+        """target[target_box] := source[source_box], or += with `accumulate`; see `box_copy`."""
+        copy_box(self._runtime, target, target_box, source, source_box, accumulate=accumulate)
+
+    def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
+        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+
+    def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
+        return self._table(arrays).finite() if arrays else _Nothing()
+
+    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
+        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+        if key not in self._tables:
+            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
+        return self._tables[key]
+
+    def fetch(self, array: Array) -> Fetch:
+        place = array.pointer, array.nbytes
+        if place not in self._fetches:
+            self._fetches[place] = FetchBuffers(self._runtime, array.nbytes)
+        return self._fetches[place].fetch(array)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        values = self._staging.download(array)
+        values.flags.writeable = False
+        return values
+
+    def from_host(self, target: Array, source: np.ndarray) -> None:
+        _check_sizes(target, source)
+        self._staging.upload(target, source)
+
+    def descent(
+        self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
+    ) -> Descent:
+        state = momentum if factor else None
+        return CudaDescent(self._runtime, data, gradient, state, shadow, factor=factor, nesterov=nesterov)
+
+
+def _check_sizes(target: DeviceArray, source: Array) -> None:
+    assert target.size == source.size, f"{source.size} elements do not fit {target!r}"

@@ -1,0 +1,140 @@
+"""Momentum descent on a device gives the bits of the host's, for every cut of the buffers into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.arithmetic import UpdateRun
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.kernels.cuda.descent import TILE
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from tests.support.emulated import CudaKernelsFactory
+
+SIZE = 2 * TILE + 77
+#: (factor, nesterov)
+RULES = [(0.0, False), (0.9, False), (0.9, True)]
+
+
+def _host_update(
+    data: np.ndarray,
+    gradient: np.ndarray,
+    momentum: np.ndarray,
+    runs: Sequence[UpdateRun],
+    lr: float,
+    factor: float,
+    nesterov: bool,
+) -> None:
+    """The definition, one rounding for each operation."""
+    for run in runs:
+        place = slice(run.start, run.stop)
+        g = gradient[place] * run.gradient_scale
+        if run.decay:
+            g = g + data[place] * run.decay
+        if factor:
+            m = momentum[run.start + run.offset : run.stop + run.offset]
+            m[...] = m * factor + g
+            g = g + m * factor if nesterov else m
+        data[place] = data[place] - g * lr
+
+
+def _runs(step: int) -> list[UpdateRun]:
+    """Runs with gaps; places that are no whole packs; an offset that is none; an empty run."""
+    scale = 1 / (step + 1)
+    return [
+        UpdateRun(0, 3, 1.0, 0.0),
+        UpdateRun(3, 8, scale, 1e-4),
+        UpdateRun(10, 10, scale, 1e-4),
+        UpdateRun(16, TILE + 16, scale, 1e-4, -8),
+        UpdateRun(TILE + 20, SIZE - 5, 0.5 * scale, 0.0, -11),
+    ]
+
+
+def _train(
+    kernels: CudaKernelSet, dtype: str, factor: float, nesterov: bool, *, start: int = 0, shadowed: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Three steps on a device and on the host, which must agree. start: of the buffers in their memory."""
+    random = np.random.default_rng(5)
+    arithmetic = kernels.arithmetic
+    host = [random.standard_normal(SIZE).astype(dtype) for _ in range(2)] + [np.zeros(SIZE if factor else 0, dtype)]
+    device = [arithmetic.zeros(x.size + start, dtype)[start:] for x in host]
+    for array, values in zip(device, host, strict=True):
+        arithmetic.from_host(array, values)
+    shadow = arithmetic.zeros(SIZE + start, "bfloat16")[start:] if shadowed else None
+    descent = arithmetic.descent(*device, factor=factor, nesterov=nesterov, shadow=shadow)
+    for step in range(3):
+        gradient = random.standard_normal(SIZE).astype(dtype)
+        arithmetic.from_host(device[1], gradient)
+        descent.update(iter(_runs(step)), 0.1 / (step + 1))
+        _host_update(host[0], gradient, host[2], _runs(step), 0.1 / (step + 1), factor, nesterov)
+    for array, values in zip((device[0], device[2]), (host[0], host[2]), strict=True):
+        np.testing.assert_array_equal(arithmetic.to_host(array), values)
+    return host[0], arithmetic.to_host(device[0] if shadow is None else shadow)
+
+
+@pytest.mark.parametrize(("factor", "nesterov"), RULES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bits_are_the_hosts(cuda_kernels: CudaKernelsFactory, dtype: str, factor: float, nesterov: bool, seed: int) -> None:
+    _train(cuda_kernels(seed=seed), dtype, factor, nesterov)
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_buffers_may_begin_at_any_element(cuda_kernels: CudaKernelsFactory, start: int) -> None:
+    _train(cuda_kernels(), "float32", 0.9, True, start=start, shadowed=True)
+
+
+def test_the_shadow_is_written_where_data_is(cuda_kernels: CudaKernelsFactory) -> None:
+    data, shadow = _train(cuda_kernels(), "float32", 0.9, False, shadowed=True)
+    rounded = bfloat16_values(bfloat16_bits(data))
+    for run in _runs(0):
+        np.testing.assert_array_equal(shadow[run.start : run.stop], rounded[run.start : run.stop])
+    assert not shadow[8:16].any()
+    assert not shadow[SIZE - 5 :].any()
+
+
+def test_extreme_values_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels()
+    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 1.0], np.float32)
+    data, gradient = (values[pick.reshape(-1)] for pick in np.meshgrid(np.arange(9), np.arange(9)))
+    arrays = [kernels.arithmetic.zeros(81, "float32") for _ in range(3)]
+    kernels.arithmetic.from_host(arrays[0], data)
+    kernels.arithmetic.from_host(arrays[1], gradient)
+    runs = [UpdateRun(0, 40, 1.0, 0.0), UpdateRun(40, 81, 2.0, 0.5)]
+    kernels.arithmetic.descent(*arrays, factor=0.9, nesterov=True).update(runs, 0.3)
+    with np.errstate(all="ignore"):
+        _host_update(data, gradient, np.zeros(81, np.float32), runs, 0.3, 0.9, True)
+    arrived = kernels.arithmetic.to_host(arrays[0])
+    np.testing.assert_array_equal(arrived, data)
+    np.testing.assert_array_equal(np.signbit(arrived[np.isfinite(data)]), np.signbit(data[np.isfinite(data)]))
+
+
+def test_tables_are_uploaded_where_runs_change_and_memory_is_kept(
+    cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = cuda_kernels()
+    device, uploads = kernels.runtime.device, []
+    upload = device.upload
+
+    def counted(*arguments: object) -> None:
+        uploads.append(arguments)
+        upload(*arguments)  # type: ignore[arg-type]
+
+    arrays = [kernels.arithmetic.zeros(100, "float32") for _ in range(3)]
+    descent = kernels.arithmetic.descent(*arrays, factor=0.9, nesterov=False)
+    monkeypatch.setattr(device, "upload", counted)
+    steps = [[UpdateRun(0, 60, 1.0, 0.1), UpdateRun(60, 70, 1.0, 0.0)], [UpdateRun(70, 100, 1.0, 0.0)]]
+    for runs in steps:
+        descent.update(runs, 0.1)
+    used = device.memory_used()
+    for _ in range(3):
+        for runs in steps:
+            descent.update(runs, 0.1)
+    assert len(uploads) == 2
+    descent.update([UpdateRun(0, 70, 0.5, 0.1)], 0.1)
+    descent.update([UpdateRun(0, 70, 0.25, 0.1)], 0.1)
+    descent.update([], 0.1)
+    assert len(uploads) == 4
+    assert device.memory_used() == used
