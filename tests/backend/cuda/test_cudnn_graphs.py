@@ -1,0 +1,130 @@
+"""Graphs of convolutions: the operations, dims, strides and types that cuDNN is told, and when, by a stand-in for it."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.backend.cuda import cudnn_graphs
+from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.errors import BackendError, MissingLibraryError
+from tests.support.fake_cudnn import DataType, FakeCudnn, FakeGraph
+
+KEY = ConvolutionKey(
+    "forward", (2, 7, 9, 4), (6, 5, 3, 2), (2, 3, 3, 6), (2, 3), (1, 2, 0, 4), (1, 2), 2, "bfloat16", "bfloat16", "bias_relu"
+)
+READ = {"forward": ("image", "weight"), "input": ("loss", "filter"), "weight": ("image", "loss")}
+NAMES = {"forward": "conv_fprop", "input": "conv_dgrad", "weight": "conv_wgrad"}
+
+
+def built(key: ConvolutionKey) -> FakeGraph:
+    cudnn = FakeCudnn()
+    graph = cudnn_graphs.build(cudnn, key, handle=cudnn.handle)
+    assert cudnn.graphs == [graph]
+    return graph
+
+
+def elements(settings: dict, index: tuple[int, int, int, int]) -> int:
+    """The place in memory of an element with this (n, h, w, c) by the dims and strides of a tensor."""
+    n, h, w, c = index
+    assert all(0 <= i < limit for i, limit in zip((n, c, h, w), settings["dim"], strict=True))
+    return sum(i * stride for i, stride in zip((n, c, h, w), settings["stride"], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+def test_tensors_are_nhwc_and_krsc_memory_in_the_order_of_run(kind: str) -> None:
+    key = replace(KEY, kind=kind, fused="")
+    graph = built(key)
+    ((operation, arguments),) = graph.operations
+    assert operation == NAMES[kind]
+    shapes = {"forward": (key.x, key.w), "input": (key.y, key.w), "weight": (key.x, key.y)}[kind]
+    for uid, (role, shape, tensor) in enumerate(zip(READ[kind], shapes, graph.tensors, strict=True), start=1):
+        assert arguments[role] is tensor
+        assert tensor.settings["uid"] == uid
+        assert tensor.settings["data_type"] is DataType.BFLOAT16
+        last = tuple(size - 1 for size in shape)
+        assert elements(tensor.settings, last) == math.prod(shape) - 1
+        assert elements(tensor.settings, (0, 0, 0, 1)) == 1
+        assert elements(tensor.settings, (0, 0, 1, 0)) == shape[3]
+    assert graph.calls == ["validate", "build_operation_graph"]
+
+
+@pytest.mark.parametrize(("kind", "out"), [("forward", KEY.y), ("input", KEY.x), ("weight", KEY.w)])
+def test_the_output_has_all_that_gradients_need_said(monkeypatch, kind: str, out: tuple[int, ...]) -> None:
+    """cuDNN infers the dims of no gradient."""
+    made = []
+    plain = FakeGraph._operation
+    monkeypatch.setattr(FakeGraph, "_operation", lambda *args, **keys: made.append(plain(*args, **keys)) or made[-1])
+    built(replace(KEY, kind=kind, fused=""))
+    n, h, w, c = out
+    assert made[-1].settings == {
+        "uid": cudnn_graphs.OUT,
+        "dim": [n, c, h, w],
+        "stride": [h * w * c, 1, w * c, c],
+        "data_type": DataType.BFLOAT16,
+        "output": True,
+    }
+
+
+def test_the_window_keeps_top_and_left_apart_from_bottom_and_right() -> None:
+    ((_, arguments), *_) = built(KEY).operations
+    assert arguments["pre_padding"] == [1, 0]
+    assert arguments["post_padding"] == [2, 4]
+    assert arguments["stride"] == [2, 3]
+    assert arguments["dilation"] == [1, 2]
+
+
+@pytest.mark.parametrize(("fused", "operations"), [("", []), ("bias", ["bias"]), ("bias_relu", ["bias", "relu"])])
+def test_a_bias_and_a_relu_follow_in_one_graph(fused: str, operations: list[str]) -> None:
+    graph = built(replace(KEY, fused=fused))
+    assert [name for name, _ in graph.operations] == ["conv_fprop", *operations]
+    biases = [tensor.settings for tensor in graph.tensors if tensor.settings.get("uid") == cudnn_graphs.BIAS]
+    assert [(settings["dim"], settings["data_type"]) for settings in biases] == [([1, 6, 1, 1], DataType.BFLOAT16)] * bool(fused)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", DataType.FLOAT), ("bfloat16", DataType.BFLOAT16)])
+def test_sums_are_float32(dtype: str, name: DataType) -> None:
+    arguments = built(replace(KEY, dtype=dtype)).arguments
+    assert arguments["io_data_type"] is name
+    assert arguments["compute_data_type"] is arguments["intermediate_data_type"] is DataType.FLOAT
+    assert arguments["handle"] == 77
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(BackendError, match="no convolutions in float64 on these GPUs; precision float32 is the nearest"):
+        cudnn_graphs.build(FakeCudnn(), replace(KEY, dtype="float64", precision="float64"))
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'cudnn'"), OSError("libcudnn.so.9: cannot open")])
+def test_a_missing_library_is_one_sentence(monkeypatch, error: Exception) -> None:
+    def refuse(name: str) -> None:
+        assert name == "cudnn"
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(MissingLibraryError, match="Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded"):
+        cudnn_graphs.library()
+
+
+@given(st.sampled_from([field.name for field in fields(ConvolutionKey)]))
+def test_keys_that_differ_have_different_descriptions(name: str) -> None:
+    others = {
+        "kind": "weight",
+        "x": (2, 7, 94, 4),
+        "w": (6, 5, 32, 2),
+        "y": (2, 33, 3, 6),
+        "stride": (23, 3),
+        "padding": (12, 2, 0, 4),
+        "dilation": (11, 2),
+        "groups": 22,
+        "dtype": "float32",
+        "precision": "tf32",
+        "fused": "bias",
+    }
+    assert cudnn_graphs.describe(replace(KEY, **{name: others[name]})) != cudnn_graphs.describe(KEY)
+    assert "\n" not in cudnn_graphs.describe(KEY)
