@@ -5,11 +5,23 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
+from hpctrain.backend.kernels.cuda.flatten import CudaView
+from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import Conv2dSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.kernels.specs import (
+    AdaptiveAveragePoolSpec,
+    Conv2dSpec,
+    FlattenSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+)
 from hpctrain.errors import BackendError
 
 
@@ -31,6 +43,12 @@ class CudaKernelSet(KernelSet):
         match spec:
             case Conv2dSpec():
                 return CudaConv2d(spec, *inputs, training=training, input_gradient=input_gradient, runtime=self.runtime)
+            case PoolSpec():
+                return make_pool(spec, *inputs, training=training, runtime=self.runtime)
+            case AdaptiveAveragePoolSpec():
+                return CudaAdaptiveAveragePool(spec, *inputs, training=training, runtime=self.runtime)
+            case FlattenSpec():
+                return CudaView(spec, *inputs)
             case ReluSpec():
                 return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
