@@ -86,7 +86,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.experiment.session",
     "hpctrain.experiment.trace_report",
     "hpctrain.nn.custom",
-    "hpctrain.nn.finite",
     "hpctrain.nn.hooks",
     "hpctrain.nn.layer",
     "hpctrain.nn.parameter",

@@ -12,10 +12,10 @@ from hpctrain.averaging.allreduce_averager import AllreduceAverager, AllreduceSt
 from hpctrain.averaging.base import Agreement, AveragerSetup
 from hpctrain.averaging.collective_schedule import Operation
 from hpctrain.averaging.local_event import LocalEvent
+from hpctrain.backend.host_arithmetic import square_sum
 from hpctrain.comm.base import Handle
 from hpctrain.comm.progress import Ticket
 from hpctrain.nn.parameter import Parameter
-from hpctrain.optim.base import square_sum
 
 _ADDED = "lazy_gradient"
 

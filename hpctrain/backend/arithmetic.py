@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Fetch(Protocol):
     """Values on their way to the host."""
 
     def result(self) -> np.ndarray:
-        """Wait for them, and give them. They are valid until the next `fetch` but one of the same array."""
+        """Wait for them, and give them; they are read only, and valid until the next `fetch` but one of the same array."""
         ...
 
 
@@ -47,7 +47,13 @@ class Descent(Protocol):
 
 
 class Arithmetic(ABC):
-    """The service. Arrays of one call have one dtype and one size unless it is said; targets come first."""
+    """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
+
+    Attributes:
+        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` give the very array.
+    """
+
+    on_host: ClassVar[bool] = False
 
     @abstractmethod
     def zeros(self, size: int, dtype: str) -> Array:
@@ -65,17 +71,21 @@ class Arithmetic(ABC):
     def add(self, target: Array, source: Array) -> None:
         """target := target + source."""
 
+    def subtract(self, target: Array, source: Array) -> None:
+        """target := target - source. By the host, unless a set has something better: then it waits."""
+        self.from_host(target, self.to_host(target) - self.to_host(source))
+
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         """Sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        """For each array whether all its elements are finite, bool (len(arrays),)."""
+        """For each array whether all its elements are finite at this point of the work, bool (len(arrays),)."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """The elements, as they are at this point of the work."""
+        """The elements, as they are at this point of the work. Nothing writes there before the result is asked for."""
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:

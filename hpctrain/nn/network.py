@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-import numpy as np
-
+from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
@@ -33,11 +32,12 @@ class Network:
     name), so they are the same on every rank and for every split.
 
     Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: "float32" or "float64".
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: of activations.
         seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
             "all", "data", "split" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
 
     Attributes:
+        parameter_dtype: of parameters, gradients and statistics.
         groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
         shards: which part of each this rank holds; None: all of it.
@@ -59,6 +59,7 @@ class Network:
         distribution: Distribution | None = None,
     ) -> None:
         self.model, self.image_shape, self.kernels, self.dtype = model, image_shape, kernels, dtype
+        self.parameter_dtype = parameter_dtype(dtype)
         self._mergers = {**_ALONE, **(mergers or {})}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
         self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
@@ -76,10 +77,12 @@ class Network:
             if name in group.parameters
         }
         parts = {name: shard.interval for name in statistic_specs if (shard := self.distribution.shard(name)) is not None}
-        self.statistics = FlatStatistics(statistic_specs, dtype, parts, self.distribution.contributes)
+        self.statistics = FlatStatistics(statistic_specs, self.parameter_dtype, parts, self.distribution.contributes)
         for name, parameter in self.parameters.items():
-            value, shard = first_value(self.parameter_specs[name], name, seed, dtype), self.shards[name]
-            parameter.data[...] = value if shard is None else value[shard.index]
+            value, shard = first_value(self.parameter_specs[name], name, seed, self.parameter_dtype), self.shards[name]
+            kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
+        for group in self.groups.values():
+            group.refresh_shadow()
 
     @property
     def classes(self) -> int:
@@ -110,6 +113,7 @@ class Network:
                 self._programs.popitem(last=False)
             self._programs[key] = Program(
                 compile_graph(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
+                kernels=self.kernels,
                 parameters=self.parameters,
                 statistics=self.statistics,
                 arena=self._reserve,
@@ -123,7 +127,9 @@ class Network:
         return self.distribution.local(self.graph(sum(counts)), counts)
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside a training step; programs refresh what they cached."""
+        """Parameters were written from outside a training step; shadows and what programs cached are refreshed."""
+        for group in self.groups.values():
+            group.refresh_shadow()
         for program in self._programs.values():
             program.parameters_changed()
 
@@ -138,11 +144,11 @@ class Network:
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in specs.items():
             members.setdefault(ALL if self.shards[name] is None else MODEL, {})[name] = spec
-        return {group: FlatGroup(inside, self.dtype, zeros=self._zeros, orders=orders) for group, inside in members.items()}
-
-    def _zeros(self, size: int, dtype: str) -> np.ndarray:
-        array: np.ndarray = self.kernels.allocate(size * np.dtype(dtype).itemsize).view(dtype)
-        return array
+        arithmetic, shadow_dtype = self.kernels.arithmetic, self.kernels.shadow_dtype
+        return {
+            group: FlatGroup(inside, self.parameter_dtype, arithmetic=arithmetic, shadow_dtype=shadow_dtype, orders=orders)
+            for group, inside in members.items()
+        }
 
 
 def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict[str, StatisticSpec]]:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.backend.arithmetic import Arithmetic, Array
+from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.host_arithmetic import HostArithmetic
+
 Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
@@ -77,13 +81,15 @@ class Parameter:
         name: torchvision's dotted name.
         data, grad: views into the flat buffers of its group, of `spec.shape`.
         order: forward position, 0 nearest the input: the priority key.
+        shadow: view of its group's, where that has one.
     """
 
     name: str
     spec: ParameterSpec
     order: int
-    data: np.ndarray
-    grad: np.ndarray
+    data: Array
+    grad: Array
+    shadow: Array | None = None
 
     @property
     def size(self) -> int:
@@ -130,7 +136,7 @@ class GroupLayout:
     ) -> None:
         self.specs = dict(specs)
         self.dtype = dtype
-        self.item_bytes = np.dtype(dtype).itemsize
+        self.item_bytes = item_bytes(dtype)
         segments = []
         start = 0
         for position, (name, spec) in enumerate(specs.items()):
@@ -154,11 +160,14 @@ class GroupLayout:
 class FlatGroup(GroupLayout):
     """Parameters averaged over one communicator: their layout, with the flat buffers of data and gradients.
 
-    `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them.
+    `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them. `shadow` is `data`
+    rounded to another dtype, for kernels that read it instead; None where none do. Descents write it together with `data`;
+    whatever else writes `data` is followed by `refresh_shadow`.
 
     Args:
         specs, dtype, orders: as in `GroupLayout`.
-        zeros: allocates a zeroed 1-D array (a backend's; NumPy's by default).
+        arithmetic: makes the buffers and computes on them (a kernel set's; the host's by default).
+        shadow_dtype: of the shadow; None: it has none.
     """
 
     def __init__(
@@ -166,17 +175,26 @@ class FlatGroup(GroupLayout):
         specs: Mapping[str, ParameterSpec],
         dtype: str = "float32",
         *,
-        zeros: Callable[[int, str], np.ndarray] = np.zeros,
+        arithmetic: Arithmetic | None = None,
+        shadow_dtype: str | None = None,
         orders: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(specs, dtype, orders=orders)
-        self.data = zeros(self.size, dtype)
-        self.grad = zeros(self.size, dtype)
+        self.arithmetic = HostArithmetic() if arithmetic is None else arithmetic
+        self.data: Array = self.arithmetic.zeros(self.size, dtype)
+        self.grad: Array = self.arithmetic.zeros(self.size, dtype)
+        self.shadow: Array | None = None if shadow_dtype is None else self.arithmetic.zeros(self.size, shadow_dtype)
         self.parameters: dict[str, Parameter] = {}
         for segment in self.segments:
             spec, place = specs[segment.parameter], slice(segment.start, segment.stop)
             data, grad = self.data[place].reshape(spec.shape), self.grad[place].reshape(spec.shape)
-            self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad)
+            shadow = None if self.shadow is None else self.shadow[place].reshape(spec.shape)
+            self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad, shadow)
+
+    def refresh_shadow(self, start: int = 0, stop: int | None = None) -> None:
+        """Elements [start, stop) of `data` were written by something else than a descent; nothing where there is no shadow."""
+        if self.shadow is not None:
+            self.arithmetic.copy(self.shadow[start:stop], self.data[start:stop])
 
 
 def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:

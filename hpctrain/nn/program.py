@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.abilities import DeferredStart, ParameterCopies, RecomputedOutput, SufficientFactors
 from hpctrain.backend.kernels.base import (
     Array,
     Buffers,
+    KernelSet,
     LocalStatistics,
     LossOperator,
     LossSums,
@@ -62,7 +62,8 @@ class Program:
         plan: what it runs.
 
     Args:
-        plan: operators and who shares memory. parameters: by full name. statistics: of all batch norms.
+        plan: operators and who shares memory. kernels: whose operators they are. parameters: by full name.
+        statistics: of all batch norms.
         arena: gives a uint8 buffer of at least so many bytes. loss: None in a program that only predicts.
     """
 
@@ -70,6 +71,7 @@ class Program:
         self,
         plan: ExecutionPlan,
         *,
+        kernels: KernelSet,
         parameters: Mapping[str, Parameter],
         statistics: FlatStatistics,
         arena: Callable[[int], Array],
@@ -77,10 +79,10 @@ class Program:
         mergers: Mapping[str, StatisticsMerger],
     ) -> None:
         self.plan = plan
-        self._loss = loss
+        self._kernels, self._arithmetic, self._loss = kernels, kernels.arithmetic, loss
         self.activation_bytes = plan.arena_bytes
         self.memory = arena(plan.arena_bytes)
-        binder = _Binder(plan, parameters, statistics, self.memory, mergers)
+        binder = _Binder(plan, kernels.arithmetic, parameters, statistics, self.memory, mergers)
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
         x, y = plan.tensors[0], plan.tensors[plan.output]
@@ -96,6 +98,7 @@ class Program:
 
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
+        self._kernels.begin(context)
         for action, k in self._forward_actions:
             self._act_forward(action, k, context, hooks)
         return self.logits
@@ -152,7 +155,7 @@ class Program:
             return
         step.operator.backward_parameters()
         for target, partial in step.gradient_sums:
-            np.add(target, partial, out=target)
+            self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "parameters")
         if step.shared:
             return
@@ -162,7 +165,7 @@ class Program:
     def _input_gradient(self, step: BoundStep, hooks: StepHooks) -> None:
         step.operator.backward_input()
         for target, partial in step.add_partials:
-            np.add(target, partial, out=target)
+            self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "input")
 
     def parameters_changed(self) -> None:
@@ -175,9 +178,9 @@ class Program:
 class _ViewCopy(Operator):
     """Stands in for a view whose gradient cannot share memory: its input has several readers."""
 
-    def __init__(self, inner: Operator) -> None:
+    def __init__(self, inner: Operator, arithmetic: Arithmetic) -> None:
         self.spec, self.inputs, self.output = inner.spec, inner.inputs, inner.output
-        self._inner = inner
+        self._inner, self._arithmetic = inner, arithmetic
 
     def forward(self, context: StepContext) -> None:
         self._inner.forward(context)
@@ -185,7 +188,7 @@ class _ViewCopy(Operator):
     def backward_input(self) -> None:
         target = self.buffers.input_grads[0]
         assert target is not None
-        np.copyto(target, self.buffers.output_grad.reshape(target.shape))  # type: ignore[union-attr]
+        self._arithmetic.copy(target, self.buffers.output_grad)
 
 
 class _Binder:
@@ -194,11 +197,13 @@ class _Binder:
     def __init__(
         self,
         plan: ExecutionPlan,
+        arithmetic: Arithmetic,
         parameters: Mapping[str, Parameter],
         statistics: FlatStatistics,
         memory: Array,
         mergers: Mapping[str, StatisticsMerger],
     ) -> None:
+        self._arithmetic = arithmetic
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._memory = memory
         self._shared = self._shares()
@@ -211,7 +216,7 @@ class _Binder:
 
     def bind(self, k: int, step: PlannedStep) -> BoundStep:
         memory, specs = self._plan.memory[k], [self._plan.tensors[tensor] for tensor in step.inputs]
-        operator = _ViewCopy(step.operator) if memory.copies_gradient else step.operator
+        operator = _ViewCopy(step.operator, self._arithmetic) if memory.copies_gradient else step.operator
         parameters = self._bind_buffers(k, operator)
         return BoundStep(
             step.name,
@@ -238,6 +243,7 @@ class _Binder:
                 accumulate=memory.accumulate,
                 parameters={role: parameter.data for role, parameter in own.items()},
                 gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if self._plan.training else {},
+                shadows={role: parameter.shadow for role, parameter in own.items() if parameter.shadow is not None},
                 statistics=self._statistics.by_role(node.statistics) if node is not None else {},
                 saved=self._bytes(memory.saved),
                 scratch=self._bytes(memory.scratch),
@@ -259,8 +265,11 @@ class _Binder:
         if k == self._shared.get(parameter.name, [k])[-1]:
             return parameter.grad
         if parameter.name not in self._partial_gradients:
-            self._partial_gradients[parameter.name] = np.empty_like(parameter.grad)
+            self._partial_gradients[parameter.name] = self._zeros_like(parameter)
         return self._partial_gradients[parameter.name]
+
+    def _zeros_like(self, parameter: Parameter) -> Array:
+        return self._arithmetic.zeros(parameter.size, str(parameter.grad.dtype)).reshape(parameter.spec.shape)
 
     def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
         names = [name for name, steps in self._shared.items() if k in steps[:-1]] if self._plan.training else []

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hpctrain.nn.finite import all_finite
+from hpctrain.backend.host_arithmetic import all_finite
 from hpctrain.nn.parameter import StatisticSpec
 
 _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from hpctrain.backend.arithmetic import Array
 from hpctrain.nn.parameter import FlatGroup, Segment
 
 
@@ -27,28 +28,14 @@ class Norms:
 
     def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
         """Add the squares of the elements in `segments`. The sum over all owners of all partial sums is the norm."""
-        for segment in segments:
-            row = self.squares[self.index[segment.parameter]]
-            for column, flat in enumerate((group.data, group.grad)):
-                row[column] += square_sum(flat[segment.start : segment.stop])
+        flats = (group.data, group.grad)
+        sums = group.arithmetic.square_sums([flat[segment.start : segment.stop] for segment in segments for flat in flats])
+        for segment, squares in zip(segments, sums.reshape(-1, len(flats)), strict=True):
+            self.squares[self.index[segment.parameter]] += squares
 
     def global_gradient(self) -> float:
         """|g| over all parameters."""
         return float(np.sqrt(self.squares[:, 1].sum()))
-
-
-_BLOCK = 1 << 16
-
-
-def square_sum(values: np.ndarray) -> float:
-    """Sum of squares of a 1-D array, in float64, without a float64 copy of the whole."""
-    if values.dtype == np.float64:
-        return float(np.dot(values, values))
-    total = 0.0
-    for start in range(0, values.size, _BLOCK):
-        block = values[start : start + _BLOCK].astype(np.float64)
-        total += float(np.dot(block, block))
-    return total
 
 
 class Optimizer(ABC):
@@ -75,5 +62,5 @@ class Optimizer(ABC):
         """Update the data of `segments` (each one of the bound ones) from their gradients, which may be overwritten."""
 
     @abstractmethod
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+    def state(self, segment: Segment) -> dict[str, Array]:
         """Views of the state of one owned segment, 1-D, by name ("momentum"): what a checkpoint writes and restores."""

@@ -1,46 +1,31 @@
-"""Momentum descent over runs of flat memory, one pass in cache-sized chunks: what SGD and LARS share."""
+"""Momentum descent over runs of flat memory: what SGD and LARS share."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
-import numpy as np
-
+from hpctrain.backend.arithmetic import Array, UpdateRun
 from hpctrain.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, Segment, whole
 from hpctrain.optim.base import Optimizer
 
 DecayExclude = Literal["norm_and_bias", "none"]
 
-#: elements of one chunk: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a second-level cache;
-#: smaller ones lose more to calls than they win (measured)
-CHUNK = 1 << 15
 
-
-@dataclass(frozen=True)
-class Run:
-    """Elements [start, stop) of the flat buffers that are updated alike: g' = gradient_scale * g + decay * w."""
-
-    start: int
-    stop: int
-    gradient_scale: float
-    decay: float
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
+def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
     """The same elements in fewer runs: neighbours that touch and are updated alike become one; empty ones vanish."""
-    out: list[Run] = []
+    out: list[UpdateRun] = []
     for run in runs:
         if run.start == run.stop:
             continue
         last = out[-1] if out else None
         if last is not None and (last.stop, last.gradient_scale, last.decay) == (run.start, run.gradient_scale, run.decay):
-            out[-1] = Run(last.start, run.stop, run.gradient_scale, run.decay)
+            out[-1] = UpdateRun(last.start, run.stop, run.gradient_scale, run.decay)
         else:
             out.append(run)
     return out
@@ -61,9 +46,7 @@ class MomentumDescent:
     def __init__(self, group: FlatGroup, owned: Sequence[Segment], momentum: float, nesterov: bool) -> None:
         ordered = sorted((segment for segment in owned if segment.size), key=lambda segment: segment.start)
         assert all(a.stop <= b.start for a, b in pairwise(ordered)), "owned segments overlap"
-        # A NumPy float64 scalar would turn float32 arithmetic into float64.
-        self._factor, self._nesterov = float(momentum), nesterov
-        self._data, self._grad = group.data, group.grad
+        self._factor = float(momentum)
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._offsets: list[int] = []
@@ -73,13 +56,12 @@ class MomentumDescent:
             self._stops.append(stop)
             self._offsets.append(size - start)
             size += stop - start
-        # Backends' arrays answer for themselves: the *_like functions make the state where the data is.
-        self._momentum = np.zeros_like(group.data, shape=(size if self._factor else 0,))
-        longest = min(CHUNK, size)
-        self._work = np.empty_like(group.data, shape=(longest,))
-        self._spare = np.empty_like(group.data, shape=(longest,))
+        self._momentum: Array = group.arithmetic.zeros(size if self._factor else 0, group.dtype)
+        self._descent = group.arithmetic.descent(
+            group.data, group.grad, self._momentum, factor=self._factor, nesterov=nesterov, shadow=group.shadow
+        )
 
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+    def state(self, segment: Segment) -> dict[str, Array]:
         """{"momentum": view} of an owned segment or of a part of one; empty where momentum is 0."""
         if not self._factor:
             return {}
@@ -93,34 +75,9 @@ class MomentumDescent:
         assert owned, f"elements [{start}, {stop}) are not owned here"
         return self._offsets[i]
 
-    def update(self, runs: Iterable[Run], lr: float) -> None:
-        """Update the data of `runs`, each inside owned segments."""
-        # A NumPy float64 scalar would turn float32 arithmetic into float64.
-        lr = float(lr)
-        for run in runs:
-            offset = self._offset(run.start, run.stop)
-            for low in range(run.start, run.stop, CHUNK):
-                self._update_chunk(run, low, min(low + CHUNK, run.stop), offset, lr)
-
-    def _update_chunk(self, run: Run, low: int, high: int, offset: int, lr: float) -> None:
-        w, g = self._data[low:high], self._grad[low:high]
-        work, spare = self._work[: high - low], self._spare[: high - low]
-        if run.gradient_scale != 1.0:
-            g = np.multiply(g, run.gradient_scale, out=work)
-        if run.decay:
-            np.multiply(w, run.decay, out=spare)
-            g = np.add(g, spare, out=work)
-        if self._factor:
-            m = self._momentum[low + offset : high + offset]
-            np.multiply(m, self._factor, out=m)
-            np.add(m, g, out=m)
-            if self._nesterov:
-                np.multiply(m, self._factor, out=spare)
-                g = np.add(g, spare, out=work)
-            else:
-                g = m
-        np.multiply(g, lr, out=work)
-        np.subtract(w, work, out=w)
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        """Update the data of `runs`, each inside owned segments; their places in the state are found here."""
+        self._descent.update([replace(run, offset=self._offset(run.start, run.stop)) for run in runs], lr)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +123,7 @@ class MomentumOptimizer(Optimizer):
         # The options are frozen; what is updated by them is no option.
         object.__setattr__(self, "_bound", MomentumDescent(group, owned, self.momentum, self.nesterov))
 
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+    def state(self, segment: Segment) -> dict[str, Array]:
         return self.descent.state(segment)
 
     @property

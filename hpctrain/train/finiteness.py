@@ -14,9 +14,9 @@ from enum import IntEnum
 from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.backend.host_arithmetic import all_finite
 from hpctrain.comm.raise_on_all_ranks import on_ranks
 from hpctrain.errors import DivergedError
-from hpctrain.nn.finite import all_finite
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import whole
 

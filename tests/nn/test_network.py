@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.base import Array
+from hpctrain.backend.kernels.base import Array, StepContext
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.boxes import even_intervals
@@ -74,6 +74,56 @@ def test_programs_are_made_once_and_the_oldest_are_let_go() -> None:
     for batch in range(8, 17):
         subject.program(batch, training=False)
     assert subject.program(1, training=False) is not first
+
+
+def test_a_kernel_set_hears_of_each_forward_pass_before_it_begins() -> None:
+    class Kernels(NumpyKernelSet):
+        def __init__(self) -> None:
+            self.begun: list[StepContext] = []
+
+        def begin(self, context: StepContext) -> None:
+            self.begun.append(context)
+
+    kernels = Kernels()
+    program = Network(nets.plain(), IMAGE, kernels).program(2, training=True)
+    for step in range(2):
+        context = StepContext(step=step, sample_ids=np.arange(2))
+        program.forward(context)
+        assert kernels.begun[step] is context
+    program.loss(np.zeros(2, np.int64), 2)
+    program.backward()
+    assert len(kernels.begun) == 2
+
+
+def test_arenas_are_aligned_as_the_kernel_set_asks() -> None:
+    class Kernels(NumpyKernelSet):
+        alignment_bytes = 4096
+
+    for training in (True, False):
+        plan = Network(nets.plain(), IMAGE, Kernels()).program(2, training=training).plan
+        assert not any(buffer.region.offset % 4096 for buffer in plan.buffers)
+
+
+def test_shadows_are_the_parameters_in_the_dtype_that_a_kernel_set_asks_for() -> None:
+    """float32 beside float64 stands for bfloat16 beside float32, which NumPy does not know."""
+
+    class Kernels(NumpyKernelSet):
+        shadow_dtype = "float32"
+
+    subject = Network(nets.plain(), IMAGE, Kernels(), dtype="float64")
+    program = subject.program(2, training=True)
+    for step in program.steps:
+        for role, shadow in step.operator.buffers.shadows.items():
+            data = step.operator.buffers.parameters[role]
+            assert shadow.dtype == np.float32
+            assert np.array_equal(shadow, data.astype(np.float32))
+            data[...] += 1.0
+            assert not np.array_equal(shadow, data.astype(np.float32))
+    assert any(step.operator.buffers.shadows for step in program.steps)
+    subject.parameters_changed()
+    for parameter in subject.parameters.values():
+        assert np.array_equal(parameter.shadow, parameter.data.astype(np.float32))
+    assert all(parameter.shadow is None for parameter in network().parameters.values())
 
 
 def test_all_programs_share_one_arena_of_the_largest_size() -> None:

@@ -110,6 +110,7 @@ def _run(
     intervals = {name: shard.interval for name in statistics if (shard := shards[name]) is not None}
     program = Program(
         compile_graph(graph, trial.kernels, training=trial.training, input_gradient=trial.training),
+        kernels=trial.kernels,
         parameters=group.parameters,
         statistics=FlatStatistics(statistics, trial.dtype, intervals),
         arena=lambda size_bytes: _poisoned(trial.kernels, size_bytes),

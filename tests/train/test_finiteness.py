@@ -220,7 +220,7 @@ NUMBERS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), m
 @given(NUMBERS, st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 8), st.sampled_from(["float32", "float64"]))
 def test_one_number_that_is_not_finite_is_seen(numbers: list[float], bad: float, place: int, dtype: str) -> None:
     """Products of the largest floats overflow; they are finite all the same."""
-    from hpctrain.nn.finite import all_finite
+    from hpctrain.backend.host_arithmetic import all_finite
 
     values = np.array(numbers, dtype)
     assert all_finite(values)

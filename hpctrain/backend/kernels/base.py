@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from hpctrain.backend.alignment import ALIGNMENT_BYTES
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
 
@@ -145,10 +147,19 @@ class LossOperator(ABC):
 
 
 class KernelSet(ABC):
-    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32."""
+    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32.
+
+    Attributes:
+        arithmetic: on the arrays of this set's operators, outside of these.
+        alignment_bytes: of every buffer in an arena.
+        shadow_dtype: of a rounded copy of all parameters, which operators read instead of them; None where they need none.
+    """
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
+    arithmetic: Arithmetic
+    alignment_bytes: int = ALIGNMENT_BYTES
+    shadow_dtype: str | None = None
 
     @abstractmethod
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
@@ -163,6 +174,9 @@ class KernelSet(ABC):
 
     @abstractmethod
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
+
+    def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
+        """A forward pass begins: whatever operators read from memory, and not from the context, is brought there. Never waits."""
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""

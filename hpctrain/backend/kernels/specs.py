@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from hpctrain.backend.dtypes import item_bytes
 from hpctrain.errors import ShapeError
 
 Shape = tuple[int, ...]
@@ -21,7 +22,7 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as it is known at set-up: logical shape, dtype ("float32" or "float64"), layout.
+    """A tensor as it is known at set-up: logical shape, dtype by name (see `backend.dtypes`), layout.
 
     `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
     set that chose it; `size` is then the number of elements its buffer holds, padding included.
@@ -39,7 +40,7 @@ class TensorSpec:
 
     @property
     def item_bytes(self) -> int:
-        return {"float32": 4, "float64": 8}[self.dtype]
+        return item_bytes(self.dtype)
 
     @property
     def bytes(self) -> int:

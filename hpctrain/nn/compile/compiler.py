@@ -6,6 +6,7 @@ anybody decides what may be overwritten, and no pass changes what another one ha
 
 from __future__ import annotations
 
+from hpctrain.backend.alignment import ALIGNMENT_BYTES
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.nn.compile.binding import Places
@@ -30,20 +31,20 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
         BackendError: the kernel set refuses a layer; the message names it.
     """
     steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=input_gradient)
-    plan = plan_steps(steps)
+    plan = plan_steps(steps, kernels.alignment_bytes)
     if validation_asked_for():
         validate(plan)
     return plan
 
 
-def plan_steps(steps: Steps) -> ExecutionPlan:
-    """All passes behind the first one."""
+def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> ExecutionPlan:
+    """All passes behind the first one. alignment_bytes: of every buffer in the arena."""
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
     line = Timeline(steps, forward, backward)
     uses = find_uses(steps, line)
     sharing = share(steps, line, uses)
     blocks = lifetimes(uses, sharing)
-    offsets, arena_bytes = pack(list(blocks.values()))
+    offsets, arena_bytes = pack(list(blocks.values()), alignment_bytes)
     places = Places(steps, line, sharing, dict(zip(blocks, offsets, strict=True)))
     return ExecutionPlan(
         steps=steps.steps,

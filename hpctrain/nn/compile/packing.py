@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hpctrain.backend.alignment import aligned
+from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Block:
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
 
 
-def pack(blocks: Sequence[Block]) -> tuple[list[int], int]:
+def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
     """Byte offsets of the blocks and the size of the arena; blocks that live at one time never overlap.
 
     Greedy, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset calculation"), by
-    size, by size times life and by life, whichever needs least. Offsets are multiples of 64 bytes. Deterministic, so the same on
-    every rank.
+    size, by size times life and by life, whichever needs least. Offsets are multiples of `alignment_bytes`. Deterministic, so the
+    same on every rank.
     """
     orders: tuple[Callable[[Block], tuple[int, ...]], ...] = (
         lambda block: (-block.size_bytes,),
         lambda block: (-block.size_bytes * block.slots,),
         lambda block: (-block.slots, -block.size_bytes),
     )
-    bound = lower_bound(blocks)
+    bound = lower_bound(blocks, alignment_bytes)
     best: tuple[list[int], int] | None = None
     for order in orders:
-        found = _pack(blocks, order)
+        found = _pack(blocks, order, alignment_bytes)
         if best is None or found[1] < best[1]:
             best = found
         if best[1] == bound:
@@ -61,13 +61,13 @@ def pack(blocks: Sequence[Block]) -> tuple[list[int], int]:
     return best
 
 
-def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]]) -> tuple[list[int], int]:
+def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]], alignment_bytes: int) -> tuple[list[int], int]:
     offsets = [0] * len(blocks)
     placed: list[tuple[int, int, Block]] = []  # (offset, end, block), by offset
     arena = 0
     for index in sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)):
         block = blocks[index]
-        size = aligned(block.size_bytes)
+        size = aligned(block.size_bytes, alignment_bytes)
         offset = _best_gap(placed, block, size)
         offsets[index] = offset
         placed.append((offset, offset + size, block))
@@ -89,11 +89,11 @@ def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int)
     return cursor if best_offset < 0 else best_offset
 
 
-def lower_bound(blocks: Sequence[Block]) -> int:
+def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """Bytes that no packing can go below: the most that is live in one time slot."""
     changes: defaultdict[int, int] = defaultdict(int)
     for block in blocks:
         for first, last in block.spans:
-            changes[first] += aligned(block.size_bytes)
-            changes[last + 1] -= aligned(block.size_bytes)
+            changes[first] += aligned(block.size_bytes, alignment_bytes)
+            changes[last + 1] -= aligned(block.size_bytes, alignment_bytes)
     return max(accumulate(changes[time] for time in sorted(changes)), default=0)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.errors import OptionError
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.clip import clip_scale
-from hpctrain.optim.momentum import MomentumOptimizer, Run, merged
+from hpctrain.optim.momentum import MomentumOptimizer, merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +68,6 @@ class Lars(MomentumOptimizer):
             return 1.0
         return float(self.trust_coefficient * data / (gradient + self.weight_decay * data + self.epsilon))
 
-    def _run(self, segment: Segment, clip: float, norms: Norms) -> Run:
+    def _run(self, segment: Segment, clip: float, norms: Norms) -> UpdateRun:
         ratio = self.trust_ratio(segment, norms, clip)
-        return Run(segment.start, segment.stop, ratio * clip, ratio * self.decay(segment))
+        return UpdateRun(segment.start, segment.stop, ratio * clip, ratio * self.decay(segment))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.clip import clip_scale
-from hpctrain.optim.momentum import MomentumOptimizer, Run, merged
+from hpctrain.optim.momentum import MomentumOptimizer, merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,4 +24,5 @@ class Sgd(MomentumOptimizer):
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
         scale = clip_scale(self.clip_norm, norms)
-        self.descent.update(merged(Run(segment.start, segment.stop, scale, self.decay(segment)) for segment in segments), lr)
+        runs = (UpdateRun(segment.start, segment.stop, scale, self.decay(segment)) for segment in segments)
+        self.descent.update(merged(runs), lr)

@@ -37,6 +37,13 @@ def test_the_arena_is_between_the_bound_and_the_sum(blocks: list[Block]) -> None
     assert lower_bound(blocks) <= arena <= padded
 
 
+@given(_blocks(), st.sampled_from([1, 64, 256]))
+def test_offsets_are_aligned_as_asked(blocks: list[Block], alignment_bytes: int) -> None:
+    offsets, arena = pack(blocks, alignment_bytes)
+    assert not any(offset % alignment_bytes for offset in (*offsets, arena))
+    assert arena >= lower_bound(blocks, alignment_bytes)
+
+
 def test_a_chain_reuses_two_buffers() -> None:
     chain = [Block(1024, k, k + 1) for k in range(10)]
     assert pack(chain)[1] == 2048

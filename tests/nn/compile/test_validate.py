@@ -60,7 +60,7 @@ def test_every_test_validates_its_plans(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ[ENVIRONMENT_VARIABLE] == "1"
     assert clean_environment()[ENVIRONMENT_VARIABLE] == "1"  # also in the jobs that tests start
     right = compiler.plan_steps(steps_of("plain", NumpyKernelSet()))
-    monkeypatch.setattr(compiler, "plan_steps", lambda steps: replace(right, backward=right.backward[1:]))
+    monkeypatch.setattr(compiler, "plan_steps", lambda *_: replace(right, backward=right.backward[1:]))
     with pytest.raises(InvalidPlanError, match="fc2"):
         compiler.compile_graph(GRAPHS["plain"](), NumpyKernelSet(), training=True)
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "0")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.backend import host_arithmetic
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim import momentum as momentum_module
 from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers.sgd import Sgd
 
@@ -150,7 +150,7 @@ def test_chunks_do_not_show(monkeypatch, chunk):
     grads, rates, start = gradients(group, 3), [0.1, 0.2, 0.05], group.data.copy()
     expected = run(Sgd(weight_decay=0.05, nesterov=True), group, grads, rates)
     group.data[:] = start
-    monkeypatch.setattr(momentum_module, "CHUNK", chunk)
+    monkeypatch.setattr(host_arithmetic, "CHUNK", chunk)
     assert run(Sgd(weight_decay=0.05, nesterov=True), group, grads, rates).tobytes() == expected.tobytes()
 
 

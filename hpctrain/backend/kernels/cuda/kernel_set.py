@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
@@ -34,10 +35,12 @@ class CudaKernelSet(KernelSet):
 
     name: ClassVar[str] = "cuda"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float64")
+    alignment_bytes: int = ALIGNMENT_BYTES
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.runtime = runtime
         self.arithmetic = CudaArithmetic(runtime)
+        self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:

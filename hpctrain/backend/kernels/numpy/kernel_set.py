@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.numpy.adaptive_pool import NumpyAdaptiveAveragePool
 from hpctrain.backend.kernels.numpy.batch_norm import NumpyBatchNorm
@@ -41,6 +43,7 @@ class NumpyKernelSet(KernelSet):
 
     name: ClassVar[str] = "numpy"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
+    arithmetic: Arithmetic = HostArithmetic(allocate)
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:

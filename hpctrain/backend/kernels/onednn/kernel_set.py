@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.graph import Graph
@@ -58,6 +60,7 @@ class OnednnKernelSet(KernelSet):
 
     name: ClassVar[str] = "onednn"
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    arithmetic: Arithmetic = HostArithmetic(allocate)
 
     def __init__(self, *, fused: bool = True) -> None:
         reason = available()

@@ -1,0 +1,142 @@
+"""Arithmetic on arrays of the host, by NumPy: the service of the CPU's kernel sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch, UpdateRun
+from hpctrain.backend.dtypes import item_bytes
+
+#: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
+#: second-level cache; smaller ones lose more to calls than they win (measured)
+CHUNK = 1 << 15
+
+_BLOCK = 1 << 16
+
+
+def square_sum(values: np.ndarray) -> float:
+    """Sum of squares of a 1-D array, in float64, without a float64 copy of the whole."""
+    if values.dtype == np.float64:
+        return float(np.dot(values, values))
+    total = 0.0
+    for start in range(0, values.size, _BLOCK):
+        block = values[start : start + _BLOCK].astype(np.float64)
+        total += float(np.dot(block, block))
+    return total
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no element of a contiguous array is NaN or infinite.
+
+    Costs one product of the array with itself. That may overflow where all elements are finite; only then is each one looked at.
+    """
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(float(np.dot(flat, flat))) or bool(np.isfinite(flat).all())
+
+
+@dataclass(frozen=True)
+class HostFetch:
+    """Values that are on the host already."""
+
+    values: np.ndarray
+
+    def result(self) -> np.ndarray:
+        """The values."""
+        return self.values
+
+
+class HostDescent:
+    """Momentum descent in chunks that stay in a cache, one pass over all. Attributes and arguments: `Arithmetic.descent`."""
+
+    def __init__(self, data: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, factor: float, nesterov: bool) -> None:
+        # A NumPy float64 scalar would turn float32 arithmetic into float64.
+        self._factor, self._nesterov = float(factor), nesterov
+        self._data, self._grad, self._momentum = data, gradient, momentum
+        longest = min(CHUNK, data.size)
+        self._work = np.empty(longest, data.dtype)
+        self._spare = np.empty(longest, data.dtype)
+
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        # A NumPy float64 scalar would turn float32 arithmetic into float64.
+        lr = float(lr)
+        for run in runs:
+            for low in range(run.start, run.stop, CHUNK):
+                self._update_chunk(run, low, min(low + CHUNK, run.stop), lr)
+
+    def _update_chunk(self, run: UpdateRun, low: int, high: int, lr: float) -> None:
+        w, g = self._data[low:high], self._grad[low:high]
+        work, spare = self._work[: high - low], self._spare[: high - low]
+        if run.gradient_scale != 1.0:
+            g = np.multiply(g, run.gradient_scale, out=work)
+        if run.decay:
+            np.multiply(w, run.decay, out=spare)
+            g = np.add(g, spare, out=work)
+        if self._factor:
+            m = self._momentum[low + run.offset : high + run.offset]
+            np.multiply(m, self._factor, out=m)
+            np.add(m, g, out=m)
+            if self._nesterov:
+                np.multiply(m, self._factor, out=spare)
+                g = np.add(g, spare, out=work)
+            else:
+                g = m
+        np.multiply(g, lr, out=work)
+        np.subtract(w, work, out=w)
+
+
+class HostArithmetic(Arithmetic):
+    """Everything at once, by NumPy: nothing is ever on its way, and what lies on the host is given as it is.
+
+    Args:
+        allocate: gives a zeroed uint8 buffer of so many bytes; None: NumPy's.
+    """
+
+    on_host: ClassVar[bool] = True
+
+    def __init__(self, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+        self._allocate = allocate
+
+    def zeros(self, size: int, dtype: str) -> Array:
+        if self._allocate is None:
+            return np.zeros(size, dtype)
+        return self._allocate(size * item_bytes(dtype)).view(dtype)
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source.reshape(target.shape), casting="same_kind")
+
+    def fill(self, target: Array, value: float) -> None:
+        target[...] = value
+
+    def add(self, target: Array, source: Array) -> None:
+        np.add(target, source.reshape(target.shape), out=target)
+
+    def subtract(self, target: Array, source: Array) -> None:
+        np.subtract(target, source.reshape(target.shape), out=target)
+
+    def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
+        return np.array([square_sum(array) for array in arrays], np.float64)
+
+    def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
+        return HostFetch(np.array([all_finite(array) for array in arrays], bool))
+
+    def fetch(self, array: Array) -> Fetch:
+        return HostFetch(array)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        host: np.ndarray = array
+        return host
+
+    def from_host(self, target: Array, source: np.ndarray) -> None:
+        target[...] = source
+
+    def descent(
+        self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
+    ) -> Descent:
+        assert shadow is None, "kernels of the host read the parameters themselves"
+        return HostDescent(data, gradient, momentum, factor, nesterov)
