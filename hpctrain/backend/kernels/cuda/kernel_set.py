@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES
-from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator, StepContext
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
+from hpctrain.backend.kernels.cuda.dropout import make_dropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.cuda.step_block import StepBlock
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
     Conv2dSpec,
+    DropoutSpec,
     FlattenSpec,
     PoolSpec,
     ReluSpec,
@@ -41,6 +44,7 @@ class CudaKernelSet(KernelSet):
         self.runtime = runtime
         self.arithmetic = CudaArithmetic(runtime)
         self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
+        self.step_block = StepBlock(runtime)
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
@@ -54,10 +58,15 @@ class CudaKernelSet(KernelSet):
                 return CudaView(spec, *inputs)
             case ReluSpec():
                 return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
+            case DropoutSpec():
+                return make_dropout(spec, *inputs, training=training, runtime=self.runtime, block=self.step_block)
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         raise BackendError("The cuda kernel set has no loss.")
+
+    def begin(self, context: StepContext) -> None:
+        self.step_block.begin(context)
 
     def allocate(self, size_bytes: int) -> Array:
         return self.runtime.device.allocate(size_bytes)
