@@ -22,6 +22,9 @@ Extent = tuple[int, ...]  # of a grid or a block, up to three dims
 #: alignment of all device memory: what cuDNN and 16-byte loads ask for, and more
 ALIGNMENT_BYTES = 256
 
+#: where the arrays of a convolution's plan begin: at multiples of it
+PLAN_ALIGNMENT_BYTES = 16
+
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 
 
@@ -107,7 +110,10 @@ class DeviceConvolution(Protocol):
         workspace: DeviceArray | None,
         bias: DeviceArray | None = None,
     ) -> None:
-        """Enqueue it: (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by the key's kind. `out` is written, never added to."""
+        """Enqueue it: (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by the key's kind. `out` is written, never added to.
+
+        All arrays have the key's dtype, the bias too, and begin at multiples of PLAN_ALIGNMENT_BYTES.
+        """
         ...
 
 

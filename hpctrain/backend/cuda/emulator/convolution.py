@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import ConvolutionKey, DeviceStream
+from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceStream
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.dtypes import parameter_dtype
@@ -55,6 +55,9 @@ class NumpyConvolution:
         assert workspace is not None, "a convolution is given its workspace"
         assert workspace.nbytes >= self.workspace_bytes, "a convolution is given its whole workspace"
         assert (bias is not None) == bool(self._key.fused), "a bias is given where the key says so"
+        for array in (a, b, out) if bias is None else (a, b, out, bias):
+            assert array.dtype == self._key.dtype, f"{array!r} is not of the key's dtype"
+            assert array.pointer % PLAN_ALIGNMENT_BYTES == 0, f"{array!r} does not begin at a multiple of {PLAN_ALIGNMENT_BYTES}"
         self._enqueue(stream, lambda: self._run(a, b, out, bias), f"convolution {self._key.kind}")
 
     def _run(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, bias: DeviceArray | None) -> None:

@@ -49,7 +49,14 @@ class CudaKernelSet(KernelSet):
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
             case Conv2dSpec():
-                return CudaConv2d(spec, *inputs, training=training, input_gradient=input_gradient, runtime=self.runtime)
+                return CudaConv2d(
+                    spec,
+                    *inputs,
+                    training=training,
+                    input_gradient=input_gradient,
+                    runtime=self.runtime,
+                    arithmetic=self.arithmetic,
+                )
             case PoolSpec():
                 return make_pool(spec, *inputs, training=training, runtime=self.runtime)
             case AdaptiveAveragePoolSpec():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ class Bench:
     parameters: dict[str, np.ndarray]
     training: bool = True
     input_gradient: bool = True
-    arrays: dict[str, DeviceArray] = field(default_factory=dict)
+    offset: int = 0  # of parameters and their gradients, in elements
 
     def __post_init__(self) -> None:
         runtime = self.kernels.runtime
@@ -53,9 +53,10 @@ class Bench:
         self.x_array = self.array(x.shape, runtime.dtype, self.x)
         self.y, self.dy = (self.array(self.operator.output.shape, runtime.dtype) for _ in range(2))
         self.dx = self.array(x.shape, runtime.dtype) if self.input_gradient else None
-        parameters = {role: self.array(value.shape, runtime.parameter_dtype, value) for role, value in self.parameters.items()}
-        shadows = {role: self.array(value.shape, "bfloat16", value) for role, value in self.parameters.items()}
-        self.gradients = {role: self.array(value.shape, runtime.parameter_dtype) for role, value in self.parameters.items()}
+        parameters = {role: self.parameter(value, runtime.parameter_dtype) for role, value in self.parameters.items()}
+        shadows = {role: self.parameter(value, "bfloat16") for role, value in self.parameters.items()}
+        nothing = {role: np.full_like(value, np.nan) for role, value in self.parameters.items()}
+        self.gradients = {role: self.parameter(value, runtime.parameter_dtype) for role, value in nothing.items()}
         self.scratch = self.kernels.allocate(self.operator.scratch_bytes)
         self.operator.bind(
             Buffers(
@@ -74,6 +75,11 @@ class Bench:
         size = int(np.prod(shape)) * {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
         array = self.kernels.allocate(size).view(dtype).reshape(shape)
         write(array, np.full(shape, np.nan) if values is None else values)
+        return array
+
+    def parameter(self, values: np.ndarray, dtype: str) -> DeviceArray:
+        array = self.array((self.offset + values.size,), dtype)[self.offset :].reshape(values.shape)
+        write(array, values)
         return array
 
     def poison(self) -> None:
@@ -126,6 +132,17 @@ def test_equals_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
             assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
 
 
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [1, 2, 7])
+def test_parameters_may_begin_anywhere_in_their_group(cuda_kernels, precision, offset) -> None:
+    """The emulated device refuses what no plan could read; results do not depend on it."""
+    spec, shape = CASES[0]
+    x, parameters, dy = case(spec, shape)
+    expected, results = (Bench(cuda_kernels(precision), spec, x, parameters, offset=at).run(dy) for at in (0, offset))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(results[name], values, name)
+
+
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
 @pytest.mark.parametrize("shape", NO_PIXELS)
 def test_without_pixels_nothing_is_planned_and_gradients_are_zero(cuda_kernels, precision, shape) -> None:
@@ -176,7 +193,8 @@ def test_scratch_holds_the_largest_workspace_of_the_three_directions(cuda_kernel
     monkeypatch.setattr(kernels.runtime.device, "convolution", with_workspace)
     x, parameters, dy = case(spec, shape)
     bench = Bench(kernels, spec, x, parameters)
-    assert bench.operator.scratch_bytes == -(-70000 // 256) * 256
+    weight_bytes = 4 * int(np.prod(spec.weight_shape))
+    assert bench.operator.scratch_bytes == sum(-(-size // 256) * 256 for size in (70000, weight_bytes))
     bench.run(dy)
 
 
