@@ -1,6 +1,5 @@
 // How kernels of windows go over images: blocks of (x, y) threads, y rows at a time, along a row x packs of W channels at a time.
 // So the divisions that find a row are made once for all packs of a thread in it.
-#pragma once
 #include "common.cuh"
 
 __device__ __forceinline__ int first_row() { return int(blockIdx.x * blockDim.y + threadIdx.y); }
