@@ -1,0 +1,270 @@
+"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs. The one module that imports cupy.
+
+CuPy's arrays and memory pools are not used: what is allocated here is allocated once, and stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import cupy
+import numpy as np
+
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.cudnn_plans import ConvolutionPlan, CudnnPlans, new_handle
+from hpctrain.backend.cuda.device import Argument, ConvolutionKey, DeviceConvolution, DeviceEvent, DeviceStream, Extent, Precision
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
+from hpctrain.errors import BackendError
+
+_runtime = cupy.cuda.runtime
+#: of NVRTC, for all kernels
+OPTIONS = ("-std=c++17",)
+_FIRST_WITH_BFLOAT16 = 8  # compute capability
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class CupyEvent:
+    """Implements `DeviceEvent`. raw: CuPy's."""
+
+    def __init__(self) -> None:
+        self.raw = cupy.cuda.Event(disable_timing=True)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.raw.done)
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class CupyStream:
+    """Implements `DeviceStream`: work of other streams is not waited for, that of CUDA's default stream included. raw: CuPy's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.raw = cupy.cuda.Stream(non_blocking=True)
+
+    def record(self, event: DeviceEvent) -> None:
+        self.raw.record(_event(event))
+
+    def wait(self, event: DeviceEvent) -> None:
+        self.raw.wait_event(_event(event))
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class CupyKernel:
+    """Implements `DeviceKernel`. function: CuPy's."""
+
+    def __init__(self, name: str, function: Callable[..., None]) -> None:
+        self._name, self._function = name, function
+
+    def __call__(self, stream: DeviceStream, grid: Extent, block: Extent, *arguments: Argument) -> None:
+        values = tuple(_by_value(self._name, place, argument) for place, argument in enumerate(arguments))
+        self._function(grid, block, values, stream=_stream(stream))
+
+
+class CupyGraph:
+    """Implements `CapturedGraph`. raw: CuPy's, once the capture has ended."""
+
+    def __init__(self) -> None:
+        self.raw: Any = None
+
+    def launch(self, stream: DeviceStream) -> None:
+        self.raw.launch(stream=_stream(stream))
+
+
+class CupyConvolution:
+    """Implements `DeviceConvolution` by a plan of cuDNN."""
+
+    def __init__(self, plan: ConvolutionPlan) -> None:
+        self._plan = plan
+        self.workspace_bytes = plan.workspace_bytes
+
+    def run(
+        self,
+        stream: DeviceStream,
+        a: DeviceArray,
+        b: DeviceArray,
+        out: DeviceArray,
+        workspace: DeviceArray | None,
+        bias: DeviceArray | None = None,
+    ) -> None:
+        places = (0 if array is None else array.pointer for array in (a, b, out, workspace, bias))
+        self._plan.run(_stream(stream).ptr, *places)
+
+
+class CupyDevice:
+    """Implements `Device`. index: of the GPU among those that this process sees. The thread that makes it works with that GPU.
+
+    Raises:
+        BackendError: there is no such GPU, or it has no driver.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        try:
+            cupy.cuda.Device(index).use()
+            properties = _runtime.getDeviceProperties(index)
+        except _runtime.CUDARuntimeError as error:
+            raise BackendError(f"GPU {index} cannot be used: {error}.") from error
+        self.name = properties["name"].decode()
+        self.capability = (int(properties["major"]), int(properties["minor"]))
+        self.multiprocessors = int(properties["multiProcessorCount"])
+        self.dtypes = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], CupyKernel] = {}
+        self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
+        self._products: dict[int, MatrixProducts] = {}
+        self._plans: CudnnPlans | None = None
+
+    def allocate(self, size_bytes: int) -> DeviceArray:
+        if not size_bytes:
+            return DeviceArray(0, (0,), "uint8", None)
+        try:
+            memory = cupy.cuda.Memory(size_bytes)  # cudaMalloc: aligned to 256 bytes; cudaFree when nobody has it
+        except _runtime.CUDARuntimeError as error:
+            if error.status != _NO_MEMORY:
+                raise
+            free, total = _runtime.memGetInfo()
+            raise BackendError(
+                f"{self.name} has {free / 1e9:.2f} GB of its {total / 1e9:.2f} GB of memory free, but {size_bytes / 1e9:.2f} GB "
+                "more are needed; take a smaller batch, or more micro_batches."
+            ) from error
+        _runtime.memset(memory.ptr, 0, size_bytes)
+        _runtime.deviceSynchronize()  # streams that do not wait for the default one see zeros
+        return DeviceArray(memory.ptr, (size_bytes,), "uint8", memory)
+
+    def pinned(self, size_bytes: int) -> np.ndarray:
+        if not size_bytes:
+            return np.zeros(0, np.uint8)
+        memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(size_bytes), np.uint8, size_bytes)
+        memory[:] = 0
+        return memory
+
+    def stream(self, name: str) -> CupyStream:
+        return CupyStream(name)
+
+    def event(self) -> CupyEvent:
+        return CupyEvent()
+
+    def kernel(self, source: str, name: str) -> CupyKernel:
+        if (source, name) not in self._kernels:
+            if source not in self._modules:
+                self._modules[source] = cupy.RawModule(code=sources.text(source), options=OPTIONS)
+            self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name).kernel)
+        return self._kernels[source, name]
+
+    def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
+        self._copy(stream, target.pointer, _address(source), target.nbytes, source.nbytes, _runtime.memcpyHostToDevice)
+
+    def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
+        self._copy(stream, _address(target), source.pointer, target.nbytes, source.nbytes, _runtime.memcpyDeviceToHost)
+
+    def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:
+        kind = _runtime.memcpyDeviceToDevice
+        self._copy(stream, target.pointer, source.pointer, target.nbytes, source.nbytes, kind)
+
+    @staticmethod
+    def _copy(stream: DeviceStream, target: int, source: int, size_bytes: int, source_bytes: int, kind: int) -> None:
+        if size_bytes != source_bytes:
+            raise ValueError(f"A copy of {source_bytes} bytes does not fit {size_bytes}.")
+        if size_bytes:
+            _runtime.memcpyAsync(target, source, size_bytes, kind, _stream(stream).ptr)
+
+    def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
+        if key not in self._convolutions:
+            if self._plans is None:
+                self._plans = CudnnPlans(new_handle())
+            self._convolutions[key] = CupyConvolution(self._plans.plan(key))
+        return self._convolutions[key]
+
+    def gemm(
+        self,
+        stream: DeviceStream,
+        a: DeviceArray,
+        b: DeviceArray,
+        c: DeviceArray,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+        precision: Precision,
+    ) -> None:
+        pointer = _stream(stream).ptr
+        if not a.size and not accumulate:  # sums over nothing, for which cuBLAS promises nothing
+            _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
+            return
+        if pointer not in self._products:
+            self._products[pointer] = MatrixProducts(_cublas(), pointer, self.allocate(WORKSPACE_BYTES))
+        options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+        self._products[pointer].run(a, b, c, **options, precision=precision)
+
+    @contextmanager
+    def capture(self, stream: DeviceStream) -> Iterator[CupyGraph]:
+        raw, graph = _stream(stream), CupyGraph()
+        # CuPy's own default lets allocations pass, which would then be made once and not in each launch.
+        raw.begin_capture(mode=_runtime.streamCaptureModeThreadLocal)
+        try:
+            yield graph
+        except BaseException:
+            with suppress(_runtime.CUDARuntimeError):  # what failed inside has made the capture invalid
+                raw.end_capture()
+            raise
+        graph.raw = raw.end_capture()
+
+    def memory_used(self) -> int:
+        free, total = _runtime.memGetInfo()
+        return int(total - free)
+
+
+def gpu_count() -> int:
+    """GPUs that this process sees.
+
+    Raises:
+        BackendError: there is no driver, or none; the message is its reason.
+    """
+    try:
+        return int(_runtime.getDeviceCount())
+    except _runtime.CUDARuntimeError as error:
+        raise BackendError(f"{error}.") from error
+
+
+def _by_value(kernel: str, place: int, argument: Argument) -> np.generic:
+    """An argument in the bytes that the kernel takes. CuPy would make int64 of a Python int, and would let None crash."""
+    if argument is None:
+        return np.uint64(0)
+    if isinstance(argument, DeviceArray):
+        return np.uint64(argument.pointer)
+    if isinstance(argument, np.generic):
+        return argument
+    raise TypeError(f"Argument {place} of {kernel} is {type(argument).__name__}; kernels take device arrays and NumPy scalars.")
+
+
+def _stream(stream: DeviceStream) -> Any:
+    assert isinstance(stream, CupyStream), f"{stream!r} is no stream of a GPU"
+    return stream.raw
+
+
+def _event(event: DeviceEvent) -> Any:
+    assert isinstance(event, CupyEvent), f"{event!r} is no event of a GPU"
+    return event.raw
+
+
+def _address(array: np.ndarray) -> int:
+    """The address of C-contiguous elements on the host."""
+    if not array.flags.c_contiguous:
+        raise ValueError("Copies to and from a device need C-contiguous arrays.")
+    return int(array.ctypes.data)
+
+
+def _cublas() -> ctypes.CDLL:
+    """The cuBLAS that CuPy has loaded: it knows where wheels and toolkits keep it."""
+    from cupy_backends.cuda.libs import cublas
+
+    assert cublas is not None
+    return ctypes.CDLL(f"libcublas.so.{_runtime.runtimeGetVersion() // 1000}")

@@ -1,0 +1,329 @@
+"""`CupyDevice` on a CuPy whose GPU is this host, and the calls that it makes against the real CuPy where that is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.device import ConvolutionKey, Device
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.errors import BackendError
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.fake_cupy import FakeCupy
+
+MODULE = "hpctrain.backend.cuda.cupy_device"
+Load = Callable[..., tuple[ModuleType, FakeCupy]]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """(the module, loaded with a fake CuPy; the fake)."""
+
+    def make(**options: Any) -> tuple[ModuleType, FakeCupy]:
+        fake = FakeCupy(**options)
+        for name, module in fake.modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.delitem(sys.modules, MODULE, raising=False)
+        module = importlib.import_module(MODULE)
+        monkeypatch.setattr(module.ctypes, "CDLL", _only_cublas(module.ctypes.CDLL, fake))
+        return module, fake
+
+    yield make
+    sys.modules.pop(MODULE, None)
+
+
+def _only_cublas(real: Any, fake: FakeCupy) -> Any:
+    return lambda name, *args: fake.cublas if name == "libcublas.so.13" else real(name, *args)
+
+
+def test_the_device_is_the_one_of_the_index(load: Load) -> None:
+    module, fake = load(gpus=4)
+    device: Device = module.CupyDevice(2)
+    assert fake.current == 2
+    assert (device.name, device.capability, device.multiprocessors) == ("Fake GPU", (9, 0), 2)
+    assert device.dtypes == ("float32", "bfloat16")
+    assert module.gpu_count() == 4
+    with pytest.raises(BackendError, match=r"GPU 4 cannot be used: cudaErrorInvalidDevice"):
+        module.CupyDevice(4)
+
+
+def test_older_gpus_have_no_bfloat16(load: Load) -> None:
+    module, _ = load(capability=(7, 5))
+    assert module.CupyDevice().dtypes == ("float32",)
+
+
+@pytest.mark.parametrize(("gpus", "reason"), [(-1, "driver version is insufficient"), (0, "no CUDA-capable device")])
+def test_the_reason_why_no_gpu_is_seen(load: Load, gpus: int, reason: str) -> None:
+    module, _ = load(gpus=gpus)
+    with pytest.raises(BackendError, match=reason):
+        module.gpu_count()
+
+
+def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
+    module, fake = load()
+    array = module.CupyDevice().allocate(1000)
+    assert array.pointer % 256 == 0
+    assert not read(array).any()
+    assert fake.names() == ["malloc", "memset", "deviceSynchronize"]
+    assert module.CupyDevice().allocate(0).size == 0
+
+
+def test_a_lack_of_memory_is_told(load: Load) -> None:
+    module, _ = load(free_bytes=1_000_000)
+    message = r"Fake GPU has 0\.00 GB of its 1\.07 GB of memory free, but 2\.00 GB more are needed; take a smaller batch"
+    with pytest.raises(BackendError, match=message):
+        module.CupyDevice().allocate(2_000_000_000)
+    assert module.CupyDevice().memory_used() == (1 << 30) - 1_000_000
+
+
+def test_copies_go_there_and_back_on_the_stream(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    source, target = device.pinned(40), device.pinned(40)
+    assert source.size == 40
+    assert not source.any()
+    source[:] = np.arange(40)
+    first, second = device.allocate(40), device.allocate(40).view("float32")
+    fake.calls.clear()
+    device.upload(stream, first, source)
+    device.copy(stream, second, first)
+    device.download(stream, target, second)
+    np.testing.assert_array_equal(target, source)
+    assert fake.calls == [("memcpyAsync", 40, kind, stream.raw.ptr) for kind in (1, 3, 2)]
+    with pytest.raises(ValueError, match="40 bytes does not fit 36"):
+        device.upload(stream, second[1:], source)
+    with pytest.raises(ValueError, match="C-contiguous"):
+        device.upload(stream, first, np.zeros((40, 2), np.uint8)[:, 0])
+
+
+def test_nothing_is_copied_where_there_is_nothing(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    device.upload(device.stream("compute"), device.allocate(0), device.pinned(0))
+    assert "memcpyAsync" not in fake.names()
+
+
+def test_events(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream, event = device.stream("compute"), device.event()
+    assert event.done
+    stream.record(event)
+    stream.wait(event)
+    event.synchronize()
+    stream.synchronize()
+    assert fake.calls == [("record", event.raw), ("wait_event", event.raw), ("eventSynchronize",), ("streamSynchronize",)]
+
+
+def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    module, _ = load()
+    device = module.CupyDevice()
+    stream, x = device.stream("compute"), device.allocate(64).view("float32")
+    write(x, np.linspace(-1, 1, 16, dtype=np.float32))
+    kernel = device.kernel("elementwise", "relu_forward_f32_w4")
+    kernel(stream, (1,), (32,), x, x, np.int64(4))
+    np.testing.assert_array_equal(read(x), np.maximum(np.linspace(-1, 1, 16, dtype=np.float32), 0))
+    assert device.kernel("elementwise", "relu_forward_f32_w4") is kernel
+    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; kernels take device arrays and NumPy scalars"):
+        kernel(stream, (1,), (32,), x, x, 4)
+
+
+def test_nothing_is_a_null_pointer(load: Load) -> None:
+    module, _ = load()
+    values = [module._by_value("kernel", 0, argument) for argument in (None, DeviceArray(640, (4,), "float32", None))]
+    assert [(type(value), int(value)) for value in values] == [(np.uint64, 0), (np.uint64, 640)]
+
+
+def test_capture_records_and_launches_do(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream, a, b = device.stream("compute"), device.allocate(8), device.allocate(8)
+    write(a, np.arange(8))
+    fake.calls.clear()
+    with device.capture(stream) as graph:
+        device.copy(stream, b, a)
+    assert not read(b).any()
+    for _ in range(2):
+        write(b, np.zeros(8))
+        graph.launch(stream)
+        np.testing.assert_array_equal(read(b), np.arange(8))
+    assert [call[:2] for call in fake.calls[:1]] == [("begin_capture", 1)]  # thread-local: allocations fail
+    assert fake.names()[-3:] == ["end_capture", "graphLaunch", "graphLaunch"]
+
+
+def test_a_capture_that_fails_ends(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    with pytest.raises(RuntimeError, match="StreamCaptureUnsupported"), device.capture(stream):
+        device.allocate(8)
+    assert not fake.capturing
+    assert device.allocate(8).size == 8
+
+
+def test_gemm_has_a_handle_and_a_workspace_for_each_stream(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    one, other = device.stream("compute"), device.stream("other")
+    a, b, c = (device.allocate(4 * m * n).view("float32").reshape(m, n) for m, n in ((2, 3), (3, 4), (2, 4)))
+    left, right = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
+    write(a, left)
+    write(b, right)
+    for stream in (one, one, other):
+        device.gemm(stream, a, b, c, precision="float32")
+    np.testing.assert_array_equal(read(c), left @ right)
+    assert fake.cublas.calls.count("create") == 2
+    assert fake.cublas.stream == other.raw.ptr
+
+
+def test_sums_over_nothing_are_zero(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    a, b = (device.allocate(0).view("float32").reshape(*shape) for shape in ((0, 3), (0, 2)))
+    c = device.allocate(24).view("float32").reshape(3, 2)
+    write(c, np.ones((3, 2), np.float32))
+    device.gemm(stream, a, b, c, transpose_a=True, accumulate=True, precision="float32")
+    assert read(c).all()
+    device.gemm(stream, a, b, c, transpose_a=True, precision="float32")
+    assert not read(c).any()
+    assert "gemmEx" not in fake.cublas.calls
+
+
+class _Plans:
+    """Stands for CudnnPlans."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.workspace_bytes = handle, 512
+        self.keys: list[ConvolutionKey] = []
+        self.runs: list[tuple[int, ...]] = []
+
+    def plan(self, key: ConvolutionKey) -> _Plans:
+        self.keys.append(key)
+        return self
+
+    def run(self, *arguments: int) -> None:
+        self.runs.append(arguments)
+
+
+def test_convolutions_are_planned_once_and_run_on_addresses(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = load()
+    monkeypatch.setattr(module, "new_handle", lambda: 5)
+    monkeypatch.setattr(module, "CudnnPlans", _Plans)
+    device = module.CupyDevice()
+    key = ConvolutionKey("forward", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
+    convolution = device.convolution(key)
+    assert device.convolution(key) is convolution
+    assert convolution.workspace_bytes == 512
+    stream, x, w, y, space, bias = device.stream("compute"), *(device.allocate(16) for _ in range(5))
+    convolution.run(stream, x, w, y, space, bias)
+    convolution.run(stream, x, w, y, None)
+    plans = device._plans
+    assert plans.handle == 5
+    assert plans.keys == [key]
+    pointers = (stream.raw.ptr, x.pointer, w.pointer, y.pointer)
+    assert plans.runs == [(*pointers, space.pointer, bias.pointer), (*pointers, 0, 0)]
+
+
+def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    module, _ = load()
+    device, other = module.CupyDevice(), emulated_device()
+    stream, memory = other.stream("compute"), device.allocate(8)
+    with pytest.raises(AssertionError, match="no stream of a GPU"):
+        device.copy(stream, memory, memory)
+    stream = device.stream("compute")
+    with pytest.raises(AssertionError, match="no event of a GPU"):
+        stream.record(other.event())
+
+
+def test_a_kernel_set_computes_on_it(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    """Arithmetic of the whole set on memory that only this device knows."""
+    module, fake = load()
+    device = module.CupyDevice()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
+    values = np.random.default_rng(0).standard_normal(1003).astype(np.float32)
+    a, b = kernels.arithmetic.zeros(1003, "float32"), kernels.arithmetic.zeros(1003, "float32")
+    kernels.arithmetic.from_host(a, values)
+    kernels.arithmetic.copy(b, a)
+    kernels.arithmetic.add(b, a)
+    np.testing.assert_array_equal(kernels.arithmetic.to_host(b), values + values)
+    np.testing.assert_allclose(kernels.arithmetic.square_sums([a]), [np.square(values, dtype=np.float64).sum()], rtol=1e-12)
+    assert "launch" in fake.names()
+
+
+# The real package, where it is installed. None of these needs a GPU.
+
+real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+def _documented(function: Any) -> list[str]:
+    """The names of a compiled function's parameters, by the first line of its documentation."""
+    inside = function.__doc__.splitlines()[0].partition("(")[2].rpartition(")")[0]
+    return [item.partition("=")[0].split()[-1] for item in inside.split(", ") if item and item != "self"]
+
+
+@real
+@pytest.mark.job  # CUDA's search for its libraries starts ldconfig
+def test_the_calls_of_the_real_cupy() -> None:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    assert _documented(runtime.memcpyAsync) == ["dst", "src", "size", "kind", "stream"]
+    assert _documented(runtime.memset) == ["ptr", "value", "size"]
+    assert _documented(runtime.memsetAsync) == ["ptr", "value", "size", "stream"]
+    assert _documented(runtime.getDeviceProperties) == ["device"]
+    assert _documented(runtime.memGetInfo) == _documented(runtime.deviceSynchronize) == _documented(runtime.getDeviceCount) == []
+    assert _documented(cupy.cuda.Memory) == _documented(cupy.cuda.alloc_pinned_memory) == ["size"]
+    assert _documented(cupy.cuda.Graph.launch) == ["stream"]
+    assert _documented(cupy.RawModule.get_function) == ["name"]
+    assert {"code", "options"} <= set(_documented(cupy.RawModule))
+    assert isinstance(inspect.getattr_static(cupy.RawKernel, "kernel"), type(inspect.getattr_static(cupy.RawKernel, "name")))
+    assert "non_blocking" in inspect.signature(cupy.cuda.Stream).parameters
+    assert "disable_timing" in inspect.signature(cupy.cuda.Event).parameters
+    assert list(inspect.signature(cupy.cuda.Stream.begin_capture).parameters) == ["self", "mode"]
+    for name, parameters in {"record": ["event"], "wait_event": ["event"], "synchronize": [], "end_capture": []}.items():
+        assert list(inspect.signature(getattr(cupy.cuda.Stream, name)).parameters) == ["self", *parameters]
+    kinds = (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost, runtime.memcpyDeviceToDevice)
+    assert (*kinds, runtime.streamCaptureModeThreadLocal) == (1, 2, 3, 1)
+    assert issubclass(runtime.CUDARuntimeError, RuntimeError)
+    assert runtime.runtimeGetVersion() // 1000 in (12, 13)
+
+
+@real
+def test_a_function_of_the_real_cupy_takes_a_stream() -> None:
+    import cupy
+
+    function = cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)
+    with pytest.raises(AttributeError, match="has no attribute 'ptr'"):  # it has come as far as asking the stream
+        function((1,), (1,), (), stream=object())
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.parametrize("name", sources.names())
+def test_nvrtc_compiles_the_source(name: str) -> None:
+    """For one architecture with bfloat16 and one without; nvcc compiles for more, and counts registers."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    program = nvrtc.createProgram(sources.text(name), f"{name}.cu", [], [])
+    for architecture in ("75", "90"):
+        nvrtc.compileProgram(program, ["-std=c++17", f"-arch=sm_{architecture}"])
+    nvrtc.destroyProgram(program)

@@ -1,0 +1,294 @@
+"""A package `cupy` whose GPU is this host: memory is the host's, kernels are built by g++, streams do everything at once.
+
+It has the part of CuPy that `hpctrain.backend.cuda.cupy_device` uses, refuses what CuPy would take wrongly, and keeps a record of
+calls. So the same operators run through `CupyDevice` as through a GPU. `tests/backend/cuda/test_cupy_device.py` compares the
+signatures with the real package where it is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+
+_NUMPY_SCALARS = tuple(np.dtype(code).type for code in "?bhilqBHILQefd")
+_DATA_TYPES = {0: np.dtype("float32"), 14: np.dtype("uint16")}
+_CUBLAS_INVALID_VALUE = 7
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's error of CUDA calls."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class FakeCupy:
+    """The package and what happened to it.
+
+    Attributes:
+        calls: (name of a call, its arguments), in their order. modules: by name, for sys.modules.
+        gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
+        capturing: a capture is going on.
+    """
+
+    def __init__(self, *, gpus: int = 1, capability: tuple[int, int] = (9, 0), free_bytes: int = 1 << 30) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.gpus, self.capability, self.free_bytes = gpus, capability, free_bytes
+        self.capturing = False
+        self.captured: list[Callable[[], None]] = []
+        self.current = -1
+        self.cublas = FakeCublas()
+        self.modules = self._modules()
+
+    def names(self) -> list[str]:
+        """The names of the calls."""
+        return [call[0] for call in self.calls]
+
+    def _modules(self) -> dict[str, Any]:
+        cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+        cuda.runtime = self._runtime()  # type: ignore[attr-defined]
+        cuda.Device, cuda.Memory = self._device, self._memory  # type: ignore[attr-defined]
+        cuda.alloc_pinned_memory = self._pinned  # type: ignore[attr-defined]
+        cuda.Stream, cuda.Event = self._stream, self._event  # type: ignore[attr-defined]
+        cupy.cuda, cupy.RawModule = cuda, self._raw_module  # type: ignore[attr-defined]
+        libs = ModuleType("cupy_backends.cuda.libs")
+        libs.cublas = self.cublas  # type: ignore[attr-defined]
+        return {
+            "cupy": cupy,
+            "cupy_backends": ModuleType("cupy_backends"),
+            "cupy_backends.cuda": ModuleType("cupy_backends.cuda"),
+            "cupy_backends.cuda.libs": libs,
+        }
+
+    def _runtime(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            getDeviceCount=self._count,
+            getDeviceProperties=self._properties,
+            memGetInfo=lambda: (self.free_bytes, 1 << 30),
+            memset=lambda pointer, value, size: self._do("memset", lambda: ctypes.memset(pointer, value, size)),
+            memsetAsync=self._memset,
+            deviceSynchronize=lambda: self._do("deviceSynchronize", lambda: None),
+            memcpyAsync=self._memcpy,
+            runtimeGetVersion=lambda: 13020,
+            memcpyHostToDevice=1,
+            memcpyDeviceToHost=2,
+            memcpyDeviceToDevice=3,
+            streamCaptureModeThreadLocal=1,
+        )
+
+    def _count(self) -> int:
+        if self.gpus < 0:
+            raise CUDARuntimeError(35, "cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+        if self.gpus == 0:
+            raise CUDARuntimeError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
+        return self.gpus
+
+    def _properties(self, index: int) -> dict[str, Any]:
+        major, minor = self.capability
+        return {"name": b"Fake GPU", "major": major, "minor": minor, "multiProcessorCount": 2}
+
+    def _device(self, index: int) -> SimpleNamespace:
+        def use() -> None:
+            if index >= self._count():
+                raise CUDARuntimeError(101, "cudaErrorInvalidDevice: invalid device ordinal")
+            self.current = index
+
+        return SimpleNamespace(use=use)
+
+    def _do(self, name: str, work: Callable[[], object], *details: object) -> None:
+        """What CUDA does at once, and refuses inside a capture."""
+        self.calls.append((name, *details))
+        if self.capturing:
+            raise CUDARuntimeError(900, "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")
+        work()
+
+    def _enqueue(self, name: str, work: Callable[[], object], *details: object) -> None:
+        self.calls.append((name, *details))
+        if self.capturing:
+            self.captured.append(lambda: work() and None)
+        else:
+            work()
+
+    def _memory(self, size: int) -> _Memory:
+        self._do("malloc", lambda: None, size)
+        if size > self.free_bytes:
+            raise CUDARuntimeError(2, "cudaErrorMemoryAllocation: out of memory")
+        return _Memory(size)
+
+    def _pinned(self, size: int) -> bytearray:
+        self._do("hostAlloc", lambda: None, size)
+        return bytearray(b"\x7f") * (-(-size // 512) * 512)  # CuPy's pool rounds up, and clears nothing
+
+    def _memset(self, pointer: int, value: int, size: int, stream: int) -> None:
+        assert stream, "work on the default stream waits for others"
+        self._enqueue("memsetAsync", lambda: ctypes.memset(pointer, value, size))
+
+    def _memcpy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        assert stream, "a copy on the default stream waits for others"
+        self._enqueue("memcpyAsync", lambda: ctypes.memmove(target, source, size), size, kind, stream)
+
+    def _stream(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> _Stream:
+        assert non_blocking, "a stream that waits for the default one"
+        return _Stream(self)
+
+    def _event(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> SimpleNamespace:
+        assert disable_timing, "events that take the time are slower"
+        return SimpleNamespace(done=True, synchronize=lambda: self._do("eventSynchronize", lambda: None))
+
+    def _raw_module(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
+        assert options == ("-std=c++17",)
+        assert '#include "' not in code.replace('#include "cuda_on_cpu.h"', ""), "NVRTC reads no files"
+        return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=self._function(code, name)))
+
+    def _function(self, code: str, name: str) -> Callable[..., None]:
+        kernel = CpuKernel(build.build(code), name, lambda: 0, lambda stream, work, text: self._enqueue("launch", work, text))
+
+        def function(grid: Sequence[int], block: Sequence[int], args: tuple[Any, ...], *, stream: _Stream) -> None:
+            assert isinstance(grid, tuple)
+            assert isinstance(block, tuple)
+            assert all(isinstance(value, _NUMPY_SCALARS) for value in args), f"CuPy guesses the types of {args}"
+            assert stream.ptr
+            kernel(None, grid, block, *args)
+
+        return function
+
+
+class _Memory:
+    """Host memory, filled with ones and aligned to 256 bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._pages = mmap.mmap(-1, size)
+        self._pages[:] = b"\xff" * size
+        self.ptr = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+
+
+class _Stream:
+    def __init__(self, cupy: FakeCupy) -> None:
+        self._cupy = cupy
+        self.ptr = id(self)
+
+    def record(self, event: object) -> None:
+        self._cupy.calls.append(("record", event))
+
+    def wait_event(self, event: object) -> None:
+        self._cupy.calls.append(("wait_event", event))
+
+    def synchronize(self) -> None:
+        self._cupy._do("streamSynchronize", lambda: None)
+
+    def begin_capture(self, mode: int) -> None:
+        self._cupy.calls.append(("begin_capture", mode))
+        self._cupy.capturing, self._cupy.captured = True, []
+
+    def end_capture(self) -> SimpleNamespace:
+        self._cupy.calls.append(("end_capture",))
+        self._cupy.capturing = False
+        work = tuple(self._cupy.captured)
+
+        def launch(stream: _Stream) -> None:
+            assert stream.ptr
+            self._cupy.calls.append(("graphLaunch",))
+            for one in work:
+                one()
+
+        return SimpleNamespace(launch=launch)
+
+
+class FakeCublas:
+    """The functions of libcublas that we call, as its documentation defines them, on host memory. failing: one that fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing = ""
+        self.stream = self.mode = 0
+        self.workspace = (0, 0)
+        self.compute_type = 0
+
+    def cublasCreate_v2(self, handle: Any) -> int:
+        handle._obj.value = 77
+        return self._call("create")
+
+    def cublasSetStream_v2(self, handle: Any, stream: Any) -> int:
+        assert handle.value == 77
+        self.stream, self.workspace = stream.value, (0, 0)  # the workspace is that of the library again
+        return self._call("setStream")
+
+    def cublasSetWorkspace_v2(self, handle: Any, place: Any, size: Any) -> int:
+        self.workspace = (place.value, size.value)
+        return self._call("setWorkspace")
+
+    def cublasSetMathMode(self, handle: Any, mode: Any) -> int:
+        self.mode = mode.value
+        return self._call("setMathMode")
+
+    def cublasGemmEx(
+        self,
+        handle: Any,
+        trans_a: Any,
+        trans_b: Any,
+        m: Any,
+        n: Any,
+        k: Any,
+        alpha: Any,
+        a: Any,
+        a_type: Any,
+        lda: Any,
+        b: Any,
+        b_type: Any,
+        ldb: Any,
+        beta: Any,
+        c: Any,
+        c_type: Any,
+        ldc: Any,
+        compute_type: Any,
+        algorithm: Any,
+    ) -> int:
+        assert handle.value == 77
+        assert algorithm.value == -1
+        status = self._call("gemmEx")
+        self.compute_type = compute_type.value
+        left = _columns(a, a_type, lda, (k, m) if trans_a.value else (m, k))
+        right = _columns(b, b_type, ldb, (n, k) if trans_b.value else (k, n))
+        out = _columns(c, c_type, ldc, (m, n))
+        if left is None or right is None or out is None:
+            return _CUBLAS_INVALID_VALUE
+        product = (_values(left).T if trans_a.value else _values(left)) @ (_values(right).T if trans_b.value else _values(right))
+        result = alpha._obj.value * product + (beta._obj.value * _values(out) if beta._obj.value else 0.0)
+        out[...] = _bits(result) if out.dtype == np.uint16 else result
+        return status
+
+    def _call(self, name: str) -> int:
+        self.calls.append(name)
+        return 13 if name == self.failing else 0
+
+
+def _columns(place: Any, data_type: Any, leading: Any, shape: tuple[Any, Any]) -> np.ndarray | None:
+    """The column-major matrix at an address; None where the leading dimension is too small."""
+    rows, cols = (one.value for one in shape)
+    if leading.value < max(1, rows):
+        return None
+    dtype = _DATA_TYPES[data_type.value]
+    raw = (ctypes.c_uint8 * (leading.value * cols * dtype.itemsize)).from_address(place.value)
+    whole: np.ndarray = np.ctypeslib.as_array(raw).view(dtype).reshape(cols, leading.value)
+    return whole[:, :rows].T
+
+
+def _values(matrix: np.ndarray) -> np.ndarray:
+    if matrix.dtype != np.uint16:
+        return matrix
+    return (np.ascontiguousarray(matrix).astype(np.uint32) << 16).view(np.float32)
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """float32 cut to bfloat16: exact for what tests multiply."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
