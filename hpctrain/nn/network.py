@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.abilities import CapturesWork
 from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.errors import ShapeError
+from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layer import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
 from hpctrain.nn.program import Program
+from hpctrain.nn.spans import Slices
 from hpctrain.nn.statistics import FlatStatistics
 
 ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
@@ -41,6 +45,7 @@ class Network:
         groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
         shards: which part of each this rank holds; None: all of it.
+        slices: by parameter, the messages that carry it, set by their owner before the second step: captured work ends there.
 
     Raises:
         ShapeError: layers that do not fit each other or the image; the message names the layer.
@@ -61,6 +66,8 @@ class Network:
         self.model, self.image_shape, self.kernels, self.dtype = model, image_shape, kernels, dtype
         self.parameter_dtype = parameter_dtype(dtype)
         self._mergers = {**_ALONE, **(mergers or {})}
+        self._captures = isinstance(kernels, CapturesWork) and kernels.captures
+        self.slices: Slices = {}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
         self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
         self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
@@ -111,7 +118,8 @@ class Network:
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
-            self._programs[key] = Program(
+            kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
+            self._programs[key] = kind(
                 compile_graph(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
                 kernels=self.kernels,
                 parameters=self.parameters,

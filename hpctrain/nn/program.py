@@ -98,10 +98,18 @@ class Program:
 
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
-        self._kernels.begin(context)
-        for action, k in self._forward_actions:
-            self._act_forward(action, k, context, hooks)
+        self.begin(context)
+        self.run_forward(range(len(self._forward_actions)), context, hooks)
         return self.logits
+
+    def begin(self, context: StepContext) -> None:
+        """The first part of `forward`; `run_forward` of all its actions, in order, is the other."""
+        self._kernels.begin(context)
+
+    def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
+        """Some neighbouring actions of the plan's forward pass."""
+        for action, k in self._forward_actions[span.start : span.stop]:
+            self._act_forward(action, k, context, hooks)
 
     def loss(self, labels: Array, global_count: int) -> LossSums:
         """Sums over this batch; leaves the logits' gradient, divided by the step's global count, for `backward`.
@@ -113,7 +121,11 @@ class Program:
 
     def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
         """Gradients of all parameters, last layer first, each announced as soon as it is final."""
-        for action, k in self._actions:
+        self.run_backward(range(len(self._actions)), hooks)
+
+    def run_backward(self, span: range, hooks: StepHooks = _NO_HOOKS) -> None:
+        """Some neighbouring actions of the plan's backward pass."""
+        for action, k in self._actions[span.start : span.stop]:
             self._act_backward(action, k, hooks)
 
     def _act_forward(self, action: Action, k: int, context: StepContext, hooks: StepHooks) -> None:

@@ -34,6 +34,23 @@ _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
+def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
+    """By parameter, the slices of all schedules that hold some of it, numbered through; none where a rank is alone."""
+    slices: dict[str, list[int]] = {}
+    pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
+    for number, names in enumerate(pieces):
+        for name in names:
+            slices.setdefault(name, []).append(number)
+    return slices
+
+
+def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
+    """The parameters of each slice of a schedule; without one every parameter is a slice."""
+    if averager.schedule is None:
+        return [(name,) for name in averager.group.parameters]
+    return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]
+
+
 #: the strategy for one group of parameters, such as the class `Sharded` itself
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
@@ -123,6 +140,7 @@ class Replica:
             setup = AveragerSetup(group, self._optimizers[name], comm, self.progress, norms)
             averagers[name] = make_averager(strategy, setup, stored.get(name))
         self.averagers = averagers
+        self.network.slices = slices_of(averagers)
         self._step = self._training_step()
 
     def _training_step(self) -> TrainingStep:

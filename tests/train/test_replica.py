@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.data.arrays import ArrayLoader
@@ -104,3 +105,21 @@ def test_what_is_not_finite_is_raised_by_settle_on_every_rank() -> None:
 
     (sentence,) = set(run_virtual(3, diverge))
     assert "lower optimizer.lr (0.25 there)" in sentence
+
+
+def _slices(comm: ThreadCommunicator) -> dict[str, list[int]]:
+    replica = replica_of(replace(TASK, plan=ParallelPlan()), comm, virtual_engine(comm), Sharded, bucket_bytes=800)
+    schedule = replica.averagers["all"].schedule
+    assert schedule is not None
+    for number, piece in enumerate(schedule.slices) if comm.size > 1 else ():
+        for name in piece.parameters:
+            assert number in replica.network.slices[name]
+    return dict(replica.network.slices)
+
+
+def test_a_network_knows_the_slices_that_travel_and_a_rank_alone_sends_none() -> None:
+    (alone,) = run_virtual(1, _slices)
+    assert alone == {}
+    first, second = run_virtual(2, _slices)
+    assert first == second
+    assert len({number for numbers in first.values() for number in numbers}) > 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
+from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator, StepContext
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
@@ -29,7 +33,7 @@ from hpctrain.backend.kernels.specs import (
 from hpctrain.errors import BackendError
 
 
-class CudaKernelSet(KernelSet):
+class CudaKernelSet(CapturesWork, KernelSet):
     """Operators on plain NHWC memory of one device, enqueued on one stream.
 
     Args:
@@ -42,6 +46,7 @@ class CudaKernelSet(KernelSet):
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.runtime = runtime
+        self.captures = runtime.graphs
         self.arithmetic = CudaArithmetic(runtime)
         self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
         self.step_block = StepBlock(runtime)
@@ -77,3 +82,20 @@ class CudaKernelSet(KernelSet):
 
     def allocate(self, size_bytes: int) -> Array:
         return self.runtime.device.allocate(size_bytes)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CapturedWork]:
+        stream = self.runtime.stream
+        with self.runtime.device.capture(stream) as graph:
+            yield _Graph(graph, stream)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured graph, launched on the stream that all work of the set is enqueued on."""
+
+    graph: CapturedGraph
+    stream: DeviceStream
+
+    def launch(self) -> None:
+        self.graph.launch(self.stream)

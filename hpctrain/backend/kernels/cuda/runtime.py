@@ -19,12 +19,14 @@ THREADS = 256
 class CudaRuntime:
     """Args:
     stream: the one on which everything is computed. precision: of products in convolutions and linear layers.
+    threads: of a block that strides over items. graphs: programs are captured as CUDA graphs.
     """
 
     device: Device
     stream: DeviceStream
     precision: Precision = "float32"
     threads: int = field(default=THREADS)
+    graphs: bool = True
 
     @property
     def dtype(self) -> str:

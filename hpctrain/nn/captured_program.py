@@ -1,0 +1,118 @@
+"""A program whose work is captured span by span, and then launched a span at a time: for kernel sets that can (CUDA graphs).
+
+A launch of a captured span costs the host about as much as that of one kernel, so that small batches are no longer bound by
+launches. The work is the same in the same order, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
+from hpctrain.backend.kernels.base import Array, KernelSet, StepContext
+from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.parameter import Parameter
+from hpctrain.nn.program import Program
+from hpctrain.nn.spans import Slices, backward_spans, forward_spans
+
+_SILENT = StepHooks()
+
+
+@dataclass
+class _Unit:
+    """A span of one pass, captured once. name: of its first and last operator."""
+
+    span: range
+    name: str
+    work: CapturedWork | None = None
+
+
+class CapturedProgram(Program):
+    """Runs the first time action by action (kernels load, nothing may be captured before), then by captured spans.
+
+    Hooks are called between spans only: before a span for all parameters that it reads, behind it for all gradients it makes.
+
+    Args:
+        plan: of a set that is also `CapturesWork`. slices: gives those of now; asked for once, when the first span is captured.
+        others: as of `Program`.
+    """
+
+    def __init__(self, plan: ExecutionPlan, *, kernels: KernelSet, slices: Callable[[], Slices], **others: Any) -> None:
+        super().__init__(plan, kernels=kernels, **others)
+        assert isinstance(kernels, CapturesWork)
+        self._capture, self._slices = kernels.capture, slices
+        self._warm_forward = self._warm_backward = False
+        self._forward_units: list[_Unit] | None = None
+        self._backward_units: list[_Unit] | None = None
+
+    def forward(self, context: StepContext, hooks: StepHooks = _SILENT) -> Array:
+        if not self._warm_forward or self._gives_factors(hooks):
+            self._warm_forward = True
+            return super().forward(context, hooks)
+        if self._forward_units is None:
+            self._forward_units = self._units(self.plan.forward, forward_spans(self._needs(), self._slices()))
+        self.begin(context)
+        for unit in self._forward_units:
+            for position in unit.span:
+                parameters = self._read(position)
+                if parameters:
+                    hooks.before_forward(parameters)
+            if unit.work is None:
+                with self._capture() as unit.work:
+                    self.run_forward(unit.span, context)
+            unit.work.launch()
+            hooks.operator_done(unit.name, "forward")
+        return self.logits
+
+    def backward(self, hooks: StepHooks = _SILENT) -> None:
+        if not self._warm_backward or self._gives_factors(hooks):
+            self._warm_backward = True
+            super().backward(hooks)
+            return
+        if self._backward_units is None:
+            self._backward_units = self._units(self.plan.backward, backward_spans(self._announced(), self._slices()))
+        for unit in self._backward_units:
+            if unit.work is None:
+                with self._capture() as unit.work:
+                    self.run_backward(unit.span)
+            unit.work.launch()
+            hooks.operator_done(unit.name, "input")
+            for position in unit.span:
+                self._announce(position, hooks)
+
+    def _announce(self, position: int, hooks: StepHooks) -> None:
+        """Tell of the gradients that an action of backward has made, and of parameters that it is the last to read."""
+        action, k = self.plan.backward[position]
+        if action is Action.FREE:
+            for parameter in self.steps[k].parameters:
+                hooks.data_free(parameter)
+        for parameter in self._final(action, k):
+            hooks.grad_ready(parameter)
+
+    def _gives_factors(self, hooks: StepHooks) -> bool:
+        """Some layer's gradients are made elsewhere, from arrays that are copied inside of a pass: then nothing is captured."""
+        steps = (step for step in self.steps if step.sufficient_factors is not None)
+        return any(hooks.takes_sufficient_factors(step.parameters) for step in steps)
+
+    def _needs(self) -> list[list[str]]:
+        return [[parameter.name for parameter in self._read(position)] for position in range(len(self.plan.forward))]
+
+    def _announced(self) -> list[list[str]]:
+        return [[parameter.name for parameter in self._final(action, k)] for action, k in self.plan.backward]
+
+    def _read(self, position: int) -> tuple[Parameter, ...]:
+        """The parameters that an action of forward reads."""
+        action, k = self.plan.forward[position]
+        return () if action is Action.BEGIN else self.steps[k].parameters
+
+    def _final(self, action: Action, k: int) -> tuple[Parameter, ...]:
+        """The parameters whose gradients are final behind an action of backward, in the order in which they are announced."""
+        step = self.steps[k]
+        return step.parameters[::-1] if action is Action.PARAMETERS and not step.shared else ()
+
+    def _units(self, actions: Actions, spans: Sequence[range]) -> list[_Unit]:
+        names = [self.steps[k].name for _, k in actions]
+        return [_Unit(span, f"{names[span.start]} to {names[span.stop - 1]}") for span in spans]
