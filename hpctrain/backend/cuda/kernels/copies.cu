@@ -29,12 +29,14 @@ template <class T> struct Fill {
   }
 };
 
-template <class T> struct Add {
-  T* target; const T* source;
+// target := target + sign * source; a product with 1 or -1 is exact.
+template <class T> struct AddSigned {
+  typedef typename Sum<T>::type S;
+  T* target; const T* source; S sign;
   template <int W> __device__ __forceinline__ void at(int64_t i) const {
     Pack<T, W> a = load<T, W>(target + i), b = load<T, W>(source + i);
 #pragma unroll
-    for (int k = 0; k < W; k++) a.at[k] = Round<T>::of(value(a.at[k]) + value(b.at[k]));
+    for (int k = 0; k < W; k++) a.at[k] = Round<T>::of(S(value(a.at[k])) + sign * S(value(b.at[k])));
     store(target + i, a);
   }
 };
@@ -66,8 +68,8 @@ template <class T, int W, bool ADD> __device__ __forceinline__ void box(
 #define FLAT(T, S, tag, W) \
   extern "C" __global__ __launch_bounds__(256) void fill_##tag##_w##W(T* target, S x, int64_t size) { \
     over_packs<W>(Fill<T>{target, Round<T>::of(x)}, size); } \
-  extern "C" __global__ __launch_bounds__(256) void add_##tag##_w##W(T* target, const T* source, int64_t size) { \
-    over_packs<W>(Add<T>{target, source}, size); } \
+  extern "C" __global__ __launch_bounds__(256) void add_##tag##_w##W(T* target, const T* source, S sign, int64_t size) { \
+    over_packs<W>(AddSigned<T>{target, source, sign}, size); } \
   EXPORT_INDEPENDENT(fill_##tag##_w##W) EXPORT_INDEPENDENT(add_##tag##_w##W)
 #define BOX_ARGUMENTS(T) \
   (T * target, const T* source, int64_t t0, int64_t t1, int64_t t2, int64_t s0, int64_t s1, int64_t s2, int32_t n1, int32_t n2, int32_t packs, \

@@ -64,13 +64,20 @@ class CudaArithmetic(Arithmetic):
             f"fill_{TAGS[target.dtype]}",
             pack_width(target.itemsize, 0, (target,)),
             target,
-            np.dtype(parameter_dtype(target.dtype)).type(value),
+            _scalar(target, value),
         )
 
     def add(self, target: Array, source: Array) -> None:
+        self._add(target, source, 1.0)
+
+    def subtract(self, target: Array, source: Array) -> None:
+        self._add(target, source, -1.0)
+
+    def _add(self, target: DeviceArray, source: DeviceArray, sign: float) -> None:
         _check_sizes(target, source)
         assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-        self._flat(f"add_{TAGS[target.dtype]}", pack_width(target.itemsize, 0, (target, source)), target, source)
+        width = pack_width(target.itemsize, 0, (target, source))
+        self._flat(f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
 
     def _flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
         grid = grid_for(-(-target.size // width), self._runtime.threads, self._runtime.device.multiprocessors)
@@ -119,3 +126,9 @@ class CudaArithmetic(Arithmetic):
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
     assert target.size == source.size, f"{source.size} elements do not fit {target!r}"
+
+
+def _scalar(array: DeviceArray, value: float) -> np.generic:
+    """A kernel's argument that elements of `array` are computed with."""
+    scalar: np.generic = np.dtype(parameter_dtype(array.dtype)).type(value)
+    return scalar

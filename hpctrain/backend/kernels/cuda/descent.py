@@ -73,7 +73,7 @@ class CudaDescent:
         arrays = [array for array in self._buffers if array is not None]
         self._aligned = np.int32(all(array.pointer % (PACK * array.itemsize) == 0 for array in arrays))
         self._factor, self._nesterov = self._scalar(factor), np.int32(nesterov)
-        self._tables: dict[tuple[int, int], RunTable] = {}
+        self._tables: dict[tuple[int, int], list[RunTable]] = {}
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Enqueue the update of the elements of `runs`."""
@@ -87,10 +87,9 @@ class CudaDescent:
         self._runtime.launch("descent", self._kernel, grid, (_THREADS,), *self._buffers, table.memory, *scalars)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """The table for this part of the buffers; a step updates each part once."""
-        place = runs[0].start, runs[-1].stop
-        table = self._tables.get(place)
-        if table is None or table.capacity < len(runs):
-            table = RunTable(self._runtime, str(self._scalar.__name__), 1 << (len(runs) - 1).bit_length())
-            self._tables[place] = table
-        return table
+        """The table for this part of the buffers, which a step updates once; one that became too small may still be read."""
+        tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
+        if not tables or tables[-1].capacity < len(runs):
+            capacity = 1 << (len(runs) - 1).bit_length()
+            tables.append(RunTable(self._runtime, str(self._scalar.__name__), capacity))
+        return tables[-1]

@@ -25,10 +25,12 @@ class CudaFetch:
         self._buffer, self._source, self._reading = buffer, source, reading
 
     def result(self) -> np.ndarray:
-        """Wait for the copy and give a view of the elements in the source's shape (bfloat16 as float32), after the reading."""
+        """Wait for the copy and give the elements in the source's shape (bfloat16 as float32), read only, after the reading."""
         self._buffer.event.synchronize()
         values = host_values(self._source, self._buffer.bits(self._source))
-        return self._reading(values.reshape(self._source.shape))
+        values = self._reading(values.reshape(self._source.shape))
+        values.flags.writeable = False
+        return values
 
 
 class FetchBuffers:

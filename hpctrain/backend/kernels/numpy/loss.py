@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.kernels.base import Array, LossOperator, LossSums
+from hpctrain.backend.kernels.labels import checked_labels
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
-from hpctrain.errors import DataError
 
 
 class SoftmaxCrossEntropy(LossOperator):
@@ -19,8 +19,7 @@ class SoftmaxCrossEntropy(LossOperator):
         count, classes = logits.shape
         if count == 0:
             return LossSums(0.0, 0, 0, 0)
-        labels = np.asarray(labels).astype(np.int64)
-        _check(labels, classes)
+        labels = checked_labels(labels, classes)
         chosen = (np.arange(count), labels)
         with np.errstate(over="ignore", invalid="ignore"):
             shifted = logits.astype(np.float64)
@@ -39,16 +38,6 @@ class SoftmaxCrossEntropy(LossOperator):
                 soft[chosen] -= 1.0 - self.spec.smoothing
                 np.divide(soft, global_count, out=d_logits, casting="same_kind")
         return LossSums(loss, int((ranks < 1).sum()), int((ranks < self.spec.top).sum()), count)
-
-
-def _check(labels: np.ndarray, classes: int) -> None:
-    wrong = labels[(labels < 0) | (labels >= classes)]
-    if wrong.size:
-        nearest = 0 if wrong[0] < 0 else classes - 1
-        raise DataError(
-            f"Label {wrong[0]} is outside the model's classes 0 to {classes - 1}; the nearest legal label is {nearest}, "
-            f"or the model needs at least {int(labels.max()) + 1} classes."
-        )
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:

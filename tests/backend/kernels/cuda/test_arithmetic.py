@@ -43,7 +43,7 @@ def test_copies_round(cuda_kernels: CudaKernelsFactory, target_dtype: str, sourc
 
 @pytest.mark.parametrize(("size", "first"), PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_and_fill(cuda_kernels: CudaKernelsFactory, dtype: str, size: int, first: int) -> None:
+def test_add_subtract_and_fill(cuda_kernels: CudaKernelsFactory, dtype: str, size: int, first: int) -> None:
     a, b = _values(size, dtype, 1), _values(size, dtype, 2)
     for seed in range(3):
         arithmetic = cuda_kernels(seed=seed).arithmetic
@@ -53,6 +53,8 @@ def test_add_and_fill(cuda_kernels: CudaKernelsFactory, dtype: str, size: int, f
         arithmetic.from_host(source, b)
         arithmetic.add(target, source)
         np.testing.assert_array_equal(arithmetic.to_host(target), _rounded(a + b, dtype))
+        arithmetic.subtract(target, source)
+        np.testing.assert_array_equal(arithmetic.to_host(target), _rounded(_rounded(a + b, dtype) - b, dtype))
         arithmetic.fill(target, 0.3)
         expected = np.zeros(whole.size)
         expected[first : first + size] = _rounded(np.array(0.3), dtype)
@@ -153,7 +155,7 @@ def test_boxes_are_copied(cuda_kernels: CudaKernelsFactory) -> None:
 def test_sizes_that_differ_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     arithmetic = cuda_kernels().arithmetic
     short, long = arithmetic.zeros(3, "float32"), arithmetic.zeros(4, "float32")
-    for call in (arithmetic.copy, arithmetic.add):
+    for call in (arithmetic.copy, arithmetic.add, arithmetic.subtract):
         with pytest.raises(AssertionError, match="4 elements do not fit"):
             call(short, long)
     with pytest.raises(AssertionError, match="4 elements do not fit"):

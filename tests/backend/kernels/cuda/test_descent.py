@@ -138,3 +138,16 @@ def test_tables_are_uploaded_where_runs_change_and_memory_is_kept(
     descent.update([], 0.1)
     assert len(uploads) == 4
     assert device.memory_used() == used
+
+
+def test_more_runs_in_the_same_place_get_a_larger_table(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels()
+    arrays = [kernels.arithmetic.zeros(64, "float32") for _ in range(3)]
+    kernels.arithmetic.fill(arrays[1], 1)
+    descent = kernels.arithmetic.descent(arrays[0], arrays[1], arrays[2][:0], factor=0.0, nesterov=False)
+    expected = np.zeros(64, np.float32)
+    for count in (1, 4, 2, 16, 8):
+        step = 64 // count
+        descent.update([UpdateRun(i * step, (i + 1) * step, i, 0.0) for i in range(count)], 1.0)
+        expected -= np.arange(64) // step
+    np.testing.assert_array_equal(kernels.arithmetic.to_host(arrays[0]), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpctrain.backend.counter_random import key, words
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import InputView
@@ -136,3 +137,12 @@ def test_aligned_runs_are_found() -> None:
     assert (place.first, place.step0, place.step1, place.run) == (200, 48, 16, 8)
     with pytest.raises(BackendError, match="up to 3 dims beside the batch, not 4"):
         SamplePlace.of(DropoutSpec(0.5, "a", unsplit_shape=(2, 2, 2, 2), origin=(0,) * 4), TensorSpec((2, 1, 2, 2, 2)))
+
+
+def test_a_word_that_equals_the_threshold_is_kept(cuda_kernels: CudaKernelsFactory) -> None:
+    context = StepContext(step=2, sample_ids=IDS)
+    drawn = words(key("dropout", 0, 2, "a"), IDS[:3], range(16))
+    for place in ((0, 0), (1, 7), (2, 15)):
+        spec = DropoutSpec(int(drawn[place]) / 2**32, "a")
+        y = Bench(cuda_kernels(), spec, (3, 16), "float64").forward(np.ones((3, 16)), context)
+        np.testing.assert_array_equal(y != 0, drawn >= drawn[place])
