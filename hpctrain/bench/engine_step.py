@@ -94,10 +94,10 @@ class EngineStep:
     def run(self, hooks: StepHooks = _NO_HOOKS) -> float:
         """One step; gives the mean loss."""
         batch, turn = self.task.batch, self._step % _BATCHES
-        self.program.x[...] = self._images[turn]
+        self.program.set_input(self._images[turn])
         context = StepContext(step=self._step, sample_ids=self._ids, global_count=batch)
         self.program.forward(context, hooks)
-        sums = self.program.loss(self._labels[turn], batch)
+        loss, batch_statistics = self.program.loss(self._labels[turn], batch), self.network.statistics.fetch_batch()
         hooks.operator_done("loss", "forward")
         self.program.backward(hooks)
         for optimizer, group in self._optimizers:
@@ -105,9 +105,9 @@ class EngineStep:
         hooks.operator_done("update", "parameters")
         statistics = self.network.statistics
         if statistics.size:
-            statistics.blend(batch * statistics.batch.astype(np.float64), batch)
+            statistics.blend(batch * batch_statistics.result().astype(np.float64), batch)
         self._step += 1
-        return sums.loss / batch
+        return loss.result().loss / batch
 
 
 class Laps(StepHooks):

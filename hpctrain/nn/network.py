@@ -84,7 +84,9 @@ class Network:
             if name in group.parameters
         }
         parts = {name: shard.interval for name in statistic_specs if (shard := self.distribution.shard(name)) is not None}
-        self.statistics = FlatStatistics(statistic_specs, self.parameter_dtype, parts, self.distribution.contributes)
+        self.statistics = FlatStatistics(
+            statistic_specs, self.parameter_dtype, parts, self.distribution.contributes, arithmetic=kernels.arithmetic
+        )
         for name, parameter in self.parameters.items():
             value, shard = first_value(self.parameter_specs[name], name, seed, self.parameter_dtype), self.shards[name]
             kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
@@ -135,7 +137,8 @@ class Network:
         return self.distribution.local(self.graph(sum(counts)), counts)
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside a training step; shadows and what programs cached are refreshed."""
+        """Parameters or running statistics were written from outside a training step; all copies of them are refreshed."""
+        self.statistics.running_changed()
         for group in self.groups.values():
             group.refresh_shadow()
         for program in self._programs.values():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.abilities import DeferredStart, ParameterCopies, RecomputedOutput, SufficientFactors
 from hpctrain.backend.kernels.base import (
@@ -14,8 +16,8 @@ from hpctrain.backend.kernels.base import (
     Buffers,
     KernelSet,
     LocalStatistics,
+    LossHandle,
     LossOperator,
-    LossSums,
     Operator,
     StatisticsMerger,
     StepContext,
@@ -56,7 +58,7 @@ class Program:
     Several programs share one arena, and only one runs at a time: `x`, logits and gradients are valid until another one starts.
 
     Attributes:
-        x: input buffer (N, H, W, C), to be filled before each forward. logits: (N, classes).
+        x: input buffer (N, H, W, C), filled by `set_input` before each forward. logits: (N, classes).
         x_grad: gradient of the input, where it was asked for at set-up.
         activation_bytes: size of the arena that this program uses. memory: the arena, which begins with these.
         plan: what it runs.
@@ -80,6 +82,7 @@ class Program:
     ) -> None:
         self.plan = plan
         self._kernels, self._arithmetic, self._loss = kernels, kernels.arithmetic, loss
+        self._statistics = statistics
         self.activation_bytes = plan.arena_bytes
         self.memory = arena(plan.arena_bytes)
         binder = _Binder(plan, kernels.arithmetic, parameters, statistics, self.memory, mergers)
@@ -96,6 +99,10 @@ class Program:
         """N of this program."""
         return int(self.x.shape[0])
 
+    def set_input(self, x: np.ndarray) -> None:
+        """Fill the input buffer from an array of the host, which may change afterwards."""
+        self._arithmetic.from_host(self.x, x)
+
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
         self.begin(context)
@@ -105,14 +112,18 @@ class Program:
     def begin(self, context: StepContext) -> None:
         """The first part of `forward`; `run_forward` of all its actions, in order, is the other."""
         self._kernels.begin(context)
+        if not self.plan.training:
+            self._statistics.refresh()
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
         """Some neighbouring actions of the plan's forward pass."""
         for action, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(action, k, context, hooks)
 
-    def loss(self, labels: Array, global_count: int) -> LossSums:
-        """Sums over this batch; leaves the logits' gradient, divided by the step's global count, for `backward`.
+    def loss(self, labels: Array, global_count: int) -> LossHandle:
+        """A handle of the sums over this batch, best asked for after `backward`.
+
+        Leaves the logits' gradient, divided by the step's global count, for `backward`.
 
         Args:
             labels: int64 (N,). global_count: samples of the step over all ranks and micro-batches.

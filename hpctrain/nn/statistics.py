@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hpctrain.backend.host_arithmetic import all_finite
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch
+from hpctrain.backend.host_arithmetic import HostArithmetic, all_finite
 from hpctrain.nn.parameter import StatisticSpec
 
 _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
@@ -22,18 +23,19 @@ def _for_its_samples(name: str) -> tuple[bool, bool]:
 
 
 class FlatStatistics:
-    """Views into two flat arrays of one layout: `running`, and `batch`, which training forwards write.
+    """Views into two flat arrays of one layout: `running`, on the host, and `batch`, which training forwards write.
 
     A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
-    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only.
+    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; where kernels cannot, a copy of it.
 
     Args:
         specs: by full name. parts: split statistics: the interval of channels that this rank computes.
         contributes: of a statistic, whether this rank adds it to the step's sums weighted by its own samples, and by those of all
             ranks that share them.
+        arithmetic: on arrays that lie where kernels compute; the host's by default.
 
     Attributes:
-        running, batch: 1-D arrays of the network's dtype. momentum: float64, per element.
+        running, batch: 1-D arrays of `dtype`; `batch` lies where kernels compute. momentum: float64, per element.
         views: every running statistic by full name ("bn1.running_mean"), in its shape.
     """
 
@@ -43,45 +45,60 @@ class FlatStatistics:
         dtype: str,
         parts: Mapping[str, tuple[int, int]] = _WHOLE,
         contributes: Callable[[str], tuple[bool, bool]] = _for_its_samples,
+        *,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
+        self._arithmetic = HostArithmetic() if arithmetic is None else arithmetic
         self.names = tuple(specs)
         self._parts = parts
         sizes = [math.prod(spec.shape) for spec in specs.values()]
         self.size = sum(sizes)
-        self.running = np.zeros(self.size, dtype)
-        self.batch = np.zeros(self.size, dtype)
+        self.batch: Array = self._arithmetic.zeros(self.size, dtype)
+        self._running_of_kernels: Array = self._arithmetic.zeros(self.size, dtype)
+        on_host = self._arithmetic.on_host
+        self.running: np.ndarray = self._running_of_kernels if on_host else np.zeros(self.size, dtype)
+        self._stale = not on_host  # what kernels read is older than `running`
         self.momentum = np.zeros(self.size, np.float64)
         self._own_share = np.zeros(self.size, bool)
         self._group_share = np.zeros(self.size, bool)
         self.views: dict[str, np.ndarray] = {}
-        self._batch_views: dict[str, np.ndarray] = {}
+        self._kernel_views: dict[str, tuple[Array, Array]] = {}
         start = 0
         for (name, spec), size in zip(specs.items(), sizes, strict=True):
             part = slice(start, start + size)
             self.running[part] = spec.fill
             self.momentum[part] = spec.momentum
             self.views[name] = self.running[part].reshape(spec.shape)
-            self._batch_views[name] = self.batch[part].reshape(spec.shape)
+            running, batch = (flat[part].reshape(spec.shape) for flat in (self._running_of_kernels, self.batch))
+            self._kernel_views[name] = running, batch
             low, high = parts.get(name, (0, size))
             own = slice(start + low, start + high)
             self._own_share[own], self._group_share[own] = contributes(name)
             start += size
 
-    def by_role(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+    def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
         """The arrays of one operator, for its role -> full name: the running statistics and the batch's beside them."""
         parts = {name: slice(*self._parts.get(name, (None, None))) for name in names.values()}
-        views = {role: self.views[name][parts[name]] for role, name in names.items()}
-        return views | {_BATCH_ROLE[role]: self._batch_views[name][parts[name]] for role, name in names.items()}
+        views = {role: self._kernel_views[name][0][parts[name]] for role, name in names.items()}
+        return views | {_BATCH_ROLE[role]: self._kernel_views[name][1][parts[name]] for role, name in names.items()}
 
-    def weighted(self, count: int, group_count: int) -> np.ndarray:
+    def fetch_batch(self) -> Fetch:
+        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+        return self._arithmetic.fetch(self.batch)
+
+    def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
         """This rank's terms of the step's sums (float64, flat): batch statistics times the samples that it contributes for.
 
-        count: samples of its own. group_count: those of its split group.
+        Args:
+            count: samples of its own. group_count: those of its split group.
+            batch: what `fetch_batch` gave; None: it is fetched here, which waits.
         """
+        if batch is None:
+            batch = self.fetch_batch().result()
         weights = count * self._own_share + group_count * self._group_share
-        found = np.zeros(self.size)
-        np.multiply(self.batch, weights, out=found, where=weights > 0)
-        return found
+        terms = np.zeros(self.size)
+        np.multiply(batch, weights, out=terms, where=weights > 0)
+        return terms
 
     def not_finite(self, values: np.ndarray) -> tuple[str, ...]:
         """Names of the statistics with something that is not finite in `values`, which lie as `running` does."""
@@ -98,3 +115,14 @@ class FlatStatistics:
             return
         target = weighted_sums / count
         self.running[...] = self.running + self.momentum * (target - self.running)
+        self.running_changed()
+
+    def running_changed(self) -> None:
+        """`running` was written: what kernels read is refreshed before the next evaluation."""
+        self._stale = not self._arithmetic.on_host
+
+    def refresh(self) -> None:
+        """Before an evaluation: let kernels read what `running` holds."""
+        if self._stale:
+            self._arithmetic.from_host(self._running_of_kernels, self.running)
+            self._stale = False

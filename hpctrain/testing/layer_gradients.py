@@ -55,7 +55,7 @@ def check_gradients(
         program.x[...] = x
         network.parameters_changed()
         program.forward(context)
-        return program.loss(labels, batch).loss / batch
+        return program.loss(labels, batch).result().loss / batch
 
     loss()
     program.backward()

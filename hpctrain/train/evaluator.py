@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.base import LossHandle, StepContext
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import BatchSource
@@ -20,14 +20,22 @@ def evaluate(network: Network, loader: BatchSource, comm: Communicator, progress
         comm: all ranks. progress: the process's engine.
     """
     sums = np.zeros(4, np.float64)
+    latest: LossHandle | None = None  # asked for when the next batch is enqueued
     for batch in loader.epoch(0):
         if not sum(batch.share.counts):  # of the split group: a rank without samples may hold a part of the others'
             continue
         program = network.program(batch.share.counts, training=False)
-        program.x[...] = batch.x
+        program.set_input(batch.x)
         program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
-        losses = program.loss(batch.y, batch.global_count)
-        sums += (losses.loss, losses.top1, losses.top5, losses.count)
+        _add(sums, latest)
+        latest = program.loss(batch.y, batch.global_count)
+    _add(sums, latest)
     queue = progress.queue(comm)
     progress.wait(queue.post(lambda: comm.iallreduce(sums), "evaluation sums"))
     return RunningSums(float(sums[0]), round(sums[1]), round(sums[2]), round(sums[3]))
+
+
+def _add(sums: np.ndarray, handle: LossHandle | None) -> None:
+    if handle is not None:
+        losses = handle.result()
+        sums += (losses.loss, losses.top1, losses.top5, losses.count)

@@ -8,17 +8,17 @@ updates, whatever the optimiser.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.backend.host_arithmetic import all_finite
+from hpctrain.backend.arithmetic import Array, Fetch
 from hpctrain.comm.raise_on_all_ranks import on_ranks
 from hpctrain.errors import DivergedError
 from hpctrain.nn.network import Network
-from hpctrain.nn.parameter import whole
+from hpctrain.nn.parameter import FlatGroup
 
 #: a value on every rank -> those of all ranks; collective
 Gather = Callable[[Any], list[Any]]
@@ -57,6 +57,18 @@ class Finding:
     fault: LayerFault | None
 
 
+@dataclass(frozen=True)
+class Look:
+    """A look at arrays that has begun. holders: what each array is, and the parameter's name. flags: whether each is finite."""
+
+    holders: Sequence[tuple[Held, str]]
+    flags: Fetch
+
+    def faults(self) -> list[tuple[Held, str]]:
+        """Those that are not finite. Waits."""
+        return [holder for holder, finite in zip(self.holders, self.flags.result(), strict=True) if not finite]
+
+
 class Finiteness:
     """Looks at this rank's parameters, as far as it updates them, and at its loss and batch statistics.
 
@@ -66,30 +78,37 @@ class Finiteness:
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
         self._network, self._averagers, self._rank = network, averagers, rank
-        self._owned = [
-            averager.group.data[start:stop]
+        self._arithmetic = network.kernels.arithmetic
+        self._holders = [
+            (Held.PARAMETERS, segment.parameter)
             for averager in averagers.values()
-            for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
-            if start < stop
+            for segment in averager.owned()
+            if segment.size
         ]
+        self._arrays = self._owned(lambda group: group.data)
         self._finding: Finding | None = None
         layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
-    def look(self, step: int, *, loss: float = 0.0, statistics: Iterable[str] = (), parameters: bool = True) -> bool:
-        """Whether all is finite; what is not is kept, the first time, for `error`.
+    def begin(self) -> Look:
+        """Begin to look at parameters, and at gradients that are held back, as they are at this point of the work. Never waits.
 
         In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
+        """
+        held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
+        holders = [*self._holders, *((Held.GRADIENTS, name) for name, _ in held)]
+        return Look(holders, self._arithmetic.fetch_finite([*self._arrays, *(array for _, array in held)]))
+
+    def end(self, step: int, look: Look | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
+        """Whether all is finite; what is not is kept, the first time, for `error`. Waits for what has begun.
 
         Args:
-            step: steps done. loss: of this rank's samples. statistics: names of those that are not finite. parameters: also
-                look at these, and at gradients that are held back.
+            step: steps done. look: at this rank's parameters; None: in this micro-batch nobody looks at them.
+            loss: of this rank's samples. statistics: names of those that are not finite.
         """
         faults = [self._fault(Held.STATISTICS, name) for name in statistics]
-        if parameters:
-            if not self._parameters_are_finite():
-                faults += self._faults(Held.PARAMETERS)
-            faults += self._held_back()
+        if look is not None:
+            faults += [self._fault(held, name) for held, name in look.faults()]
         bad_loss = not math.isfinite(loss)
         if (faults or bad_loss) and self._finding is None:
             self._finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
@@ -113,28 +132,24 @@ class Finiteness:
             return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}")
         # Only a loss: the gradients that it led to tell where it began.
         losses = sorted(finding.rank for finding in first)
-        gathered = gather((self._rank, min(self._faults(Held.GRADIENTS), default=None)))
+        gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
         where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
         return DivergedError(f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}")
 
-    def _parameters_are_finite(self) -> bool:
-        return all(map(all_finite, self._owned))
+    def _gradient_faults(self) -> list[LayerFault]:
+        """Faults in gradients, as far as this rank updates their parameters."""
+        look = Look(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
+        return [self._fault(Held.GRADIENTS, name) for _, name in look.faults()]
 
-    def _faults(self, held: Held) -> list[LayerFault]:
-        """Faults in parameters or in gradients, as far as this rank updates them."""
-        faults = []
-        for averager in self._averagers.values():
-            flat = averager.group.data if held is Held.PARAMETERS else averager.group.grad
-            for segment in averager.owned():
-                if not all_finite(flat[segment.start : segment.stop]):
-                    faults.append(self._fault(held, segment.parameter))
-        return faults
-
-    def _held_back(self) -> list[LayerFault]:
-        """Faults in gradients that no parameter shows yet."""
-        held = [averager.held_gradients() for averager in self._averagers.values()]
-        return [self._fault(Held.GRADIENTS, name) for each in held for name, values in each.items() if not all_finite(values)]
+    def _owned(self, flat_of: Callable[[FlatGroup], Array]) -> list[Array]:
+        """Parts of flat buffers, one for each of the holders."""
+        return [
+            flat_of(averager.group)[segment.start : segment.stop]
+            for averager in self._averagers.values()
+            for segment in averager.owned()
+            if segment.size
+        ]
 
     def _fault(self, held: Held, name: str) -> LayerFault:
         layer = _layer(name)

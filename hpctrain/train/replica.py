@@ -219,7 +219,8 @@ class Replica:
         self.drain()
         if self.averagers and self._finite_at_step != self.global_step:
             statistics = self.network.statistics
-            self._step.finiteness.look(self.global_step, statistics=statistics.not_finite(statistics.running))
+            look = self._step.finiteness.begin()
+            self._step.finiteness.end(self.global_step, look, statistics=statistics.not_finite(statistics.running))
             self._raise_diverged()
             self._finite_at_step = self.global_step
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.backend.kernels.base import Array, StepContext
+from hpctrain.backend.arithmetic import Fetch
+from hpctrain.backend.kernels.base import Array, LossHandle, StepContext
 from hpctrain.boxes import even
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share
@@ -16,7 +17,7 @@ from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.trace.tracer import Category
-from hpctrain.train.finiteness import Finiteness
+from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import HOOKS, TracingHooks
 
@@ -162,7 +163,7 @@ class TrainingStep:
         self._lap(Category.AVERAGING, HOOKS)
         program = self._network.program(micro_batch.counts, training=True)
         # A rank that reads tiles of images has those of all samples of its split group.
-        program.x[...] = batch.x[micro_batch.own if len(batch.x) == len(batch.y) else micro_batch.shared]
+        program.set_input(batch.x[micro_batch.own if len(batch.x) == len(batch.y) else micro_batch.shared])
         self._lap(Category.WORK, "input copy")
         context = StepContext(
             training=True,
@@ -174,15 +175,23 @@ class TrainingStep:
         with self._progress.computing():
             program.forward(context, hooks)
             self._lap(Category.AVERAGING, HOOKS)
-            sums = program.loss(batch.y[micro_batch.own], batch.global_count)
-            statistics = self._network.statistics.weighted(sums.count, sum(micro_batch.counts))
+            loss = program.loss(batch.y[micro_batch.own], batch.global_count)
+            statistics = self._network.statistics.fetch_batch()
             self._lap(Category.WORK, "loss")
-            finite = self.finiteness.look(
-                global_step, loss=sums.loss, statistics=self._network.statistics.not_finite(statistics), parameters=first
-            )
-            self._message.add(sums, statistics, finite=finite)
+            look = self.finiteness.begin() if first else None
             self._lap(Category.WORK, "finite numbers")
             program.backward(hooks)
+            self._lap(Category.AVERAGING, HOOKS)
+            self._add_to_message(global_step, loss, statistics, look, sum(micro_batch.counts))
+            self._lap(Category.WORK, "sums")
+
+    def _add_to_message(self, global_step: int, loss: LossHandle, statistics: Fetch, look: Look | None, group_count: int) -> None:
+        """Ask for what was on its way to the host under backward: the only waits of a step, where kernels run elsewhere."""
+        sums = loss.result()
+        terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())
+        not_finite = self._network.statistics.not_finite(terms)
+        finite = self.finiteness.end(global_step, look, loss=sums.loss, statistics=not_finite)
+        self._message.add(sums, terms, finite=finite)
 
     def _lap(self, category: Category, name: str) -> None:
         if self._tracing is not None:

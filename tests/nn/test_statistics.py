@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.nn.parameter import StatisticSpec
 from hpctrain.nn.statistics import FlatStatistics
 
@@ -47,3 +48,31 @@ def test_a_rank_adds_statistics_for_the_samples_that_it_speaks_for() -> None:
     statistics.batch[...] = np.nan
     assert list(statistics.weighted(0, 0)) == [0] * 12
     assert statistics.by_role({"running_mean": "split"})["batch_mean"].shape == (2,)
+
+
+def test_kernels_elsewhere_read_a_copy_that_is_refreshed_before_an_evaluation() -> None:
+    class Elsewhere(HostArithmetic):
+        on_host = False
+
+    specs = {"bn.running_mean": StatisticSpec((3,), 1.0, 0.5)}
+    statistics = FlatStatistics(specs, "float64", arithmetic=Elsewhere())
+    read = statistics.by_role({"running_mean": "bn.running_mean"})["running_mean"]
+    statistics.refresh()
+    assert read.tolist() == [1.0, 1.0, 1.0]
+    statistics.blend(np.full(3, 6.0), 2)
+    assert read.tolist() == [1.0, 1.0, 1.0]
+    statistics.refresh()
+    assert read.tolist() == [2.0, 2.0, 2.0]
+    statistics.views["bn.running_mean"][...] = 7.0
+    statistics.running_changed()
+    statistics.refresh()
+    assert read.tolist() == [7.0, 7.0, 7.0]
+    assert not np.shares_memory(read, statistics.running)
+
+
+def test_kernels_of_the_host_read_the_running_statistics_themselves() -> None:
+    statistics = _statistics()
+    read = statistics.by_role({"running_mean": "a.running_mean"})["running_mean"]
+    assert np.shares_memory(read, statistics.running)
+    statistics.batch[...] = 3.0
+    assert statistics.fetch_batch().result() is statistics.batch

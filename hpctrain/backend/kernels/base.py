@@ -137,13 +137,29 @@ class LossSums:
     top5: int
     count: int
 
+    def result(self) -> LossSums:
+        """Themselves: sums that are there are a handle of sums."""
+        return self
+
+
+class LossHandle(Protocol):
+    """Sums on their way to the host."""
+
+    def result(self) -> LossSums:
+        """Wait for them, and give them: before the loss is run for the next time but one."""
+        ...
+
 
 class LossOperator(ABC):
     """Softmax cross entropy over logits (N, classes)."""
 
     @abstractmethod
-    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossSums:
-        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given."""
+    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossHandle:
+        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given. Never waits.
+
+        Args:
+            labels: integers of the host (N,); may change afterwards.
+        """
 
 
 class KernelSet(ABC):
