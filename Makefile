@@ -14,6 +14,9 @@
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
+# make gpu-check   all that a GPU has to prove, in less than 8 minutes on it; results in GPU_OUT (gpu-check)
+# make gpu-wheels  what a machine with a GPU and no package index lacks, to be taken there in .whl/
+# make gpu-rehearse   gpu-check on the emulated device, with a GPU machine's versions of everything (Python 3.12, 2 GB of packages)
 # make parity   compare with PyTorch (installs its CPU build into the virtual environment)
 
 PYTHON ?= python3
@@ -42,7 +45,15 @@ SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor clean
+# What gpu_check.sh needs beside requirements-gpu.txt, for Python 3.12 whatever Python fetches it.
+PYTHON312 ?= python3.12
+GPU_VENV ?= .venv-gpu
+GPU_WHEELS ?= .whl
+GPU_OUT ?= gpu-check
+GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
+GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -137,6 +148,23 @@ parity: parity-install
 
 gpu-floor: $(VENV)/installed
 	$(PY) -m benchmarks.gpu_floor resnet50 --batch 256 32 --out benchmarks/results/gpu/floor-resnet50.json
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp $(addprefix --platform ,$(GPU_PLATFORMS)) --dest $(GPU_WHEELS) \
+		-c requirements.txt -c requirements-dev.txt $(GPU_CARRIED)
+
+gpu-check:
+	OUT=$(GPU_OUT) WHEELS=$(GPU_WHEELS) PYTHON=$(PYTHON) benchmarks/gpu_check.sh
+
+$(GPU_VENV)/installed: requirements-gpu.txt
+	$(PYTHON312) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
+	touch $@
+
+gpu-rehearse: $(GPU_VENV)/installed gpu-wheels
+	OUT=benchmarks/results/gpu/rehearsal WHEELS=$(GPU_WHEELS) PYTHON=$(GPU_VENV)/bin/python OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+		benchmarks/gpu_check.sh --device emulated --limit 1800
 
 clean:
 	rm -rf build runs .mypy_cache .ruff_cache .hypothesis

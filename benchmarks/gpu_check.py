@@ -1,0 +1,62 @@
+"""Everything that a GPU has to prove, in one command of less than eight minutes.
+
+    python -m benchmarks.gpu_check --out gpu-check                    # on a GPU
+    python -m benchmarks.gpu_check --device emulated --out rehearsal  # on this CPU, with small sizes
+    python -m benchmarks.gpu_check --only facts build --out gpu-check
+
+Each stage is a process of its own with a time limit; it writes OUT/<stage>.json with every figure at once, and its output goes to
+OUT/<stage>.log. A stage that fails does not keep the others from running. The exit code is 1 where one failed, else 0; parts of
+the package that are not written are "not built yet", and do not fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.settings import Settings, add_arguments
+from benchmarks.gpu.stage_report import FAILED
+from benchmarks.gpu.stages import STAGES, publish, run_all, run_here, table
+
+_NAMES = tuple(stage.name for stage in STAGES)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--limit", type=float, default=460.0, help="seconds for all stages (default 460)")
+    parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="STAGE", help=f"of {', '.join(_NAMES)}")
+    parser.add_argument(
+        "--publish", type=Path, help="folder; after each stage, all results in one JSON and all output in one log"
+    )
+    parser.add_argument("--run-here", choices=_NAMES, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = parse(arguments)
+    settings = Settings(chosen.device, chosen.out.absolute())
+    by_name = {stage.name: stage for stage in STAGES}
+    if chosen.run_here is not None:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        run_here(by_name[chosen.run_here], settings)
+        return 0
+    contents: list[dict[str, Any]] = []
+
+    def after(so_far: list[dict[str, Any]]) -> None:
+        contents[:] = so_far
+        print(f"{so_far[-1]['stage']}: {so_far[-1]['status']}, {so_far[-1]['seconds']:.0f} s", flush=True)
+        if chosen.publish is not None:
+            publish(chosen.publish, settings.out, so_far)
+
+    run_all([by_name[name] for name in chosen.only], settings, chosen.limit, after)
+    print(f"\n{table(contents)}")
+    return int(any(content["status"] == FAILED for content in contents))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
