@@ -16,6 +16,7 @@ from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.dropout import make_dropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
+from hpctrain.backend.kernels.cuda.linear import CudaLinear
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
@@ -24,6 +25,7 @@ from hpctrain.backend.kernels.specs import (
     Conv2dSpec,
     DropoutSpec,
     FlattenSpec,
+    LinearSpec,
     PoolSpec,
     ReluSpec,
     SoftmaxCrossEntropySpec,
@@ -62,6 +64,8 @@ class CudaKernelSet(CapturesWork, KernelSet):
                     runtime=self.runtime,
                     arithmetic=self.arithmetic,
                 )
+            case LinearSpec():
+                return CudaLinear(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
             case PoolSpec():
                 return make_pool(spec, *inputs, training=training, runtime=self.runtime)
             case AdaptiveAveragePoolSpec():
