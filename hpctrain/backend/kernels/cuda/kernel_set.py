@@ -17,6 +17,7 @@ from hpctrain.backend.kernels.cuda.dropout import make_dropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.linear import CudaLinear
+from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
@@ -79,7 +80,7 @@ class CudaKernelSet(CapturesWork, KernelSet):
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
-        raise BackendError("The cuda kernel set has no loss.")
+        return CudaSoftmaxCrossEntropy(spec, self.runtime)
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

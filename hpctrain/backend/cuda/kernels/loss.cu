@@ -1,0 +1,100 @@
+// Softmax cross entropy with label smoothing, ranks of the labels, and the gradient: one block a row of logits.
+//
+// Exponentials are taken in the dtype of sums, what they add up to in double. A label's gradient comes from the sum over the other classes:
+// 1 - p of a probability near 1 would have no digits left.
+#include "common.cuh"
+
+constexpr int MOST_WARPS = 8;
+constexpr int32_t WRONG = 0x7fffffff;  // the rank of a label in a row that holds NaN
+
+struct Sum2 { template <class S> __device__ __forceinline__ S operator()(S a, S b) const { return a + b; } };
+// NaN wins.
+struct Larger { template <class S> __device__ __forceinline__ S operator()(S a, S b) const { return a != a || a > b ? a : b; } };
+
+// Over all threads of the block, the same bits in each: along the warps, then over the warps in their order.
+template <class S, class Combine> __device__ __forceinline__ S over_block(S x, S* warps, Combine combine) {
+  for (int m = 16; m; m /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, m));
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = warps[0];
+  for (uint32_t w = 1; w < blockDim.x / 32; w++) x = combine(x, warps[w]);
+  __syncthreads();
+  return x;
+}
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+template <class S> struct Shared { S* logits; int32_t* ranks; double* sums; };
+
+template <class T> __device__ __forceinline__ void cross_entropy(
+    const T* x, int32_t label, T* dx, double* loss, int32_t* rank, int32_t classes, double smoothing, double scale,
+    const Shared<typename Sum<T>::type>& shared) {
+  typedef typename Sum<T>::type S;
+  const S own = value(x[label]);
+  S top = own;
+  int32_t before = 0;
+  for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
+    const S v = value(x[c]);
+    top = Larger()(top, v);
+    before += v > own || (v == own && c < label);
+  }
+  top = over_block(top, shared.logits, Larger());
+  before = over_block(before, shared.ranks, Sum2());
+
+  double others = 0, shifted = 0;
+  for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
+    const S v = value(x[c]);
+    if (c != label) others += double(exponential(v - top));
+    shifted += double(v) - double(top);
+  }
+  others = over_block(others, shared.sums, Sum2());
+  shifted = smoothing != 0 ? over_block(shifted, shared.sums, Sum2()) : 0;
+  const double total = others + double(exponential(own - top)), uniform = smoothing / classes;
+
+  if (threadIdx.x == 0) {
+    double aim = (1 - smoothing) * (double(own) - double(top));
+    if (smoothing != 0) aim += uniform * shifted;
+    *loss = log(total) - aim;
+    *rank = top != top ? WRONG : before;
+  }
+  if (!dx) return;
+  const S probability = S(scale / total), share = S(scale * uniform);
+  const S at_label = S(scale * (smoothing - uniform - others / total));
+  for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
+    const S d = c == label ? at_label : exponential(value(x[c]) - top) * probability - share;
+    dx[c] = Round<T>::of(d);
+  }
+}
+
+#define MAKE(T, tag) \
+  extern "C" __global__ __launch_bounds__(256) void cross_entropy_##tag( \
+      const T* logits, const int32_t* labels, T* d_logits, double* losses, int32_t* ranks, int32_t classes, double smoothing, double scale) { \
+    SHARED(Sum<T>::type, tops, MOST_WARPS); \
+    SHARED(int32_t, places, MOST_WARPS); \
+    SHARED(double, sums, MOST_WARPS); \
+    const int64_t row = blockIdx.x; \
+    cross_entropy<T>( \
+        logits + row * classes, labels[row], d_logits ? d_logits + row * classes : nullptr, losses + row, ranks + row, classes, smoothing, \
+        scale, Shared<Sum<T>::type>{tops, places, sums}); } \
+  EXPORT(cross_entropy_##tag)
+MAKE(float, f32) MAKE(bf16, bf16)
+#ifdef ON_CPU
+MAKE(double, f64)
+#endif
+
+// One block: the sum of the losses, how many labels are first, how many are before place `top`.
+extern "C" __global__ __launch_bounds__(256) void sum_losses(const double* losses, const int32_t* ranks, double* sums, int32_t top, int64_t rows) {
+  SHARED(double, warps, MOST_WARPS);
+  double loss = 0, first = 0, among = 0;
+  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
+    loss += losses[row];
+    first += ranks[row] < 1;
+    among += ranks[row] < top;
+  }
+  loss = over_block(loss, warps, Sum2());
+  first = over_block(first, warps, Sum2());
+  among = over_block(among, warps, Sum2());
+  if (threadIdx.x == 0) sums[0] = loss, sums[1] = first, sums[2] = among;
+}
+EXPORT(sum_losses)
