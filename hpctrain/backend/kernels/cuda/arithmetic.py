@@ -43,6 +43,7 @@ class CudaArithmetic(Arithmetic):
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT)
+        self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
 
@@ -115,7 +116,21 @@ class CudaArithmetic(Arithmetic):
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
         _check_sizes(target, source)
-        self._staging.upload(target, source)
+        if target.dtype == "bfloat16":
+            self._from_host_rounded(target.reshape(-1), np.ascontiguousarray(source).reshape(-1))
+        else:
+            self._staging.upload(target, source)
+
+    def _from_host_rounded(self, target: DeviceArray, source: np.ndarray) -> None:
+        """By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy."""
+        if self._unrounded is None:
+            self._unrounded = self.zeros(STAGING_BYTES // 4, "float32")
+        step = self._unrounded.size
+        for low in range(0, target.size, step):
+            high = min(low + step, target.size)
+            piece = self._unrounded[: high - low]
+            self._staging.upload(piece, source[low:high])
+            self.copy(target[low:high], piece)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None

@@ -143,6 +143,21 @@ def test_large_arrays_travel_by_pieces(cuda_kernels: CudaKernelsFactory) -> None
         arrived[0] = 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bfloat16_arrives_rounded_piece_by_piece(
+    cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.arithmetic.STAGING_BYTES", 256)
+    source = np.random.default_rng(0).standard_normal((7, 43)).astype(dtype)
+    for seed in range(3):
+        arithmetic = cuda_kernels("bfloat16", seed=seed).arithmetic
+        target = arithmetic.zeros(301, "bfloat16").reshape(7, 43)
+        values = source.copy()
+        arithmetic.from_host(target, values)
+        values[...] = 0
+        np.testing.assert_array_equal(arithmetic.to_host(target), bfloat16_values(bfloat16_bits(source)).reshape(7, 43))
+
+
 def test_boxes_are_copied(cuda_kernels: CudaKernelsFactory) -> None:
     arithmetic = cuda_kernels().arithmetic
     target, source = arithmetic.zeros(12, "float32").reshape(3, 4), arithmetic.zeros(2, "float32").reshape(1, 2)
