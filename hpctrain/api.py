@@ -220,7 +220,9 @@ class Job(StartedRank):
                 reference = ImageFile.open(str(like))
                 file = in_order_of(file, reference.class_names, str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
-            pipeline = Pipeline([_named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.dtype)
+            pipeline = Pipeline(
+                [_named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
+            )
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
             return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True)
@@ -250,7 +252,7 @@ class Job(StartedRank):
         def make() -> ArrayLoader:
             _check_shape(images.shape[1:], replica)
             sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
-            return ArrayLoader(images.astype(replica.network.dtype, copy=False), labels, sampler, **replica.place)
+            return ArrayLoader(images.astype(replica.network.parameter_dtype, copy=False), labels, sampler, **replica.place)
 
         return raise_on_all_ranks(self.world, make)
 

@@ -122,7 +122,7 @@ class GradientAverager(ABC):
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
 
-    def held_gradients(self) -> Mapping[str, np.ndarray]:
+    def held_gradients(self) -> Mapping[str, Array]:
         """By parameter, gradients of earlier steps that this rank still keeps back from every update. None, by default."""
         return {}
 
@@ -131,7 +131,8 @@ class GradientAverager(ABC):
 
         Collective where the state is sharded; here it is a view of what this rank holds.
         """
-        return self.optimizer.state(self.group.segment(parameter.name))
+        state = self.optimizer.state(self.group.segment(parameter.name))
+        return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
         """Take this rank's part of one parameter's whole state (1-D, by name), as `full_state` gave it."""
@@ -139,4 +140,4 @@ class GradientAverager(ABC):
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
                 for name, view in self.optimizer.state(segment).items():
-                    view[...] = state[name][segment.start - begin : segment.stop - begin]
+                    self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])

@@ -12,8 +12,7 @@ from hpctrain.averaging.allreduce_averager import AllreduceAverager, AllreduceSt
 from hpctrain.averaging.base import Agreement, AveragerSetup
 from hpctrain.averaging.collective_schedule import Operation
 from hpctrain.averaging.local_event import LocalEvent
-from hpctrain.backend.host_arithmetic import square_sum
-from hpctrain.comm.base import Handle
+from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import Ticket
 from hpctrain.nn.parameter import Parameter
 
@@ -71,8 +70,8 @@ class LazyAverager(AllreduceAverager):
         super().__init__(setup, agreement)
         self._lazy, self._max_interval, self._check_every = lazy, max_interval, check_every
         stop = max((self.group.segment(name).stop for name in lazy), default=0)
-        self._added = np.zeros_like(self.group.grad, shape=(stop,))
-        self._latest = np.zeros_like(self.group.grad, shape=(stop,))
+        self._arithmetic = self.group.arithmetic
+        self._added, self._latest = (self._arithmetic.zeros(stop, self.group.dtype) for _ in range(2))
         self._decision = np.ones(1, np.int64)
         self._decided: Ticket | None = None
         self._comparison: _Comparison | None = None
@@ -112,12 +111,12 @@ class LazyAverager(AllreduceAverager):
             gradient = self.group.grad[segment.start : segment.stop]
             added = self._added[segment.start : segment.stop]
             if not self._averages:
-                added += gradient
+                self._arithmetic.add(added, gradient)
             else:
                 if self._comparison is not None:
-                    self._latest[segment.start : segment.stop] = gradient
-                gradient += added
-                added[...] = 0
+                    self._arithmetic.copy(self._latest[segment.start : segment.stop], gradient)
+                self._arithmetic.add(gradient, added)
+                self._arithmetic.fill(added, 0.0)
         super().grad_ready(parameter)
 
     def end_backward(self) -> None:
@@ -141,7 +140,7 @@ class LazyAverager(AllreduceAverager):
             return
         slices = [operation.slice for operation in self._step.operations if self._is_lazy(operation.slice)]
         self._comparison = comparison = _Comparison(self._step, self._steps)
-        self._latest[...] = 0
+        self._arithmetic.fill(self._latest, 0.0)
         for k in slices:
             start, text = partial(self._start_latest, k), f"latest gradient of {self.schedule.slices[k].name}"
             comparison.tickets[k] = self._queue.post(start, text, [self._step.pending[k]])
@@ -163,10 +162,11 @@ class LazyAverager(AllreduceAverager):
         """Add one slice's |f|^2, |G|^2 and |f - G|^2."""
         piece = self.schedule.slices[k]
         total, latest = self.group.grad[piece.start : piece.stop], self._latest[piece.start : piece.stop]
-        comparison.latest += square_sum(latest)
-        comparison.total += square_sum(total)
-        np.subtract(latest, total, out=latest)
-        comparison.difference += square_sum(latest)
+        squares = self._arithmetic.square_sums((latest, total))
+        comparison.latest += float(squares[0])
+        comparison.total += float(squares[1])
+        self._arithmetic.subtract(latest, total)
+        comparison.difference += float(self._arithmetic.square_sums((latest,))[0])
 
     def _decide(self, comparison: _Comparison) -> None:
         """Rank 0 decides, as sums may differ in their last bits from rank to rank."""
@@ -176,7 +176,7 @@ class LazyAverager(AllreduceAverager):
         )
         self._decided = self._queue.post(lambda: self._comm.ibroadcast(self._decision, 0), "interval of averaging")
 
-    def held_gradients(self) -> Mapping[str, np.ndarray]:
+    def held_gradients(self) -> Mapping[str, Array]:
         segments = (self.group.segment(name) for name in self._lazy)
         return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
 
@@ -184,10 +184,10 @@ class LazyAverager(AllreduceAverager):
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """Also the gradient added up since the last averaging, over all ranks. Collective."""
-        state = dict(self.optimizer.state(self.group.segment(parameter.name)))
+        state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
-            added = self._added[segment.start : segment.stop].copy()
+            added = np.array(self._arithmetic.to_host(self._added[segment.start : segment.stop]))
             self.progress.wait_handle(self.comm.iallreduce(added), f"{_ADDED} of {parameter.name}")
             state[_ADDED] = added
         return state
@@ -197,5 +197,9 @@ class LazyAverager(AllreduceAverager):
         super().load_state(parameter, state)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
-            self._added[segment.start : segment.stop] = state[_ADDED] if self.comm.rank == 0 else 0
+            added = self._added[segment.start : segment.stop]
+            if self.comm.rank == 0:
+                self._arithmetic.from_host(added, state[_ADDED])
+            else:
+                self._arithmetic.fill(added, 0.0)
             self.interval, self._steps = 1, 0

@@ -78,7 +78,7 @@ class OwnerOperations:
                 self.exchange_of[weight] = SufficientFactorExchange(self._group, slices, self._comm, batch)
             self._pieces[k] = self.exchange_of[weight], together.index(k)
         elif self._comm.size > 1:
-            self._sums[k] = np.empty_like(self._group.grad, shape=(end - begin,))
+            self._sums[k] = self._group.arithmetic.zeros(end - begin, self._group.dtype)
 
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
 
@@ -135,22 +135,27 @@ class OwnerOperations:
             exchange.multiply(place)
         elif k in self._sums:
             begin, end = self._schedule.slices[k].part(self._comm.rank, self._comm.size)
-            self._group.grad[begin:end] = self._sums[k]
+            self._group.arithmetic.copy(self._group.grad[begin:end], self._sums[k])
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, 1-D, by name, from its owners. Collective; while nothing is queued."""
-        segment, optimizer, comm = self._group.segment(name), self._optimizer, self._comm
+        segment, comm = self._group.segment(name), self._comm
         if any(segment in segments for segments in self._replicated):
-            return optimizer.state(segment)
-        empty = optimizer.state(segment.part(0, 0))  # for the names and types of the states
-        whole = {key: np.empty_like(view, shape=(segment.size,)) for key, view in empty.items()}
+            return self._state(segment)
+        # A part without elements, for the names and types of the states.
+        whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
         for piece in (self._schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
             counts = [part.size for part in owned]
             begin = max(segment.start, piece.start) - segment.start
+            state = self._state(owned[comm.rank])
             for key, target in whole.items():
-                handle = comm.iallgather(optimizer.state(owned[comm.rank])[key], target[begin : begin + sum(counts)], counts)
+                handle = comm.iallgather(state[key], target[begin : begin + sum(counts)], counts)
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole
+
+    def _state(self, segment: Segment) -> dict[str, np.ndarray]:
+        """The state of an owned segment, or of a part of one, on the host."""
+        return {key: self._group.arithmetic.to_host(view) for key, view in self._optimizer.state(segment).items()}

@@ -10,7 +10,7 @@ MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,9 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int) -> bool:
 
 class SufficientFactorExchange:
     """One linear layer's buffers. All arrays are made at the first step, for the nominal batch, and grow only for larger ones.
+
+    They lie on the host, which computes the products too: where kernels compute elsewhere, inputs and errors are fetched from
+    there, which waits, and gradients brought there.
 
     Args:
         slices: those of the weight (K, M), in order. batch: nominal samples of a step over all ranks.
@@ -61,7 +64,7 @@ class SufficientFactorExchange:
         """New ones: for this rank's inputs, packed; for its columns of everyone's inputs; for everyone's errors."""
         batch, mine = self._capacity
         sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
-        packed, columns, errors = (np.empty_like(self._group.grad, shape=(size,)) for size in sizes)
+        packed, columns, errors = (np.empty(size, self._group.dtype) for size in sizes)
         return packed, columns, errors
 
     def begin_step(self, counts: Sequence[int]) -> None:
@@ -76,12 +79,12 @@ class SufficientFactorExchange:
     def pack_inputs(self, x: Array | None) -> None:
         """Copy x (n, K), columns of one rank after the other; None: zeros."""
         assert x is None or x.shape[0] == self._mine, "the step's counts say another number of samples"
-        begin = 0
+        begin, values = 0, None if x is None else self._group.arithmetic.to_host(x)
         for columns, spans in zip(self._columns, self._spans, strict=True):
             block = self._packed[self._mine * begin : self._mine * (begin + columns)].reshape(self._mine, columns)
             place = 0
             for low, high in spans:
-                block[:, place : place + high - low] = 0 if x is None else x[:, low:high]
+                block[:, place : place + high - low] = 0 if values is None else values[:, low:high]
                 place += high - low
             begin += columns
 
@@ -89,7 +92,7 @@ class SufficientFactorExchange:
         """Copy dy (n, M) to its place among all ranks' errors; None: zeros."""
         begin = sum(self._counts[: self._comm.rank]) * self._outputs
         place = self._errors_of_all[begin : begin + self._mine * self._outputs]
-        place[...] = 0 if dy is None else dy.reshape(-1)
+        place[...] = 0 if dy is None else self._group.arithmetic.to_host(dy).reshape(-1)
 
     def post_inputs(self) -> Handle:
         """The all-to-all of inputs."""
@@ -112,9 +115,16 @@ class SufficientFactorExchange:
         width = self._columns[self._comm.rank]
         low, high = self._packed_columns[piece]
         inputs = self._columns_of_all[: self._samples * width].reshape(self._samples, width)[:, low:high]
-        np.matmul(inputs.T, errors, out=self._own_gradients[piece])
+        self._write(self._own_gradients[piece], lambda out: np.matmul(inputs.T, errors, out=out))
         for bias in self._bias if piece == 0 else ():
-            np.sum(errors, axis=0, out=bias.grad)
+            self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
+
+    def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
+        """Bring what `compute` gives to a gradient: where it lies on the host, it is computed there."""
+        if self._group.arithmetic.on_host:
+            compute(gradient)
+        else:
+            self._group.arithmetic.from_host(gradient, compute(None))
 
 
 def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from hpctrain.boxes import Box
+
 Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
 
 
@@ -71,9 +73,16 @@ class Arithmetic(ABC):
     def add(self, target: Array, source: Array) -> None:
         """target := target + source."""
 
+    @abstractmethod
     def subtract(self, target: Array, source: Array) -> None:
-        """target := target - source. By the host, unless a set has something better: then it waits."""
-        self.from_host(target, self.to_host(target) - self.to_host(source))
+        """target := target - source."""
+
+    @abstractmethod
+    def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
+        """target[target_box] := source[source_box], or += with `accumulate`.
+
+        Both arrays have up to four dims and one dtype, both boxes one shape, each inside its array; the two share no memory.
+        """
 
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:

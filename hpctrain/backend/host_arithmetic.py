@@ -11,6 +11,7 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch, UpdateRun
 from hpctrain.backend.dtypes import item_bytes
+from hpctrain.boxes import Box
 
 #: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
 #: second-level cache; smaller ones lose more to calls than they win (measured)
@@ -118,6 +119,15 @@ class HostArithmetic(Arithmetic):
 
     def subtract(self, target: Array, source: Array) -> None:
         np.subtract(target, source.reshape(target.shape), out=target)
+
+    def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
+        place, values = (
+            array[tuple(slice(*interval) for interval in box)] for array, box in ((target, target_box), (source, source_box))
+        )
+        if accumulate:
+            np.add(place, values, out=place)
+        else:
+            np.copyto(place, values)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         return np.array([square_sum(array) for array in arrays], np.float64)

@@ -126,7 +126,8 @@ class SingleCommunicator:
 
 
 def _check(array: Array) -> None:
-    assert array.flags.c_contiguous, "a buffer is C-contiguous"
+    flags = getattr(array, "flags", None)  # an array of a device has none, and is C-contiguous
+    assert flags is None or flags.c_contiguous, "a buffer is C-contiguous"
 
 
 def _copy(source: Array, target: Array) -> None:

@@ -18,20 +18,21 @@ _IGNORED = "num_batches_tracked"
 
 
 def export(network: Network) -> dict[str, np.ndarray]:
-    """Copies of all parameters and running statistics: convolutions (K, C, R, S), linear (out, in), the network's dtype."""
+    """Copies of all parameters and running statistics: convolutions (K, C, R, S), linear (out, in), the parameters' dtype."""
     assert not any(network.shards.values()), "a rank of a split network has no whole parameters to export"
+    to_host = network.kernels.arithmetic.to_host
     state: dict[str, np.ndarray] = {}
     for prefix, layer in network.model.walk():
         for name in (join(prefix, role) for role in layer.parameters()):
             parameter = network.parameters[name]
-            state[name] = np.array(parameter.spec.interchange.export(parameter.data), copy=True)
+            state[name] = np.array(parameter.spec.interchange.export(to_host(parameter.data)), copy=True)
         for name in (join(prefix, role) for role in layer.statistics()):
             state[name] = network.statistics.views[name].copy()
     return state
 
 
 def restore(network: Network, state: Mapping[str, np.ndarray]) -> None:
-    """Write a state dictionary into the network, cast to its dtype; nothing is written unless all of it fits.
+    """Write a state dictionary into the network, cast to its parameters' dtype; nothing is written unless all of it fits.
 
     Raises:
         CheckpointError: a name that is missing or unknown, or an array of another shape.
@@ -42,7 +43,8 @@ def restore(network: Network, state: Mapping[str, np.ndarray]) -> None:
     given = {name: array for name, array in state.items() if name.rpartition(".")[2] != _IGNORED}
     _check(expected, {name: array.shape for name, array in given.items()})
     for name, parameter in network.parameters.items():
-        parameter.data[...] = parameter.spec.interchange.restore(given[name], parameter.spec.shape)
+        value = parameter.spec.interchange.restore(given[name], parameter.spec.shape)
+        network.kernels.arithmetic.from_host(parameter.data, value)
     for name, view in network.statistics.views.items():
         view[...] = given[name]
     network.parameters_changed()

@@ -62,8 +62,9 @@ def take(
     keep: False on ranks that do not write: they get no tensors, and hold one at a time.
     """
     tensors: dict[str, np.ndarray] = {}
+    to_host = network.kernels.arithmetic.to_host
     for name, parameter in network.parameters.items():
-        value = shards.whole(name, parameter.data)
+        value = shards.whole(name, to_host(parameter.data))
         if keep:
             tensors[parameter_key(name)] = value
     if keep:
@@ -101,7 +102,7 @@ def _state(
     """This rank's part of a state of parameter `name`; zeros where the averager of the checkpoint kept none."""
     key = optimizer_key(state, name)
     if state == pending and key not in content.tensors:
-        return shards.part(name, np.zeros(shards.whole_shape(name), network.dtype))
+        return shards.part(name, np.zeros(shards.whole_shape(name), network.parameter_dtype))
     return _part(content, key, name, network, shards)
 
 
@@ -141,12 +142,13 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards) ->
             f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        parameter.data[...] = _part(content, parameter_key(name), name, network, shards)
+        part = _part(content, parameter_key(name), name, network, shards)
+        network.kernels.arithmetic.from_host(parameter.data, part)
     for name, statistic in network.statistics.views.items():
-        statistic[...] = restore(content, statistic_key(name), statistic.shape, network.dtype)
+        statistic[...] = restore(content, statistic_key(name), statistic.shape, network.parameter_dtype)
     network.parameters_changed()
 
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
     """The part that this rank holds of a tensor that has the shape of parameter `name`."""
-    return shards.part(name, restore(content, key, shards.whole_shape(name), network.dtype))
+    return shards.part(name, restore(content, key, shards.whole_shape(name), network.parameter_dtype))

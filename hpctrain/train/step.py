@@ -33,7 +33,8 @@ class AveragingHooks(StepHooks):
         self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
         self._groups = [averager.group for averager in averagers.values()]
         self._progress = progress
-        self._sums = [np.zeros_like(group.grad) for group in self._groups] if micro_batches > 1 else []
+        several = micro_batches > 1
+        self._sums = [group.arithmetic.zeros(group.size, group.dtype) for group in self._groups] if several else []
         self._sum_of = {
             segment.parameter: total[segment.start : segment.stop]
             for group, total in zip(self._groups, self._sums, strict=False)
@@ -45,14 +46,14 @@ class AveragingHooks(StepHooks):
         """A micro-batch begins."""
         self.last = micro_batch == micro_batches - 1
         if micro_batch == 0:
-            for total in self._sums:
-                total[...] = 0
+            for group, total in zip(self._groups, self._sums, strict=False):
+                group.arithmetic.fill(total, 0.0)
 
     def finish(self) -> None:
         """A micro-batch that is not the last ends: its gradients join the sum."""
         if not self.last:
             for group, total in zip(self._groups, self._sums, strict=True):
-                np.add(total, group.grad, out=total)
+                group.arithmetic.add(total, group.grad)
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self._owner[parameters[0].name].before_forward(parameters)
@@ -70,8 +71,7 @@ class AveragingHooks(StepHooks):
         if not self.last:
             return
         if self._sums:
-            flat = parameter.grad.reshape(-1)
-            np.add(flat, self._sum_of[parameter.name], out=flat)
+            self._owner[parameter.name].group.arithmetic.add(parameter.grad.reshape(-1), self._sum_of[parameter.name])
         self._owner[parameter.name].grad_ready(parameter)
 
     def data_free(self, parameter: Parameter) -> None:

@@ -1,18 +1,10 @@
 import inspect
 
-import numpy as np
-
 from hpctrain.backend.arithmetic import Arithmetic, UpdateRun
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
-
-
-def test_a_difference_may_be_made_by_the_host() -> None:
-    target, source = np.arange(4.0), np.full(4, 0.5)
-    Arithmetic.subtract(HostArithmetic(), target, source)
-    assert target.tolist() == [-0.5, 0.5, 1.5, 2.5]
 
 
 def test_the_sets_of_the_cpu_have_the_arithmetic_of_the_host() -> None:

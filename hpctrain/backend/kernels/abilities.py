@@ -10,6 +10,19 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from hpctrain.backend.arithmetic import Arithmetic
+
+
+class AnyArrays:
+    """The operator computes by the arithmetic service alone, so it runs wherever the arrays of a kernel set lie.
+
+    It is the specs that bring their own operators (see `nn.compile.steps`) that may need it: they know no kernel set.
+    """
+
+    def use(self, arithmetic: Arithmetic) -> None:
+        """Compute by this service. Called before `bind`."""
+        raise NotImplementedError
+
 
 class InPlace:
     """The output may lie in the very buffer of inputs[0], and input_grads[0] in that of output_grad; the plan decides.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from hpctrain.backend.kernels.abilities import AnyArrays
 from hpctrain.backend.kernels.base import KernelSet, Operator
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import TensorSpec
@@ -95,13 +96,25 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
 def _make_operator(
     node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
 ) -> Operator:
-    if isinstance(node.spec, SelfMade):
-        return node.spec.operator(tuple(spec.plain() for spec in inputs), training=training)
     try:
+        if isinstance(node.spec, SelfMade):
+            return _self_made(node.spec, inputs, kernels, training)
         return kernels.make(node.spec, inputs, training=training, input_gradient=input_gradient)
     except BackendError as error:
         error.args = (f"Layer {node.name}: {error}",)
         raise
+
+
+def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool) -> Operator:
+    operator = spec.operator(tuple(x.plain() for x in inputs), training=training)
+    if isinstance(operator, AnyArrays):
+        operator.use(kernels.arithmetic)
+    elif not kernels.arithmetic.on_host:
+        raise BackendError(
+            f"{type(spec).__name__} computes with NumPy, and arrays of the {kernels.name} kernel set are not on the host; "
+            f"backends numpy and onednn can do it."
+        )
+    return operator
 
 
 def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:

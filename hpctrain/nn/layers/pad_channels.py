@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.kernels.abilities import AnyArrays
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.specs import TensorSpec, Window
+from hpctrain.boxes import Box
 from hpctrain.errors import ShapeError
 from hpctrain.nn.layer import Leaf
 
@@ -33,7 +37,7 @@ class PadChannels(Leaf):
 
 @dataclass(frozen=True)
 class PadChannelsSpec:
-    """Brings its own operator: slices do it, whatever the array module."""
+    """Brings its own operator: the arithmetic service of any kernel set does it."""
 
     before: int
     after: int
@@ -54,26 +58,24 @@ class PadChannelsSpec:
         return PadChannelsOperator(self, inputs[0])
 
 
-class PadChannelsOperator(Operator):
+class PadChannelsOperator(AnyArrays, Operator):
     """Copies into the middle channels; backward copies out of them."""
-
-    can_accumulate = True
 
     def __init__(self, spec: PadChannelsSpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
-        self._own = slice(spec.before, spec.before + x.shape[-1])
+        self._all: Box = tuple((0, size) for size in x.shape)
+        self._middle: Box = (*self._all[:-1], (spec.before, spec.before + x.shape[-1]))
+        self._arithmetic: Arithmetic = HostArithmetic()
+
+    def use(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
 
     def forward(self, context: StepContext) -> None:
-        y = self.buffers.output
-        y[..., : self._own.start] = 0
-        y[..., self._own] = self.buffers.inputs[0]
-        y[..., self._own.stop :] = 0
+        self._arithmetic.fill(self.buffers.output, 0.0)
+        self._arithmetic.copy_box(self.buffers.output, self._middle, self.buffers.inputs[0], self._all)
 
     def backward_input(self) -> None:
         target, dy = self.buffers.input_grads[0], self.buffers.output_grad
         assert target is not None
         assert dy is not None
-        if self.buffers.accumulate[0]:
-            target += dy[..., self._own]
-        else:
-            target[...] = dy[..., self._own]
+        self._arithmetic.copy_box(target, self._all, dy, self._middle)
