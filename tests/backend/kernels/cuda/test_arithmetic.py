@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.cuda.arithmetic import STAGING_BYTES
+from hpctrain.backend.kernels.cuda.arithmetic import STAGING_BYTES, CudaArithmetic
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from tests.support.emulated import CudaKernelsFactory
 
@@ -177,3 +180,10 @@ def test_sizes_that_differ_are_refused(cuda_kernels: CudaKernelsFactory) -> None
         arithmetic.from_host(short, np.zeros(4))
     with pytest.raises(AssertionError, match="is not added"):
         arithmetic.add(short, arithmetic.zeros(3, "bfloat16"))
+
+
+def test_the_service_is_that_of_all_sets() -> None:
+    for name, method in inspect.getmembers(Arithmetic, inspect.isfunction):
+        offered = getattr(CudaArithmetic, name)
+        assert offered is not method, f"{name} goes by way of the host"
+        assert inspect.signature(offered).parameters.keys() == inspect.signature(method).parameters.keys()

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.cuda.descent import TILE
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from tests.support.emulated import CudaKernelsFactory
 
+HOST = HostArithmetic()
 SIZE = 2 * TILE + 77
 #: (factor, nesterov)
 RULES = [(0.0, False), (0.9, False), (0.9, True)]
-
-
-def _host_update(
-    data: np.ndarray,
-    gradient: np.ndarray,
-    momentum: np.ndarray,
-    runs: Sequence[UpdateRun],
-    lr: float,
-    factor: float,
-    nesterov: bool,
-) -> None:
-    """The definition, one rounding for each operation."""
-    for run in runs:
-        place = slice(run.start, run.stop)
-        g = gradient[place] * run.gradient_scale
-        if run.decay:
-            g = g + data[place] * run.decay
-        if factor:
-            m = momentum[run.start + run.offset : run.stop + run.offset]
-            m[...] = m * factor + g
-            g = g + m * factor if nesterov else m
-        data[place] = data[place] - g * lr
 
 
 def _runs(step: int) -> list[UpdateRun]:
@@ -68,7 +50,7 @@ def _train(
         gradient = random.standard_normal(SIZE).astype(dtype)
         arithmetic.from_host(device[1], gradient)
         descent.update(iter(_runs(step)), 0.1 / (step + 1))
-        _host_update(host[0], gradient, host[2], _runs(step), 0.1 / (step + 1), factor, nesterov)
+        HOST.descent(host[0], gradient, host[2], factor=factor, nesterov=nesterov).update(_runs(step), 0.1 / (step + 1))
     for array, values in zip((device[0], device[2]), (host[0], host[2]), strict=True):
         np.testing.assert_array_equal(arithmetic.to_host(array), values)
     return host[0], arithmetic.to_host(device[0] if shadow is None else shadow)
@@ -79,6 +61,29 @@ def _train(
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bits_are_the_hosts(cuda_kernels: CudaKernelsFactory, dtype: str, factor: float, nesterov: bool, seed: int) -> None:
     _train(cuda_kernels(seed=seed), dtype, factor, nesterov)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_cut_into_runs_gives_the_hosts_bits(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
+    """Places in the state are packed in the order of the runs, as those of an owner's are."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, SIZE), min_size=2, max_size=12)))
+    numbers = st.floats(0, 4, width=32)
+    runs, size = [], 0
+    for start, stop in pairwise(cuts):
+        if data.draw(st.booleans()):
+            runs.append(UpdateRun(start, stop, data.draw(numbers), data.draw(numbers), size - start))
+            size += stop - start
+    random = np.random.default_rng(len(runs))
+    host = [random.standard_normal(n).astype(np.float32) for n in (SIZE, SIZE, size)]
+    arithmetic = cuda_kernels(seed=data.draw(st.integers(0, 9))).arithmetic
+    device = [arithmetic.zeros(x.size, "float32") for x in host]
+    for array, values in zip(device, host, strict=True):
+        arithmetic.from_host(array, values)
+    for service, arrays in ((arithmetic, device), (HOST, host)):
+        service.descent(*arrays, factor=0.9, nesterov=False).update(runs, 0.1)
+    for array, values in zip(device, host, strict=True):
+        np.testing.assert_array_equal(arithmetic.to_host(array), values)
 
 
 @pytest.mark.parametrize("start", [1, 2, 4])
@@ -105,7 +110,7 @@ def test_extreme_values_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory) ->
     runs = [UpdateRun(0, 40, 1.0, 0.0), UpdateRun(40, 81, 2.0, 0.5)]
     kernels.arithmetic.descent(*arrays, factor=0.9, nesterov=True).update(runs, 0.3)
     with np.errstate(all="ignore"):
-        _host_update(data, gradient, np.zeros(81, np.float32), runs, 0.3, 0.9, True)
+        HOST.descent(data, gradient, np.zeros(81, np.float32), factor=0.9, nesterov=True).update(runs, 0.3)
     arrived = kernels.arithmetic.to_host(arrays[0])
     np.testing.assert_array_equal(arrived, data)
     np.testing.assert_array_equal(np.signbit(arrived[np.isfinite(data)]), np.signbit(data[np.isfinite(data)]))
