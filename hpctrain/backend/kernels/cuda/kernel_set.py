@@ -14,7 +14,7 @@ from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.dropout import make_dropout
-from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
+from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.linear import CudaLinear
 from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
@@ -23,6 +23,7 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
+    AddSpec,
     Conv2dSpec,
     DropoutSpec,
     FlattenSpec,
@@ -75,6 +76,8 @@ class CudaKernelSet(CapturesWork, KernelSet):
                 return CudaView(spec, *inputs)
             case ReluSpec():
                 return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
+            case AddSpec():
+                return CudaAdd(spec, *inputs, training=training, runtime=self.runtime)
             case DropoutSpec():
                 return make_dropout(spec, *inputs, training=training, runtime=self.runtime, block=self.step_block)
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
