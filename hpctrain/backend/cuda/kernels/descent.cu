@@ -42,9 +42,25 @@ template <class S> __device__ __forceinline__ void update_one(const Flat<S>& fla
   if (flat.shadow) flat.shadow[i] = Round<bf16>::of(w);
 }
 
+// The momentum's pack, which need not lie where packs may: its place follows from what else its owner has.
+template <class S> __device__ __forceinline__ Pack<S, W> load_momentum(const S* m, bool packed) {
+  if (packed) return load<S, W>(m);
+  Pack<S, W> pack;
+#pragma unroll
+  for (int k = 0; k < W; k++) pack.at[k] = m[k];
+  return pack;
+}
+
+template <class S> __device__ __forceinline__ void store_momentum(S* m, const Pack<S, W>& pack, bool packed) {
+  if (packed) return store(m, pack);
+#pragma unroll
+  for (int k = 0; k < W; k++) m[k] = pack.at[k];
+}
+
 template <class S> __device__ __forceinline__ void update_pack(const Flat<S>& flat, const Run<S>& run, int64_t i, const Rule<S>& rule) {
+  const bool packed = run.offset % W == 0;
   Pack<S, W> w = load<S, W>(flat.data + i), g = load<S, W>(flat.gradient + i), m;
-  if (flat.momentum) m = load<S, W>(flat.momentum + i + run.offset);
+  if (flat.momentum) m = load_momentum(flat.momentum + i + run.offset, packed);
   Pack<bf16, W> rounded;
 #pragma unroll
   for (int k = 0; k < W; k++) {
@@ -52,7 +68,7 @@ template <class S> __device__ __forceinline__ void update_pack(const Flat<S>& fl
     rounded.at[k] = Round<bf16>::of(w.at[k]);
   }
   store(flat.data + i, w);
-  if (flat.momentum) store(flat.momentum + i + run.offset, m);
+  if (flat.momentum) store_momentum(flat.momentum + i + run.offset, m, packed);
   if (flat.shadow) store(flat.shadow + i, rounded);
 }
 
@@ -60,12 +76,11 @@ template <class S> __device__ __forceinline__ void update_pack(const Flat<S>& fl
 template <class S> __device__ __forceinline__ void descend(const Flat<S>& flat, const Run<S>* runs, int32_t count, const Rule<S>& rule, bool aligned, int64_t tiles) {
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Run<S> run = run_of(runs, count, tile);
-    const bool packed = aligned && run.offset % W == 0;
     const int64_t first = run.start / W * W + (tile - run.first_tile) * TILE;
 #pragma unroll 2
     for (int32_t p = threadIdx.x; p < TILE / W; p += THREADS) {
       const int64_t i = first + p * W;
-      if (packed && i >= run.start && i + W <= run.stop) {
+      if (aligned && i >= run.start && i + W <= run.stop) {
         update_pack(flat, run, i, rule);
       } else {
         for (int64_t k = i < run.start ? run.start : i; k < i + W && k < run.stop; k++) update_one(flat, run, k, rule);
