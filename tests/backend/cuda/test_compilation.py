@@ -16,6 +16,7 @@ from hpctrain.backend.cuda.emulator import build
 from tests.support import nvrtc
 
 NVCC = shutil.which("nvcc")
+NM = shutil.which("nm")
 #: Turing, Ampere, Hopper, Blackwell
 ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100"]
 SHARED_BYTES = 48 << 10
@@ -79,9 +80,18 @@ def test_every_kernel_fits_a_gpu(architecture: str, tmp_path: Path) -> None:
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
     assert [kernel for kernel in kernels if kernel.shared_bytes > SHARED_BYTES] == []
     assert [kernel for kernel in kernels if kernel.registers * THREADS > REGISTERS] == []
-    libraries = [build.library(name) for name in sources.names()] if build.compiler() else []
-    missing = [kernel.name for kernel in kernels if not any(hasattr(library, f"launch_{kernel.name}") for library in libraries)]
-    assert not libraries or missing == [], "these are not exported, so no test can run them"
+    assert {kernel.name for kernel in kernels} == on_the_emulated_device()
+
+
+def on_the_emulated_device() -> set[str]:
+    """Names of all kernels that tests can run, but those of float64, which GPUs are not given."""
+    if not build.compiler() or not NM:
+        pytest.skip("all kernels fit, but there is no g++ to say which of them the emulated device has")
+    names: set[str] = set()
+    for name in sources.names():
+        symbols = subprocess.run([NM, "-D", build.library(name)._name], capture_output=True, text=True, check=True).stdout
+        names |= set(re.findall(r" T launch_(\w+)$", symbols, re.MULTILINE))
+    return {name for name in names if "f64" not in name.split("_")}
 
 
 PLANTED = {

@@ -27,3 +27,41 @@ def test_a_header_is_put_in_once(tmp_path: Path) -> None:
     text = sources.text("twice", tmp_path)
     assert text.count("struct bf16 {") == 1
     assert '#include "elsewhere.h"' in text
+
+
+#: what no source may hold, by the reason; common.cuh alone has the first two, for all
+FORBIDDEN = {
+    r"__shared__": "shared memory is declared by SHARED, which the emulated device fills with NaN",
+    r"#include <": "compilers at run time have no standard headers",
+    r"\batomic\w*\(": "sums have one order",
+    r"__threadfence|cooperative_groups|\bvolatile\b": "blocks do not talk to each other",
+    r"#pragma once": "a header becomes part of the main file, and compilers warn of it there",
+    r"\bprintf\b|\bassert\b|\bmalloc\b|\bnew\b": "kernels neither print nor allocate",
+    r"__launch_bounds__\((?!256\b|THREADS\b)": "blocks have 256 threads at most",
+}
+
+
+def broken_rules(text: str) -> list[str]:
+    code = re.sub(r"//.*", "", text)
+    return [reason for pattern, reason in FORBIDDEN.items() if re.search(pattern, code)]
+
+
+@pytest.mark.parametrize("path", sorted(sources.FOLDER.iterdir()), ids=lambda path: path.name)
+def test_sources_keep_the_rules_of_kernels(path: Path) -> None:
+    allowed = list(FORBIDDEN.values())[:2] if path.name == "common.cuh" else []
+    assert [reason for reason in broken_rules(path.read_text()) if reason not in allowed] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "broken"),
+    [
+        ("__shared__ float sums[32];", 1),
+        ("#include <cstdint>", 1),
+        ("atomicAdd(sum, 1.0f);", 1),
+        ("__threadfence();", 1),
+        ("__launch_bounds__(512) name", 1),
+        ("__launch_bounds__(256, 4) name  // not atomicAdd(), no __shared__", 0),
+    ],
+)
+def test_broken_rules_are_seen(line: str, broken: int) -> None:
+    assert len(broken_rules(line)) == broken

@@ -130,6 +130,7 @@ __device__ __forceinline__ void backward(const T* __restrict__ dy, T* __restrict
       for (int o = first; o <= last; o++) {
         const int r = h.tap_of(line, o), lines = largest ? 1 : h.count(o), end = w.last(place.column);
         if (r < 0) continue;
+#pragma unroll 1
         for (int p = w.first(place.column); p <= end; p++) {
           const int s = w.tap_of(place.column, p);
           if (s < 0) continue;
