@@ -142,6 +142,7 @@ class Job(StartedRank):
         micro_batches: int = 1,
         backend: str = "auto",
         dtype: str = "float32",
+        precision: str = "float32",
         seed: int = 0,
         label_smoothing: float = 0.0,
     ) -> Replica:
@@ -152,8 +153,9 @@ class Job(StartedRank):
             optimizer: without a learning rate, which each step is given. averager: how gradients are averaged.
             plan: pattern of layer names -> "batch", "model" or "domain", on a grid of several rows; "default": of all others.
             tiles: (vertical, horizontal) parts of an image under "domain"; by default (rows, 1).
-            micro_batches: passes that one step's samples are split into. backend: "auto", "numpy" or "onednn".
-            dtype: "float32" or "float64". seed: of the first parameters. label_smoothing: in [0, 1).
+            micro_batches: passes that one step's samples are split into. backend: "auto", "numpy", "onednn" or "cuda".
+            dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
+            label_smoothing: in [0, 1).
 
         Raises:
             ConfigError: an unknown name, option, or pattern of the plan. ShapeError: layers that do not fit each other.
@@ -162,15 +164,15 @@ class Job(StartedRank):
         default = patterns.pop("default", "batch")
 
         def make() -> Replica:
-            parallel_plan = ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles)  # type: ignore[arg-type]
+            chosen = make_backend(backend, dtype, precision, self.place)
             network = make_network(
                 model,
                 image_shape,
-                make_backend(backend, dtype).kernels,
+                chosen.kernels,
                 groups=self.groups,
                 progress=self.progress,
-                plan=parallel_plan,
-                dtype=dtype,
+                plan=ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles),  # type: ignore[arg-type]
+                dtype=chosen.dtype,
                 seed=seed,
                 smoothing=label_smoothing,
             )
@@ -186,8 +188,7 @@ class Job(StartedRank):
 
         replica = raise_on_all_ranks(self.world, make)
         replica.agree()
-        samples = -(-self.batch // self.size // micro_batches)
-        set_progress(self, replica.network, self.progress_mode, samples)
+        set_progress(self, replica.network, self.progress_mode, -(-self.batch // self.size // micro_batches))
         return replica
 
     def loader(

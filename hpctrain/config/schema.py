@@ -288,8 +288,15 @@ class Config(Section):
     )
     seed: Integer = Field(default=0, ge=0, lt=2**63, description="Seed of weights, sample order, augmentation and dropout.")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters and gradients.")
-    backend: Literal["auto", "numpy", "onednn"] = Field(
-        default="auto", description="Kernel set that computes; auto takes the fastest one on this machine that knows the dtype."
+    backend: Literal["auto", "numpy", "onednn", "cuda"] = Field(
+        default="auto",
+        description="Kernel set that computes; auto takes a GPU (cuda) where one can be used, else the fastest one on this "
+        "machine that knows the dtype.",
+    )
+    precision: Literal["float32", "tf32", "bfloat16"] = Field(
+        default="float32",
+        description="Precision of products on a GPU, beside dtype float32: tf32 rounds their factors, bfloat16 all activations; "
+        "parameters stay float32.",
     )
     threads: Threads = Field(
         default="auto",

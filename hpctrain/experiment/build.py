@@ -58,7 +58,7 @@ def build(session: Session, known: DataFacts | None = None) -> Parts:
 
 def _build(session: Session, known: DataFacts | None) -> Parts:
     config = session.config
-    backend = make_backend(config.backend, config.dtype)
+    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     train, data = training_images(session, known)
     test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
     if test is not None:
@@ -100,7 +100,7 @@ def build_replica(
         groups=session.groups,
         progress=session.progress,
         plan=parallel_plan(config, session.grid.cols),
-        dtype=config.dtype,
+        dtype=backend.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
     )

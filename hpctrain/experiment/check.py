@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.backend.backend import precision_fault
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
@@ -55,6 +56,15 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         )
     if config.dtype == "float64" and config.backend == "onednn":
         yield ("backend",), 'backend is onednn, which computes in float32 only; for dtype float64 set it to "numpy" or "auto".'
+    fault = precision_fault(config.backend, config.dtype, config.precision)
+    if fault is not None:
+        yield ("precision",), fault
+    if config.backend == "cuda" and config.grid.rows > 1:
+        yield (
+            ("backend",),
+            f"backend is cuda, which computes no split layers so far, and grid.rows is {config.grid.rows}; set grid.rows to 1, "
+            'or backend to "onednn" or "numpy".',
+        )
     if 0 < epochs < config.schedule.warmup_epochs:
         yield (
             ("schedule", "warmup_epochs"),

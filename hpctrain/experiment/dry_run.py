@@ -13,6 +13,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import make_backend
+from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
@@ -127,11 +128,12 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         image, classes = image or known_image, classes or known_classes
         if missing:
             assumption = _assumption(config, image, classes)
+    backend = make_backend(config.backend, config.dtype, config.precision, NodePlace(plan.rows * plan.cols))
     model = catalogue.build(config.model.name, model_options(config, classes, image))
     shape = image
 
     def graph_of(batch: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((batch, *shape), config.dtype))
+        builder = GraphBuilder(TensorSpec((batch, *shape), backend.dtype))
         return builder.build(model.lower(builder, 0, ""))
 
     sample = graph_of(1)
@@ -141,8 +143,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
-    kernels = make_backend(config.backend, config.dtype).kernels
-    return PlannedRun(config, plan, image, counts, graph_of, specs, kernels, assumption)
+    return PlannedRun(config, plan, image, counts, graph_of, specs, backend.kernels, assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:

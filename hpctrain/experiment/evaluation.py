@@ -63,7 +63,7 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     images = evaluation_images(config, data, place)
     assert images is not None, "checked"
     check_shapes(training_shape(stored_config(content, config) or config, data), images.shape)
-    backend = make_backend(config.backend, config.dtype)
+    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
     replica.load_weights(content)
     loader = make_loader(session, images, replica.tiles, batch=config.evaluate.batch or config.batch, shuffle=False)

@@ -53,6 +53,7 @@ RULES = (
         Rule(pattern, When.ALWAYS)
         for name in (
             *("name", "output", "batch", "micro_batches", "epochs", "ranks", "threads", "backend", "progress", "trace"),
+            "precision",
             *("schedule", "averager", "grid", "plan", "batch_norm", "checkpoint", "evaluate", "metrics", "deadline_seconds"),
             "code",
         )

@@ -208,7 +208,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     cores = cores_of_ranks(session.world, session.grid.node_of)
     if session.launcher.starts_mpi:
         reporter.say(cores)
-    reporter.say(f"kernels {parts.backend.kernels.name}, {config.dtype}; averager {config.averager.name}")
+    reporter.say(f"kernels {parts.backend.description}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )

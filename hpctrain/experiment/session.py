@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain import log
+from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid, check_grid
 from hpctrain.comm.progress import ProgressEngine
@@ -50,6 +51,11 @@ class StartedRank:
         from hpctrain.comm import mpi
 
         return mpi.threads_may_call()
+
+    @property
+    def place(self) -> NodePlace:
+        """This rank among those that share its node's GPUs."""
+        return NodePlace(self.world.size, self.grid.node.rank, self.grid.node.size)
 
     @property
     def is_root(self) -> bool:

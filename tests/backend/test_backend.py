@@ -1,11 +1,15 @@
 """The choice of backend, and its refusals."""
 
+from __future__ import annotations
+
 import logging
 
 import pytest
 
 from hpctrain.backend import backend as module
 from hpctrain.backend.backend import make_backend
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import BackendError
 
@@ -49,7 +53,10 @@ def test_onednn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
-    [("tpu", "float32", "no backend 'tpu'; the backends are auto, numpy, onednn"), ("numpy", "float16", "float32 and float64")],
+    [
+        ("tpu", "float32", "no backend 'tpu'; the backends are auto, numpy, onednn, cuda"),
+        ("numpy", "float16", "float32 and float64"),
+    ],
 )
 def test_unknown_names_and_dtypes_are_refused(name: str, dtype: str, message: str) -> None:
     with pytest.raises(BackendError, match=message):
@@ -61,3 +68,55 @@ def test_onednn_refuses_float64() -> None:
         pytest.skip("oneDNN is not installed")
     with pytest.raises(BackendError, match="float32, not in float64; backend numpy computes in float64"):
         make_backend("onednn", "float64")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "activations"),
+    [
+        ("float32", "float32", "float32"),
+        ("float32", "tf32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float64",) * 2 + ("",),
+    ],
+)
+def test_cuda_computes_in_its_precision(dtype: str, precision: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    backend = make_backend("cuda", dtype, precision if activations else "float32")
+    assert isinstance(backend.kernels, CudaKernelSet)
+    assert backend.dtype == (activations or "float64")
+    assert backend.kernels.runtime.precision == precision
+    assert backend.description == f"cuda on emulated, {precision} ({module.UNPROVED})"
+
+
+@pytest.mark.parametrize("name", ["numpy", "onednn"])
+def test_only_cuda_has_a_choice_of_precision(name: str) -> None:
+    with pytest.raises(
+        BackendError, match=r"precision is tf32, in which only backend cuda computes; set precision to float32, or"
+    ):
+        make_backend(name, "float32", "tf32")
+
+
+def test_a_precision_goes_with_float32() -> None:
+    with pytest.raises(BackendError, match=r"precision is bfloat16, which goes with dtype float32 only; for dtype float64 leave"):
+        make_backend("cuda", "float64", "bfloat16")
+    with pytest.raises(BackendError, match=r"no precision 'int8'; the precisions are float32, tf32, bfloat16"):
+        make_backend("cuda", "float32", "int8")
+
+
+def test_auto_takes_a_gpu_where_one_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")  # so that there is something to make
+    places: list[NodePlace] = []
+
+    def nothing_missing(place: NodePlace) -> None:
+        places.append(place)
+
+    monkeypatch.setattr(module.choose, "missing", nothing_missing)
+    assert make_backend("auto", "float32", "bfloat16").name == "cuda"
+    assert make_backend("auto", "float64").name == "numpy"
+    assert places == [NodePlace()]
+
+
+def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.choose, "missing", lambda place: "There is no GPU.")
+    with pytest.raises(BackendError, match=r"precision is tf32, in which only backend cuda computes\. There is no GPU\."):
+        make_backend("auto", "float32", "tf32")

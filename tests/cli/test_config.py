@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain.backend.backend import NAMES
+from hpctrain.backend.backend import NAMES, PRECISIONS
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
@@ -101,15 +101,19 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
 @pytest.mark.job
 def test_a_backend_that_is_not_there_has_one_answer_everywhere() -> None:
     path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
-    sentence = "override \"backend=cuda\": backend is cuda, but must be 'auto', 'numpy' or 'onednn'."
+    sentence = "override \"backend=tpu\": backend is tpu, but must be 'auto', 'numpy', 'onednn' or 'cuda'."
     for command in (("config", "check"), ("config", "show"), ("plan", "show"), ("plan", "schedule")):
-        result = CliRunner().invoke(cli, [*command, path, "backend=cuda"])
+        result = CliRunner().invoke(cli, [*command, path, "backend=tpu"])
         assert result.exit_code == 2, command
         assert sentence in result.output, command
-    code = f"from hpctrain.cli.main import cli; cli(['train', {path!r}, 'backend=cuda'])"
+    code = f"from hpctrain.cli.main import cli; cli(['train', {path!r}, 'backend=tpu'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+def test_the_configured_precisions_are_those_that_can_be_made() -> None:
+    assert get_args(Config.model_fields["precision"].annotation) == PRECISIONS
 
 
 def test_the_configured_backends_are_those_that_can_be_made() -> None:

@@ -95,7 +95,7 @@ schedule: constant
         ("optimizer.lr=fast", "optimizer.lr is fast, but must be a number."),
         ("optimizer.lr=.inf", "optimizer.lr is .inf, but must be a finite number."),
         ("batch_norm.momentum=2", "batch_norm.momentum is 2, but must be at most 1; the nearest legal value is 1.0."),
-        ("backend=null", "backend is null, but must be 'auto', 'numpy' or 'onednn'."),
+        ("backend=null", "backend is null, but must be 'auto', 'numpy', 'onednn' or 'cuda'."),
         (
             "grid.rows=99999999999999",
             "grid.rows is 99999999999999, but must be at most 1000000; the nearest legal value is 1000000.",
@@ -107,7 +107,7 @@ schedule: constant
         ),
         ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing.'),
         ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
-        ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy' or 'onednn'; the nearest is 'onednn'."),
+        ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),
     ],
 )
 def test_rules_are_told_in_full(override: str, sentence: str) -> None:

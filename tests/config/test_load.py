@@ -69,7 +69,7 @@ def test_loads_a_file(tmp_path):
         ("lr: 1e-1", "lr: .nan", 11, ["optimizer.lr is .nan", "greater than 0"]),
         ("momentum: 9e-1", "momentum: .inf", 11, ["optimizer.momentum", "finite"]),
         ("batch: 9", "batch: 9\ndtype: float46", 10, ["dtype is float46", "'float32' or 'float64'", "nearest is 'float64'"]),
-        ("batch: 9", "batch: 9\nbackend: fpga", 10, ["backend is fpga", "'numpy' or 'onednn'"]),
+        ("batch: 9", "batch: 9\nbackend: fpga", 10, ["backend is fpga", "'onednn' or 'cuda'"]),
         ("batch: 9", "batch: 9\nthreads: all", 10, ["threads is all", '"auto"', "at least 1"]),
         ("batch: 9", "batch: 9\nloss: {label_smoothing: 1}", 10, ["loss.label_smoothing is 1", "less than 1"]),
         ("batch: 9", "batch: 9\ndata_dir: x", 10, ['Unknown key "data_dir"']),

@@ -24,7 +24,7 @@ _runtime = cupy.cuda.runtime
 #: of NVRTC, for all kernels
 OPTIONS = ("-std=c++17",)
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
-_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+_NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 
 
 class CupyEvent:
@@ -115,7 +115,7 @@ class CupyDevice:
         self.name = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
-        self.dtypes = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
+        self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
@@ -226,12 +226,14 @@ def gpu_count() -> int:
     """GPUs that this process sees.
 
     Raises:
-        BackendError: there is no driver, or none; the message is its reason.
+        BackendError: there is no driver for this CUDA; the message is its reason.
     """
     try:
         return int(_runtime.getDeviceCount())
     except _runtime.CUDARuntimeError as error:
-        raise BackendError(f"{error}.") from error
+        if error.status == _NO_DEVICE:
+            return 0
+        raise BackendError(str(error)) from error
 
 
 def _by_value(kernel: str, place: int, argument: Argument) -> np.generic:

@@ -64,11 +64,12 @@ def test_older_gpus_have_no_bfloat16(load: Load) -> None:
     assert module.CupyDevice().dtypes == ("float32",)
 
 
-@pytest.mark.parametrize(("gpus", "reason"), [(-1, "driver version is insufficient"), (0, "no CUDA-capable device")])
-def test_the_reason_why_no_gpu_is_seen(load: Load, gpus: int, reason: str) -> None:
-    module, _ = load(gpus=gpus)
-    with pytest.raises(BackendError, match=reason):
+def test_the_reason_why_no_gpu_is_seen(load: Load) -> None:
+    module, _ = load(gpus=-1)
+    with pytest.raises(BackendError, match="driver version is insufficient"):
         module.gpu_count()
+    module, _ = load(gpus=0)
+    assert module.gpu_count() == 0
 
 
 def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:

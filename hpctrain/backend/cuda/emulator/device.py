@@ -56,7 +56,7 @@ class EmulatedDevice:
     name = "emulated"
     capability = (9, 0)
     multiprocessors = 2
-    dtypes = ("float64", "float32", "bfloat16")
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def __init__(self, seed: int = 0) -> None:
         self._seed, self._random = seed, random.Random(seed)

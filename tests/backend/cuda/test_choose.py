@@ -1,0 +1,155 @@
+"""The choice of a rank's device, with every sentence that refuses one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpctrain.backend.cuda import choose
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.errors import BackendError, MissingLibraryError
+from tests.support.fake_cupy import FakeCupy
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MODULE = "hpctrain.backend.cuda.cupy_device"
+
+
+@pytest.fixture(autouse=True)
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variables that choose, and no CuPy."""
+    for name in (DEVICE_VARIABLE, _VISIBLE):
+        monkeypatch.delenv(name, raising=False)
+    _have(monkeypatch, cupy=False)
+    yield
+    sys.modules.pop(_MODULE, None)
+
+
+def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = True, **options: Any) -> FakeCupy:
+    """A CuPy with such GPUs, and a cuDNN frontend."""
+
+    def library() -> object:
+        if not cudnn:
+            raise MissingLibraryError("Convolutions on a GPU need cuDNN and its frontend; install hpctrain[gpu13].")
+        return object()
+
+    fake = FakeCupy(**options)
+    for name, module in fake.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, _MODULE, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
+    monkeypatch.setattr(choose.cudnn_graphs, "library", library)
+    return fake
+
+
+@pytest.mark.parametrize(("value", "seed"), [("emulated", 0), ("emulated:0", 0), ("emulated:17", 17)])
+def test_the_emulated_device_is_asked_for_by_the_environment(value: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, value)
+    assert choose.emulated_seed({DEVICE_VARIABLE: value}) == seed
+    device = choose.make_device("float64", NodePlace())
+    assert isinstance(device, EmulatedDevice)
+    assert choose.missing(NodePlace()) is not None, "auto never takes it"
+
+
+@pytest.mark.parametrize("value", ["", "gpu", "emulated:", "emulated:-1", "Emulated"])
+def test_other_devices_are_refused(value: str) -> None:
+    with pytest.raises(BackendError, match=rf"HPCTRAIN_CUDA_DEVICE is '{value}'; it must be emulated, or emulated:SEED"):
+        choose.emulated_seed({DEVICE_VARIABLE: value})
+    assert choose.emulated_seed({}) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "place", "sentence"),
+    [
+        (
+            {"cupy": False},
+            NodePlace(),
+            r"needs CuPy, which is not installed; install hpctrain\[gpu13\].*or set backend to onednn",
+        ),
+        (
+            {"gpus": -1},
+            NodePlace(),
+            r"needs a driver of NVIDIA that runs its CUDA \(cudaErrorInsufficientDriver.*; install it, or",
+        ),
+        ({"gpus": 0}, NodePlace(), r"shows no GPU to this process \(CUDA_VISIBLE_DEVICES is not set\); ask the scheduler"),
+        ({"cudnn": False}, NodePlace(), r"need cuDNN and its frontend; install hpctrain\[gpu13\]"),
+        ({}, NodePlace(ranks=4), r"one rank so far, and this job has 4: gradients are not averaged.*; start one rank, or set"),
+    ],
+)
+def test_no_gpu_can_be_used(there: Any, place: NodePlace, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _have(monkeypatch, **there)
+    with pytest.raises(BackendError, match=sentence) as caught:
+        choose.make_device("float32", place)
+    assert choose.missing(place) == str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    _have(monkeypatch)
+    assert choose.missing(NodePlace()) is None
+    for precision in ("float32", "tf32", "bfloat16"):
+        assert choose.make_device(precision, NodePlace()).name == "Fake GPU"  # type: ignore[arg-type]
+
+
+def test_what_a_gpu_does_not_compute_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _have(monkeypatch, capability=(7, 5))
+    with pytest.raises(BackendError, match=r"Fake GPU does not compute in bfloat16: its compute capability is 7\.5.*float32"):
+        choose.make_device("bfloat16", NodePlace())
+    with pytest.raises(BackendError, match=r"Fake GPU is not used for float64, or set backend.*or dtype to float32"):
+        choose.make_device("float64", NodePlace())
+    assert choose.make_device("tf32", NodePlace()).dtypes == ("float32",)
+
+
+@pytest.mark.parametrize(
+    ("count", "place", "index"),
+    [
+        (1, NodePlace(), 0),
+        (1, NodePlace(4, 3, 4), 0),  # each rank sees its own
+        (4, NodePlace(), 0),
+        (4, NodePlace(8, 2, 4), 2),
+        (4, NodePlace(3, 2, 3), 2),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_number_where_it_sees_several(count: int, place: NodePlace, index: int) -> None:
+    assert choose.gpu_index(count, place) == index
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(BackendError, match=r"shows 2 GPUs to each of its 3 ranks; start at most 2 ranks on a node"):
+        choose.gpu_index(2, NodePlace(3, 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [(None, None), ("", ""), ("0", "0"), ("3,5", "5"), (" GPU-a , GPU-b,", "GPU-b"), ("MIG-x", "MIG-x")],
+)
+def test_one_of_several_visible_gpus_is_left(visible: str | None, left: str | None) -> None:
+    environ = {} if visible is None else {_VISIBLE: visible}
+    choose.narrow(environ, NodePlace(2, 1, 2))
+    assert environ.get(_VISIBLE) == left
+
+
+def test_the_environment_is_narrowed_before_cupy_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _have(monkeypatch, gpus=4)
+    monkeypatch.setenv(_VISIBLE, "4,5,6,7")
+    seen: list[str] = []
+
+    def count() -> int:
+        seen.append(choose.os.environ[_VISIBLE])
+        return 1
+
+    monkeypatch.setattr(fake.modules["cupy"].cuda.runtime, "getDeviceCount", count)
+    choose.make_device("float32", NodePlace(1, 2, 4))
+    assert seen == ["6"]
+    assert fake.current == 0
+
+
+def test_a_rank_that_sees_all_gpus_without_the_variable_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _have(monkeypatch, gpus=4)
+    choose.make_device("float32", NodePlace(1, 2, 4))
+    assert fake.current == 2
+    assert _VISIBLE not in choose.os.environ
