@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,

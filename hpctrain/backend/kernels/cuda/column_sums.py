@@ -31,17 +31,22 @@ class ColumnSums:
         self._blocks = max(1, min(blocks, _WAVES * runtime.device.multiprocessors * self._wide // packs))
         self.scratch: Request = ((self._blocks if self._blocks > 1 else 0, columns), parameter_dtype(dtype))
 
-    def run(self, x: DeviceArray, sums: DeviceArray, partial: DeviceArray) -> None:
-        """Enqueue the sums over x's rows; `partial` is of the shape and dtype of `scratch`."""
-        if self._blocks == 1:
-            self._launch(x, sums, self._rows, 1)
-            return
-        self._launch(x, partial, self._rows, self._blocks)
-        self._launch(partial, sums, self._blocks, 1)
+    def run(self, x: DeviceArray, sums: DeviceArray, partial: DeviceArray, *, relu: DeviceArray | None = None) -> None:
+        """Enqueue the sums over x's rows; `partial` is of the shape and dtype of `scratch`.
 
-    def _launch(self, x: DeviceArray, sums: DeviceArray, rows: int, blocks: int) -> None:
-        width = pack_width(x.itemsize, self._columns, (x,))
+        Args:
+            relu: the output of a ReLU, of the shape of x, its output's gradient: x becomes that of its input first, in place.
+        """
+        arrays = (x,) if relu is None else (x, relu)
+        if self._blocks == 1:
+            self._launch(arrays, sums, self._rows, 1)
+            return
+        self._launch(arrays, partial, self._rows, self._blocks)
+        self._launch((partial,), sums, self._blocks, 1)
+
+    def _launch(self, arrays: tuple[DeviceArray, ...], sums: DeviceArray, rows: int, blocks: int) -> None:
+        width = pack_width(arrays[0].itemsize, self._columns, arrays)
         grid = (-(-self._columns // (width * self._wide)), blocks)
         block = (self._wide, THREADS // self._wide)
-        name = f"column_sums_{TAGS[x.dtype]}_w{width}"
-        self._runtime.launch("column_sums", name, grid, block, x, sums, np.int64(rows), np.int64(self._columns))
+        name = f"column_sums{'_relu' * (len(arrays) - 1)}_{TAGS[arrays[0].dtype]}_w{width}"
+        self._runtime.launch("column_sums", name, grid, block, *arrays, sums, np.int64(rows), np.int64(self._columns))

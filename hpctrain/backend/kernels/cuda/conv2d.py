@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceConvolution
+from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceConvolution, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.kernels.abilities import OutputReadOnce
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.cuda.column_sums import ColumnSums
 from hpctrain.backend.kernels.cuda.operator import CudaOperatorBase, Request, carve, total_bytes
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 
 
-class CudaConv2d(CudaOperatorBase):
+class CudaConv2d(OutputReadOnce, CudaOperatorBase):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K), all in the dtype of activations.
+
+    A ReLU behind it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
+    that before the ReLU, and sums it up for the bias in the same pass.
 
     Plans write their results. So the input's gradient is not added to what is there (it is no `Accumulating`): scratch for it
     would be as large as x in every convolution, while a plan has a partial only where several gradients meet, and the traffic is
@@ -26,7 +31,7 @@ class CudaConv2d(CudaOperatorBase):
 
     def __init__(
         self,
-        spec: Conv2dSpec,
+        spec: Conv2dSpec | WithRelu,
         x: TensorSpec,
         *,
         training: bool,
@@ -35,24 +40,30 @@ class CudaConv2d(CudaOperatorBase):
         arithmetic: Arithmetic,
     ) -> None:
         super().__init__(spec, (x,), training=training, runtime=runtime)
-        self.conv = spec
-        self.needs_inputs = (training,)
+        conv, self._relu = (spec.inner, True) if isinstance(spec, WithRelu) else (spec, False)
+        assert isinstance(conv, Conv2dSpec)
+        self.conv = conv
+        self.needs_inputs, self.needs_output = (training,), training and self._relu
         self._arithmetic = arithmetic
         self._empty = self.output.size == 0
         self._forward = self._plan("forward")
         self._weight = self._plan("weight") if training else None
         self._input = self._plan("input") if training and input_gradient else None
         n, ho, wo, channels = self.output.shape
-        self._sums = ColumnSums(n * ho * wo, channels, self.dtype, runtime) if training and spec.bias else None
-        weight, bias, sums = (spec.weight_shape, self.dtype), ((channels,), self.dtype), ((0,), runtime.parameter_dtype)
+        sums, weight = ((channels,), runtime.parameter_dtype), (conv.weight_shape, self.dtype)
+        self._sums = (
+            ColumnSums(n * ho * wo, channels, self.dtype, runtime) if training and (self.conv.bias or self._relu) else None
+        )
         self._requests: dict[str, list[Request]] = {
-            "forward": [_workspace(self._forward), weight, bias],
-            "parameters": [_workspace(self._weight), weight, sums if self._sums is None else self._sums.scratch],
+            "forward": [_workspace(self._forward), weight, ((channels,), self.dtype)],
+            "sums": [] if self._sums is None else [sums, self._sums.scratch],
+            "weight": [_workspace(self._weight), weight],
             "input": [_workspace(self._input), weight],
         }
         self.scratch_bytes = max(map(total_bytes, self._requests.values()))
         self._arrays: dict[str, list[DeviceArray]] = {}
         self._values: dict[str, DeviceArray] = {}
+        self._finished = False
 
     def _plan(self, kind: Literal["forward", "input", "weight"]) -> DeviceConvolution | None:
         if self._empty:
@@ -69,9 +80,15 @@ class CudaConv2d(CudaOperatorBase):
             spec.groups,
             self.dtype,
             self.runtime.precision,
-            "bias" if spec.bias and kind == "forward" else "",
+            self._fused() if kind == "forward" else "",
         )
         return self.runtime.device.convolution(key)
+
+    def _fused(self) -> Literal["", "bias", "bias_relu"]:
+        """Part of the plan of forward. A ReLU alone is not: cuDNN 9.19 would have to compile that at run time."""
+        if not self.conv.bias:
+            return ""
+        return "bias_relu" if self._relu else "bias"
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
@@ -81,30 +98,43 @@ class CudaConv2d(CudaOperatorBase):
             assert value.dtype == self.dtype, f"the {role} of a convolution in {self.dtype} is {value.dtype}"
 
     def forward(self, context: StepContext) -> None:
+        self._finished = False
         if self._forward is None:
             return
         workspace, *copies = self._arrays["forward"]
-        weight = self._aligned("weight", copies[0])
+        weight, y = self._aligned("weight", copies[0]), self.buffers.output
         bias = self._aligned("bias", copies[1]) if self.conv.bias else None
-        self._forward.run(self.runtime.stream, self.buffers.inputs[0], weight, self.buffers.output, workspace, bias)
+        self._forward.run(self.runtime.stream, self.buffers.inputs[0], weight, y, workspace, bias)
+        if self._relu and bias is None:
+            width = pack_width(y.itemsize, y.size, (y,))
+            self.runtime.launch_items("elementwise", f"relu_forward_{self.tag}_w{width}", y.size // width, y, y)
 
     def backward_parameters(self) -> None:
-        workspace, rounded, partial = self._arrays["parameters"]
-        gradient, dy = self.buffers.gradients["weight"], self.output_grad
+        self._finish_output_grad()
+        workspace, rounded = self._arrays["weight"]
+        gradient = self.buffers.gradients["weight"]
         if self._weight is None:
             self._arithmetic.fill(gradient, 0.0)
-        else:
-            target = gradient if gradient.dtype == self.dtype and _is_aligned(gradient) else rounded
-            self._weight.run(self.runtime.stream, self.buffers.inputs[0], dy, target, workspace)
-            if target is rounded:
-                self._arithmetic.copy(gradient, rounded)
-        if self._sums is not None:
-            self._sums.run(dy, self.buffers.gradients["bias"], partial)
+            return
+        target = gradient if gradient.dtype == self.dtype and _is_aligned(gradient) else rounded
+        self._weight.run(self.runtime.stream, self.buffers.inputs[0], self.output_grad, target, workspace)
+        if target is rounded:
+            self._arithmetic.copy(gradient, rounded)
 
     def backward_input(self) -> None:
+        self._finish_output_grad()
         grad, (workspace, weight) = self.input_grad(), self._arrays["input"]
         if grad is not None and self._input is not None:
             self._input.run(self.runtime.stream, self.output_grad, self._aligned("weight", weight), grad, workspace)
+
+    def _finish_output_grad(self) -> None:
+        """Sum up the gradient of the bias, of the gradient before the ReLU: once, whichever half of backward comes first."""
+        if self._sums is not None and not self._finished:
+            sums, partial = self._arrays["sums"]
+            if self.conv.bias:
+                sums = self.buffers.gradients["bias"]
+            self._sums.run(self.output_grad, sums, partial, relu=self.buffers.output if self._relu else None)
+        self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
         """A parameter's values where plans can read them: its own memory, or a copy."""

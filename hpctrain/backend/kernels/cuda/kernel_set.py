@@ -21,6 +21,7 @@ from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
@@ -57,7 +58,7 @@ class CudaKernelSet(CapturesWork, KernelSet):
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
-            case Conv2dSpec():
+            case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
                 return CudaConv2d(
                     spec,
                     *inputs,

@@ -10,11 +10,11 @@ import numpy as np
 
 from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, ParameterCopies
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
 from hpctrain.backend.kernels.onednn.convolution import Convolution, choose
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.operator import LibraryOperator

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, ReluSpec, Spec
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Array, Buffers, StepContext
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements, vector
 from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part

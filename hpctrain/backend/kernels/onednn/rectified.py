@@ -6,9 +6,9 @@ import numpy as np
 
 from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, SufficientFactors
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import elements
 
 

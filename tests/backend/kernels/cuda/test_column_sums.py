@@ -21,8 +21,8 @@ def array(device: EmulatedDevice, shape: tuple[int, ...], dtype: str) -> DeviceA
     return device.allocate(int(np.prod(shape)) * item_bytes(dtype)).view(dtype).reshape(shape)
 
 
-def sums(values: np.ndarray, dtype: str, seed: int) -> np.ndarray:
-    """The sums over the rows of `values`, by kernels that find NaN in scratch and result."""
+def sums(values: np.ndarray, dtype: str, seed: int, relu: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The sums over the rows of `values`, by kernels that find NaN in scratch and result; and what becomes of `values`."""
     device = EmulatedDevice(seed)
     x, out = array(device, values.shape, dtype), array(device, values.shape[1:], parameter_dtype(dtype))
     write(x, values)
@@ -30,8 +30,12 @@ def sums(values: np.ndarray, dtype: str, seed: int) -> np.ndarray:
     plan = ColumnSums(*values.shape, dtype, CudaRuntime(device, device.stream("compute"), dtype))
     scratch = device.allocate(total_bytes([plan.scratch]))
     on_host(scratch)[...] = 0xFF
-    plan.run(x, out, *carve(scratch, [plan.scratch]))
-    return read(out).copy()
+    output = None
+    if relu is not None:
+        output = array(device, relu.shape, dtype)
+        write(output, relu)
+    plan.run(x, out, *carve(scratch, [plan.scratch]), relu=output)
+    return read(out).copy(), read(x).copy()
 
 
 @pytest.mark.usefixtures("emulated_device")
@@ -40,16 +44,21 @@ def sums(values: np.ndarray, dtype: str, seed: int) -> np.ndarray:
     rows=st.one_of(st.integers(0, 9), st.integers(500, 1500)),
     columns=st.one_of(st.integers(1, 9), st.sampled_from([16, 64, 72, 257, 600])),
     dtype=st.sampled_from(["float64", "float32", "bfloat16"]),
+    relu=st.booleans(),
 )
-def test_equals_numpy_in_every_order(rows: int, columns: int, dtype: str) -> None:
-    values = np.random.default_rng(rows).integers(-8, 9, (rows, columns)) / 8  # sums are exact in every dtype of sums
+def test_equals_numpy_in_every_order(rows: int, columns: int, dtype: str, relu: bool) -> None:
+    random = np.random.default_rng(rows)
+    values, output = (random.integers(-8, 9, (rows, columns)) / 8 for _ in range(2))  # sums are exact in every dtype of sums
+    expected = np.where(output > 0, values, 0.0) if relu else values
     for seed in (0, 1, 3):
-        np.testing.assert_array_equal(sums(values, dtype, seed), values.sum(axis=0))
+        total, after = sums(values, dtype, seed, output if relu else None)
+        np.testing.assert_array_equal(total, expected.sum(axis=0))
+        np.testing.assert_array_equal(after, expected)
 
 
 def test_rounded_sums_have_the_same_bits_in_every_order(emulated_device) -> None:
     values = np.random.default_rng(0).standard_normal((2000, 24))
-    results = [sums(values, "float32", seed) for seed in (0, 1, 4)]
+    results = [sums(values, "float32", seed)[0] for seed in (0, 1, 4)]
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
 

@@ -15,6 +15,7 @@ from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.abilities import Accumulating
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.testing.operators import OperatorBench, default_parameters
@@ -30,6 +31,9 @@ CASES = [
     (Conv2dSpec(6, 6, Window((3, 3), (1, 1), SAME), groups=6), (1, 4, 5, 6)),
     (Conv2dSpec(3, 4, Window((1, 1), (2, 3), (0, 0, 0, 0)), bias=False), (2, 5, 7, 3)),
     (Conv2dSpec(5, 48, Window((1, 1), (1, 1), (0, 0, 0, 0))), (4, 16, 17, 5)),
+    (WithRelu(Conv2dSpec(4, 16, Window((3, 3), (1, 1), SAME))), (2, 6, 5, 4)),
+    (WithRelu(Conv2dSpec(3, 5, Window((3, 2), (2, 1), SAME))), (2, 7, 5, 3)),
+    (WithRelu(Conv2dSpec(4, 8, Window((3, 3), (1, 1), SAME), bias=False)), (2, 6, 5, 4)),
 ]
 NO_PIXELS = [(0, 7, 9, 4), (3, 0, 9, 4), (3, 7, 0, 4)]
 
@@ -39,12 +43,13 @@ class Bench:
     """A convolution of the cuda set with all its buffers, whose scratch and results hold NaN before each call."""
 
     kernels: CudaKernelSet
-    spec: Conv2dSpec
+    spec: Conv2dSpec | WithRelu
     x: np.ndarray
     parameters: dict[str, np.ndarray]
     training: bool = True
     input_gradient: bool = True
     offset: int = 0  # of parameters and their gradients, in elements
+    input_first: bool = False  # backward begins with the input's gradient
 
     def __post_init__(self) -> None:
         runtime = self.kernels.runtime
@@ -92,10 +97,12 @@ class Bench:
         results = {"y": read(self.y).copy()}
         if self.training:
             write(self.dy, dy)
-            self.poison()
-            self.operator.backward_parameters()
-            self.poison()
-            self.operator.backward_input()
+            halves = [self.operator.backward_parameters, self.operator.backward_input]
+            for k, half in enumerate(reversed(halves) if self.input_first else halves):
+                self.poison()
+                if k or not self.operator.needs_output:  # read in the first half alone
+                    write(self.y, np.full(self.y.shape, np.nan))
+                half()
             results |= {role: read(gradient).copy() for role, gradient in self.gradients.items()}
             results |= {} if self.dx is None else {"x": read(self.dx).copy()}
         return results
@@ -106,16 +113,20 @@ def bfloat16_values(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).integers(-63, 64, shape) / 32).astype(np.float64)
 
 
-def reference(spec: Conv2dSpec, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray) -> dict[str, np.ndarray]:
-    bench = OperatorBench(NumpyKernelSet(), spec, [x], parameters=parameters)
-    results = {"y": bench.forward()}
-    gradients = bench.backward(dy)
-    return {**results, **gradients.parameters, "x": gradients.inputs[0]}
+def reference(
+    spec: Conv2dSpec | WithRelu, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
+) -> dict[str, np.ndarray]:
+    inner, relu = (spec.inner, True) if isinstance(spec, WithRelu) else (spec, False)
+    bench = OperatorBench(NumpyKernelSet(), inner, [x], parameters=parameters)
+    y = bench.forward()
+    gradients = bench.backward(np.where(y > 0, dy, 0.0) if relu else dy)
+    return {"y": np.maximum(y, 0.0) if relu else y, **gradients.parameters, "x": gradients.inputs[0]}
 
 
-def case(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+def case(spec: Conv2dSpec | WithRelu, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """x, parameters, dy."""
-    parameters = {role: bfloat16_values(*value.shape, seed=1) for role, value in default_parameters(spec, "float64").items()}
+    inner = spec.inner if isinstance(spec, WithRelu) else spec
+    parameters = {role: bfloat16_values(*value.shape, seed=1) for role, value in default_parameters(inner, "float64").items()}
     return bfloat16_values(*shape), parameters, bfloat16_values(*spec.output(TensorSpec(shape)).shape, seed=2)
 
 
@@ -130,6 +141,23 @@ def test_equals_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
         for name, values in expected.items():
             error = np.abs(results[name] - values).max() / np.abs(values).max()
             assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
+
+
+@pytest.mark.parametrize(("spec", "shape"), CASES[-3:])
+def test_a_relu_is_undone_once_whichever_half_of_backward_comes_first(cuda_kernels, spec, shape) -> None:
+    x, parameters, dy = case(spec, shape)
+    results = [Bench(cuda_kernels("bfloat16"), spec, x, parameters, input_first=first).run(dy) for first in (False, True)]
+    for name, values in results[0].items():
+        np.testing.assert_array_equal(results[1][name], values, name)
+
+
+def test_a_gradient_that_is_not_a_number_is_seen_behind_a_relu(cuda_kernels) -> None:
+    spec, shape = CASES[-3]
+    x, parameters, dy = case(spec, shape)
+    y = reference(spec, x, parameters, dy)["y"]
+    dy[np.unravel_index(np.argmin(y), y.shape)] = np.nan  # where the ReLU passes nothing on
+    assert y.min() == 0
+    assert np.isnan(Bench(cuda_kernels("float32"), spec, x, parameters).run(dy)["bias"]).any()
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
@@ -155,6 +183,16 @@ def test_without_pixels_nothing_is_planned_and_gradients_are_zero(cuda_kernels, 
     assert results["y"].size == results["x"].size == 0
     assert not results["weight"].any()
     assert not results["bias"].any()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_plan_that_adds_a_bias_computes_the_relu_too(cuda_kernels, bias) -> None:
+    spec, shape = WithRelu(Conv2dSpec(4, 6, Window((3, 3), (1, 1), SAME), bias=bias)), (2, 5, 5, 4)
+    kernels = cuda_kernels("float32")
+    asked = record_plans(kernels)
+    x, parameters, _ = case(spec, shape)
+    Bench(kernels, spec, x, parameters, training=False).run(np.zeros(0))
+    assert [key.fused for key in asked] == ["bias_relu" if bias else ""]
 
 
 @pytest.mark.parametrize(

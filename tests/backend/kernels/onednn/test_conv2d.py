@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.backend.kernels.abilities import Accumulating
 from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 from tests.support.kernel_pairs import assert_close, difference, run

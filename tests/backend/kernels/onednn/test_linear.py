@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import LinearSpec
 from tests.support.kernel_pairs import assert_close, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, PoolSpec, ReluSpec, Spec, Window
 from tests.support.kernel_pairs import Result, run

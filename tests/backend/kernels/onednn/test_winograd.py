@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn import tiling
 from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
-from hpctrain.backend.kernels.onednn.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.onednn.tiling import Tiling
 from hpctrain.backend.kernels.specs import Conv2dSpec, Edges, TensorSpec, Window

@@ -1,4 +1,4 @@
-"""Operations that only this kernel set's fusion makes."""
+"""Operations that only fusion makes."""
 
 from __future__ import annotations
 
