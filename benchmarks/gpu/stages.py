@@ -39,7 +39,13 @@ class Stage:
 STAGES = (
     Stage("facts", 40),
     Stage("build", 60),
+    Stage("kernels", 90),
+    Stage("sanitizer", 70),
+    Stage("training", 90),
+    Stage("ranks", 40),
+    Stage("speed", 120),
     Stage("peer", 130),
+    Stage("tests", 60),
 )
 EMULATED_FACTOR = 10.0  # all limits on the emulated device
 

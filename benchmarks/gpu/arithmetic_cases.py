@@ -1,0 +1,45 @@
+"""The arithmetic service of a kernel set, call by call, from host arrays to host arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.backend.arithmetic import Array, UpdateRun
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.base import KernelSet
+
+_SIZE = 5_003  # no multiple of any pack
+_RUNS = (UpdateRun(0, 1_000, 1.0, 1e-4), UpdateRun(1_000, 1_001, 0.5, 0.0), UpdateRun(1_001, _SIZE, 2.0, 0.01))
+
+
+def arithmetic_results(kernels: KernelSet, dtype: str) -> dict[str, np.ndarray]:
+    """Everything that the service computes, on the host, float64. dtype: of activations; the rest follows from it."""
+    arithmetic, random = kernels.arithmetic, np.random.default_rng(12)
+    kept = parameter_dtype(dtype)
+    values = [random.standard_normal(_SIZE).astype(np.float32).astype(np.float64) for _ in range(3)]
+
+    def array(number: int) -> Array:
+        target = arithmetic.zeros(_SIZE, kept)
+        arithmetic.from_host(target, values[number].astype(kept))
+        return target
+
+    results: dict[str, Array] = {"from host": array(0)}
+    results["copy"] = arithmetic.zeros(_SIZE, kept)
+    arithmetic.copy(results["copy"], array(1))
+    results["sum"], results["difference"], results["fill"] = array(0), array(0), arithmetic.zeros(_SIZE, kept)
+    arithmetic.add(results["sum"], array(1))
+    arithmetic.subtract(results["difference"], array(2))
+    arithmetic.fill(results["fill"], 0.375)
+    for nesterov in (False, True):
+        data, gradient, momentum = array(0), array(1), array(2)
+        descent = arithmetic.descent(data, gradient, momentum, factor=0.9, nesterov=nesterov)
+        for lr in (0.1, 0.05):
+            descent.update(_RUNS, lr)
+        results |= {f"data, nesterov {nesterov}": data, f"momentum, nesterov {nesterov}": momentum}
+    hosted = {name: np.array(arithmetic.to_host(result), np.float64) for name, result in results.items()}
+    not_finite = array(0)
+    arithmetic.fill(not_finite[7:8], float("nan"))
+    hosted["finite"] = np.array(arithmetic.fetch_finite([array(1), not_finite]).result(), np.float64)
+    hosted["square sums"] = np.array(arithmetic.square_sums([array(0), array(2)]), np.float64)
+    hosted["fetch"] = np.array(arithmetic.fetch(results["sum"]).result(), np.float64)
+    return hosted

@@ -1,0 +1,144 @@
+"""Stage 3: every operator against float64 NumPy, a GPU also against the emulated device, and all roundings to bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.arithmetic_cases import arithmetic_results
+from benchmarks.gpu.cases import Case, cases, exact
+from benchmarks.gpu.operator_run import OperatorRun
+from benchmarks.gpu.roundings import check_roundings
+from benchmarks.gpu.settings import EMULATED_SEED, NotBuiltYetError, Settings
+from benchmarks.gpu.stage_report import StageReport
+from hpctrain.backend.cuda.device import Device, Precision
+from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
+from hpctrain.errors import BackendError
+
+#: of float64 NumPy, relative to the largest element of the array
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-4, "bfloat16": 1e-2}
+#: in the error of a set that has no such operator
+NO_OPERATOR = "has no "
+
+
+def run(settings: Settings, report: StageReport) -> None:
+    """All cases in all precisions, then the loss, then the roundings."""
+    device = settings.make_device()
+    missing: set[str] = set()
+    for precision in settings.precisions():
+        kernels = kernel_set(device, precision)
+        twin = kernel_set(EmulatedDevice(EMULATED_SEED), precision) if not settings.emulated and build.compiler() else None
+        compare_all(kernels, twin, precision, cases(small=settings.emulated), report, missing)
+        compare_loss(kernels, precision, report, missing)
+        compare_arithmetic(kernels, precision, report)
+    check_roundings(device, settings.emulated, report)
+    if missing:
+        raise NotBuiltYetError(f"operators of {', '.join(sorted(missing))}")
+
+
+def kernel_set(device: Device, precision: Precision) -> CudaKernelSet:
+    """The cuda set on one device."""
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+
+
+def compare_all(
+    kernels: CudaKernelSet,
+    twin: CudaKernelSet | None,
+    precision: Precision,
+    chosen: Iterable[Case],
+    report: StageReport,
+    missing: set[str],
+) -> None:
+    """A check for each case; the largest errors by array are recorded. `twin`: the same on the emulated device."""
+    rows: list[dict[str, Any]] = []
+    for case in chosen:
+        try:
+            row = compare(kernels, twin, precision, case)
+        except BackendError as error:
+            if NO_OPERATOR not in str(error):
+                raise
+            missing.add(type(case.spec).__name__.removesuffix("Spec"))
+            continue
+        except Exception as error:
+            row = {"case": case.name, "errors": {}, "worst": float("inf"), "failure": f"{type(error).__name__}: {error}"}
+        rows.append(row)
+        text = row.get("failure") or f"{row['worst']:.2e}"
+        report.check(f"{case.name} in {precision}", row["worst"] <= TOLERANCES[precision], text)
+    report.add(f"errors {precision}", rows)
+    worst = max((row["worst"] for row in rows), default=float("inf"))
+    report.note(f"{precision} {worst:.1e} ({len(rows)} cases)")
+
+
+def compare(kernels: CudaKernelSet, twin: CudaKernelSet | None, precision: Precision, case: Case) -> dict[str, Any]:
+    """Errors of one case by array, relative to the largest element of NumPy's."""
+    expected = results(NumpyKernelSet(), "float64", case)
+    errors = differences(results(kernels, kernels.runtime.dtype, case), expected)
+    row = {"case": case.name, "errors": errors, "worst": max(errors.values())}
+    if twin is not None and not case.library and np.prod(case.shapes[0]) < 20_000:
+        row["from_emulated"] = differences(results(kernels, kernels.runtime.dtype, case), results(twin, twin.runtime.dtype, case))
+    return row
+
+
+def results(kernels: KernelSet, dtype: str, case: Case) -> dict[str, np.ndarray]:
+    """Everything that one operator writes in a step, on the host, float64."""
+    operator = OperatorRun(kernels, case.spec, case.inputs(), case.parameters(), dtype)
+    written = operator.forward()
+    cotangent = exact(np.random.default_rng(9).standard_normal(written["output"].shape))
+    return written | operator.backward(cotangent)
+
+
+def differences(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """By array: the largest difference over the largest element; infinite where one is not finite or of another shape."""
+    errors = {}
+    for name, values in expected.items():
+        if actual[name].shape != values.shape or not np.isfinite(actual[name]).all():
+            errors[name] = float("inf")
+            continue
+        scale = max(float(np.abs(values).max(initial=0.0)), 1e-30)
+        errors[name] = float(np.abs(actual[name] - values).max(initial=0.0)) / scale
+    return errors
+
+
+def compare_loss(kernels: CudaKernelSet, precision: Precision, report: StageReport, missing: set[str]) -> None:
+    """Softmax cross entropy with and without smoothing."""
+    logits = 4.0 * exact(np.random.default_rng(10).standard_normal((37, 1000)))
+    labels = np.random.default_rng(11).integers(0, 1000, 37)
+    for smoothing in (0.0, 0.1):
+        try:
+            actual = loss_results(kernels, kernels.runtime.dtype, logits, labels, smoothing)
+        except BackendError as error:
+            if NO_OPERATOR not in str(error):
+                raise
+            missing.add("SoftmaxCrossEntropy")
+            return
+        errors = differences(actual, loss_results(NumpyKernelSet(), "float64", logits, labels, smoothing))
+        worst = max(errors.values())
+        report.check(f"loss, smoothing {smoothing}, in {precision}", worst <= TOLERANCES[precision], f"{worst:.2e}")
+
+
+def compare_arithmetic(kernels: CudaKernelSet, precision: Precision, report: StageReport) -> None:
+    """Copies, sums, updates and norms outside of operators, in the dtype of parameters: against NumPy in the same dtype."""
+    kept = kernels.runtime.parameter_dtype
+    errors = differences(arithmetic_results(kernels, kernels.runtime.dtype), arithmetic_results(NumpyKernelSet(), kept))
+    worst = max(errors, key=lambda name: errors[name])
+    report.check(f"arithmetic beside {precision}", errors[worst] <= TOLERANCES[kept], f"{worst}: {errors[worst]:.2e}")
+
+
+def loss_results(
+    kernels: KernelSet, dtype: str, logits: np.ndarray, labels: np.ndarray, smoothing: float
+) -> dict[str, np.ndarray]:
+    """Sums and the gradient of the logits."""
+    arithmetic = kernels.arithmetic
+    x, dx = (arithmetic.zeros(logits.size, dtype).reshape(logits.shape) for _ in range(2))
+    arithmetic.from_host(x, logits.astype("float32" if dtype == "bfloat16" else dtype))
+    sums = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing)).run(x, labels, 64, dx).result()
+    values = np.array([sums.loss, sums.top1, sums.top5, sums.count], np.float64)
+    return {"sums": values, "d logits": np.array(arithmetic.to_host(dx), np.float64)}

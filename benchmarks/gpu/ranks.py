@@ -1,0 +1,106 @@
+"""Stage 6: `hpctrain train` as users run it, on one rank and on two that share a GPU: both must train the same network.
+
+As long as backend cuda refuses several ranks, its refusal is what this stage says of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
+from benchmarks.gpu.stage_report import StageReport
+from hpctrain.data import format as data_format
+from hpctrain.storage.run_directory import latest
+
+_CONFIG = """
+name: ranks
+seed: 7
+backend: {backend}
+model: {{name: small, channels: [8, 16], hidden: 24}}
+data: {{train: {folder}/train.h5, test: {folder}/test.h5}}
+batch: 20
+epochs: 2
+optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
+schedule: constant
+output: {folder}/runs-{name}
+"""
+_TOLERANCE = 1e-4
+_REFUSAL = re.compile(r"Backend cuda trains on one rank[^\n]*(?:\n[^\n]+)*")
+
+
+def run(settings: Settings, report: StageReport) -> None:
+    """One rank on the CPU, one on the device, two on the device."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_data(folder)
+        cpu = checked_losses(folder, "cpu", "numpy", 0, report)
+        one = checked_losses(folder, "one", "cuda", 0, report)
+        compare("one rank as the CPU", one, cpu, report)
+        if mpiexec() is None:
+            raise SkippedError("mpiexec is not here")
+        done = train(folder, "two", "cuda", 2)
+        refusal = _REFUSAL.search(done.stdout + done.stderr)
+        if done.returncode and refusal:
+            sentence = " ".join(refusal[0].split())
+            report.add("refusal_of_two_ranks", sentence)
+            raise NotBuiltYetError(sentence)
+        compare("two ranks as one", losses_of(folder, "two", done, report), one, report)
+
+
+def mpiexec() -> str | None:
+    """The launcher beside this Python, else on PATH: the first is sure to be the one of its MPI."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def make_data(folder: Path) -> None:
+    """Two small files of images that can be learnt."""
+    random = np.random.default_rng(0)
+    patterns = random.integers(0, 200, (3, 14, 14, 1))
+    for name, count in (("train", 100), ("test", 20)):
+        labels = random.integers(0, 3, count)
+        images = (patterns[labels] + random.integers(0, 56, (count, 14, 14, 1))).astype(np.uint8)
+        data_format.write(folder / f"{name}.h5", count, (14, 14, 1), ["a", "b", "c"], [(images, labels)])
+
+
+def train(folder: Path, name: str, backend: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    """`hpctrain train` on so many ranks; 0: without a launcher."""
+    config = folder / f"{name}.yaml"
+    config.write_text(_CONFIG.format(backend=backend, folder=folder, name=name))
+    launcher = (str(mpiexec()), "-n", str(ranks)) if ranks else ()
+    command = [*launcher, sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    print(f"---- {name}\n{done.stdout}{done.stderr}")
+    return done
+
+
+def checked_losses(folder: Path, name: str, backend: str, ranks: int, report: StageReport) -> list[float]:
+    """The losses of a training that has to end well."""
+    return losses_of(folder, name, train(folder, name, backend, ranks), report)
+
+
+def losses_of(folder: Path, name: str, done: subprocess.CompletedProcess[str], report: StageReport) -> list[float]:
+    """Training losses by epoch of a job that has ended; none where it failed, which is a failed check."""
+    text = "" if done.returncode == 0 else f"code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+    report.check(f"training {name} ends well", done.returncode == 0, text)
+    finished = latest(folder / f"runs-{name}", "ranks")
+    if done.returncode or finished is None:
+        return []
+    losses = [float(line["loss"]) for line in finished.metrics() if line["kind"] == "epoch"]
+    report.add(f"losses {name}", losses)
+    return losses
+
+
+def compare(name: str, losses: Sequence[float], aims: Sequence[float], report: StageReport) -> None:
+    """A check that two trainings had the same losses."""
+    same = bool(losses) and len(losses) == len(aims) and bool(np.allclose(losses, aims, rtol=_TOLERANCE))
+    report.check(name, same, f"{list(losses)} and {list(aims)}")
+    report.note(f"{name}: {'yes' if same else 'NO'}")

@@ -1,0 +1,130 @@
+"""Stage 7: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.devices import DEVICES, DeviceFigures
+from benchmarks.gpu.floor import Clock, prediction, step_of
+from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.stage_report import StageReport
+from benchmarks.gpu.training_run import Task, TrainingRun
+from hpctrain.backend.cuda.device import Device, Precision
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.nn.hooks import StepHooks
+
+_REPEATS, _WARM_UP, _STEPS = 9, 4, 5
+_RUNS: tuple[tuple[Task, Precision], ...] = (
+    (Task("resnet50", 256, 224, batches=1), "bfloat16"),
+    (Task("resnet50", 32, 224, batches=1), "bfloat16"),
+    (Task("vgg16", 64, 224, batches=1), "bfloat16"),
+)
+_SMALL_RUNS: tuple[tuple[Task, Precision], ...] = ((Task("small", 2, 28, batches=1), "bfloat16"),)
+
+
+def run(settings: Settings, report: StageReport) -> None:
+    """Every network with graphs, then without; on the emulated device one step of each, which is no measurement."""
+    device, rows = settings.make_device(), []
+    repeats, steps = (1, 1) if settings.emulated else (_REPEATS, _STEPS)
+    for task, precision in _SMALL_RUNS if settings.emulated else _RUNS:
+        for graphs in (True, False):
+            row = measure(device, task, precision, graphs=graphs, repeats=repeats, steps=steps)
+            rows.append(row)
+            report.add("runs", rows)
+            name = f"{task.model} {task.batch}{'' if graphs else ' without graphs'}"
+            report.check(f"{name} has a finite loss", bool(np.isfinite(row["loss"])), f"{row['loss']:.4f}")
+            if not settings.emulated:
+                report.note(f"{name}: {row['images_per_second']:.0f}/s, {row['over_floor']:.2f} of the floor's time")
+    if settings.emulated:
+        report.note("the emulated device's times mean nothing, and are not kept")
+        report.add("runs", [{name: row[name] for name in ("model", "batch", "graphs", "loss")} for row in rows])
+        return
+    report.add("layers", layer_seconds(device, *_RUNS[0]))
+
+
+def measure(device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step in `repeats` turns of so many steps, behind a warm-up; images are on the device before."""
+    before, begin = device.memory_used(), time.perf_counter()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
+    run = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True)
+    stream, losses = kernels.runtime.stream, []
+    for _ in range(_WARM_UP):
+        losses.append(run.step())
+    setup, seconds = time.perf_counter() - begin, []
+    for _ in range(repeats):
+        stream.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            handle = run.enqueue()
+        stream.synchronize()
+        seconds.append((time.perf_counter() - begin) / steps)
+        losses.append(handle.result().loss / task.batch)
+    median = float(np.median(seconds))
+    return {
+        "model": task.model,
+        "batch": task.batch,
+        "precision": precision,
+        "graphs": graphs,
+        "setup_and_warm_up_seconds": setup,
+        "step_seconds": seconds,
+        "median_seconds": median,
+        "images_per_second": task.batch / median,
+        "loss": losses[-1],
+        "memory_bytes": device.memory_used() - before,
+        **floor(device, task, precision, median),
+    }
+
+
+def figures_of(device: Device) -> DeviceFigures:
+    """The kind of GPU that this one is, by its name; an H100 where it is none of those known."""
+    return next((figures for name, figures in DEVICES.items() if name in device.name.lower()), DEVICES["h100"])
+
+
+def floor(device: Device, task: Task, precision: Precision, seconds: float) -> dict[str, float | str]:
+    """The step's floor on this kind of GPU, and how many times as long it took."""
+    figures = figures_of(device)
+    counted: Precision = "float32" if precision == "float64" else precision
+    predicted = prediction(step_of(task.model, task.batch, counted), Clock(figures, counted))
+    return {
+        "floor_of": figures.name,
+        "floor_seconds": predicted["serial_seconds"],
+        "predicted_seconds": predicted["with_graph_seconds"],
+        "over_floor": seconds / predicted["serial_seconds"],
+    }
+
+
+class DeviceLaps(StepHooks):
+    """Seconds of the device by (operator, phase): the stream is waited for behind each operator, so the sum is above a step's."""
+
+    def __init__(self, stream: Any) -> None:
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self._stream, self._last = stream, 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._stream.synchronize()
+        self._last = time.perf_counter()
+
+    def operator_done(self, name: str, phase: str) -> None:
+        self._stream.synchronize()
+        now = time.perf_counter()
+        self.seconds.setdefault((name, phase), []).append(now - self._last)
+        self._last = now
+
+
+def layer_seconds(device: Device, task: Task, precision: Precision, steps: int = 5) -> Sequence[dict[str, Any]]:
+    """Median seconds of each operator's phases, without graphs."""
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
+    run, laps = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True), DeviceLaps(kernels.runtime.stream)
+    run.step()
+    for _ in range(steps):
+        laps.start()
+        run.enqueue(laps)
+    return [
+        {"layer": name, "phase": phase, "seconds": float(np.median(values))} for (name, phase), values in laps.seconds.items()
+    ]

@@ -1,0 +1,27 @@
+"""Last stage of a rehearsal: the tests of the backend in a GPU machine's versions of Python and of all packages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.settings import Settings, SkippedError
+from benchmarks.gpu.stage_report import StageReport
+
+_TOP = Path(__file__).parents[2]
+_ARGUMENTS = ("-q", "-m", "parallel[1] and not slow", "-p", "no:cacheprovider", "-r", "f", "tests/backend", "tests/benchmarks")
+
+
+def run(settings: Settings, report: StageReport) -> None:
+    """All tests below tests/backend that are neither slow nor of several ranks."""
+    if not settings.emulated:
+        raise SkippedError("what the tests prove does not depend on the GPU; the rehearsal runs them")
+    done = subprocess.run([sys.executable, "-m", "pytest", *_ARGUMENTS], capture_output=True, text=True, cwd=_TOP)
+    print(done.stdout, done.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+    report.add("failed_tests", failed)
+    report.check("the tests of the backend pass", done.returncode == 0, last)
+    report.note(last)
