@@ -18,8 +18,9 @@ from hpctrain.backend.kernels.cuda.staging import Staging
 from hpctrain.backend.kernels.cuda.sums import ArrayTable
 from hpctrain.boxes import Box
 
-#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes
-STAGING_COUNT, STAGING_BYTES = 4, 4 << 20
+#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes. More are made for large arrays, so that
+#: the host fills them with a batch while the device computes.
+STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
 #: elements that a thread casts at once: 16 bytes of float32
 _CAST_WIDTH = 4
@@ -42,7 +43,7 @@ class CudaArithmetic(Arithmetic):
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT)
+        self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
         self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
@@ -116,7 +117,9 @@ class CudaArithmetic(Arithmetic):
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
         _check_sizes(target, source)
-        if target.dtype == "bfloat16":
+        rounded = target.dtype == "bfloat16"
+        self._staging.reserve(4 * target.size if rounded else target.nbytes)
+        if rounded:
             self._from_host_rounded(target.reshape(-1), np.ascontiguousarray(source).reshape(-1))
         else:
             self._staging.upload(target, source)

@@ -54,12 +54,17 @@ class Staging:
 
     Args:
         size_bytes: of one buffer, at least one element's. count: of buffers: so many copies may be on their way before the host
-            waits.
+            waits. most: how many there may become, by what is reserved; `count` unless it is given.
     """
 
-    def __init__(self, runtime: CudaRuntime, size_bytes: int, count: int) -> None:
-        self._size_bytes = size_bytes
+    def __init__(self, runtime: CudaRuntime, size_bytes: int, count: int, most: int = 0) -> None:
+        self._runtime, self._size_bytes, self._most = runtime, size_bytes, most
         self._buffers = deque(PinnedBuffer(runtime, size_bytes) for _ in range(count))
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make as many buffers as may be for so many bytes, so that all of them can be on their way while the host goes on."""
+        while len(self._buffers) < min(self._most, -(-size_bytes // self._size_bytes)):
+            self._buffers.append(PinnedBuffer(self._runtime, self._size_bytes))
 
     def upload(self, target: DeviceArray, source: np.ndarray) -> None:
         """Enqueue target := source, of one size, rounded to the target's dtype. The source may change afterwards."""

@@ -58,3 +58,17 @@ def test_without_elements(cuda_kernels: CudaKernelsFactory) -> None:
     empty = _array(runtime, 0, "float32").reshape(0, 3)
     staging.upload(empty, np.zeros((0, 3)))
     assert staging.download(empty).shape == (0, 3)
+
+
+def test_more_buffers_are_made_for_what_is_reserved_and_never_more_than_may_be(cuda_kernels: CudaKernelsFactory) -> None:
+    runtime = cuda_kernels().runtime
+    pinned, device = [], runtime.device
+    make = device.pinned
+    device.pinned = lambda size_bytes: pinned.append(size_bytes) or make(size_bytes)  # type: ignore[method-assign, func-returns-value]
+    staging = Staging(runtime, 64, count=2, most=5)
+    for size_bytes, count in ((0, 2), (129, 3), (64, 3), (64 * 1000, 5)):
+        staging.reserve(size_bytes)
+        assert pinned == [64] * count
+    values, target = np.arange(200.0), _array(runtime, 200, "float64")
+    staging.upload(target, values)
+    np.testing.assert_array_equal(staging.download(target), values)
