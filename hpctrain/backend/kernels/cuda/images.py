@@ -8,9 +8,9 @@ from hpctrain.errors import BackendError
 
 _THREADS = 256
 _WARP = 32
-# More than fit at once, so that the last blocks of a launch are few among many.
-_WAVES = 32
-_LIMIT = 1 << 31
+# Far more than fit at once, so that the last blocks of a launch are few among many.
+_WAVES = 256
+_LIMIT = 1 << 30  # and a step beyond is still a number of 32 bits
 
 
 def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Extent]:

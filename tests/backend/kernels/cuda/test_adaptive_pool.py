@@ -51,7 +51,9 @@ def test_large_windows_are_shared_by_a_block(emulated_device, dtype: str, size: 
 
 def test_more_outputs_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.backend.kernels.cuda.adaptive_pool._MOST_BLOCKS", 2)
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
     compare((1, 1), dyadic(5, 4, 4, 3), "float32", seed=4)
+    compare((7, 5), dyadic(3, 11, 9, 40), "float32", seed=4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
