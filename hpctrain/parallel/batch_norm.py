@@ -42,6 +42,11 @@ class RankStatistics:
         self._queue = progress.queue(comm)
         self._gathered: dict[int, np.ndarray] = {}  # by width: one for each channel count, made at its first step
 
+    @property
+    def alone(self) -> bool:
+        """One rank: there is nothing to merge."""
+        return self._comm.size == 1
+
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2`, float64 (C,), by those of all ranks; give the total count. Count 0: they are not read."""
         channels = mean.size

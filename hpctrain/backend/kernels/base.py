@@ -43,6 +43,11 @@ class StepContext:
 class StatisticsMerger(Protocol):
     """Merges batch statistics over the ranks that share a step. One process: the identity."""
 
+    @property
+    def alone(self) -> bool:
+        """One rank: there is nothing to merge."""
+        ...
+
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2` (sum of squared deviations), float64 (C,), by those of all ranks, merged in rank order;
         give the total count. Collective: every rank calls it, with count 0 where it has no samples."""
@@ -55,6 +60,8 @@ class StatisticsMerger(Protocol):
 
 class LocalStatistics:
     """The merger of a rank that shares with nobody."""
+
+    alone = True
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         return count

@@ -12,6 +12,7 @@ from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator, StepContext
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
+from hpctrain.backend.kernels.cuda.batch_norm import CudaBatchNorm
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
 from hpctrain.backend.kernels.cuda.dropout import make_dropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
@@ -25,6 +26,7 @@ from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
+    BatchNormSpec,
     Conv2dSpec,
     DropoutSpec,
     FlattenSpec,
@@ -69,6 +71,8 @@ class CudaKernelSet(CapturesWork, KernelSet):
                 )
             case LinearSpec():
                 return CudaLinear(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case BatchNormSpec():
+                return CudaBatchNorm(spec, *inputs, training=training, runtime=self.runtime)
             case PoolSpec():
                 return make_pool(spec, *inputs, training=training, runtime=self.runtime)
             case AdaptiveAveragePoolSpec():

@@ -1,0 +1,268 @@
+// Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), with the addition of a second input and a ReLU behind it.
+//
+// Blocks are (packs of channels, rows): a thread keeps to its channels, so the coefficients stay in registers. Sums over rows are made in
+// two launches: the first sums stretches of rows, one for each blockIdx.y, the second the stretches, in float64. Deviations are taken from
+// the first row of a stretch, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+//
+// ReLU: backward makes the sign of the output again from x; where a second input was added it reads a bit that forward left.
+#include "common.cuh"
+
+#define THREADS 256
+enum Coefficient { CENTRE, SCALE, OFFSET, INVERSE, CORRECTION, SLOPE, SHIFT };
+enum Mask { NONE, REMADE, STORED };
+enum Flag { GRADIENT = 1, ADD_GRADIENT = 2, RESIDUAL = 4, ADD_RESIDUAL = 8 };
+
+// Rounded once, whatever the compiler does elsewhere: forward and backward get the same bits.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+template <int W> __device__ __forceinline__ int first_channel() { return int(blockIdx.x * blockDim.x + threadIdx.x) * W; }
+
+// A coefficient of W channels.
+template <int W, class S> __device__ __forceinline__ Pack<S, W> pick(const S* coefficients, Coefficient which, int channels, int channel) {
+  return load<S, W>(coefficients + int64_t(which) * channels + channel);
+}
+
+// Adds up two sums of W channels over the rows of a block; partial is (2, channels, gridDim.y).
+template <int W, class S> __device__ __forceinline__ void sum_rows(const Pack<S, W>* sums, S* partial, int channels) {
+  SHARED(S, shared, 2 * W * THREADS);
+  const int wide = blockDim.x, threads = wide * blockDim.y, thread = threadIdx.y * wide + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < W; i++) {
+    shared[i * THREADS + thread] = sums[0].at[i];
+    shared[(W + i) * THREADS + thread] = sums[1].at[i];
+  }
+  __syncthreads();
+  for (int k = thread; k < 2 * W * wide; k += threads) {
+    const int which = k / wide, lane = k % wide, channel = (blockIdx.x * wide + lane) * W + which % W;
+    S sum = 0;
+    for (int row = 0; row < int(blockDim.y); row++) sum += shared[which * THREADS + row * wide + lane];
+    if (channel < channels) partial[(int64_t(which / W) * channels + channel) * gridDim.y + blockIdx.y] = sum;
+  }
+}
+
+// Sums of the deviations from the first row of each stretch, and of their squares.
+template <class T, int W> __device__ __forceinline__ void moments(const T* x, typename Sum<T>::type* partial, int64_t rows, int64_t stretch, int channels) {
+  typedef typename Sum<T>::type S;
+  Pack<S, W> sums[2] = {};
+  const int channel = first_channel<W>();
+  const int64_t begin = blockIdx.y * stretch, end = begin + stretch < rows ? begin + stretch : rows;
+  if (channel < channels) {
+    const Pack<T, W> first = load<T, W>(x + begin * channels + channel);
+#pragma unroll 4
+    for (int64_t row = begin + threadIdx.y; row < end; row += blockDim.y) {
+      const Pack<T, W> v = load<T, W>(x + row * channels + channel);
+#pragma unroll
+      for (int i = 0; i < W; i++) {
+        const S deviation = value(v.at[i]) - value(first.at[i]);
+        sums[0].at[i] += deviation;
+        sums[1].at[i] = multiply_add(deviation, deviation, sums[1].at[i]);
+      }
+    }
+  }
+  sum_rows<W, S>(sums, partial, channels);
+}
+
+// y = (x - centre) * scale + offset; the offset makes up for the rounding of the mean.
+template <class S> __device__ __forceinline__ void normalisation(S* coefficients, int channels, int c, double mean, double inverse, S gamma, S beta) {
+  const S centre = S(mean);
+  const double scale = gamma * inverse;
+  coefficients[int64_t(CENTRE) * channels + c] = centre;
+  coefficients[int64_t(SCALE) * channels + c] = S(scale);
+  coefficients[int64_t(OFFSET) * channels + c] = S(beta + (centre - mean) * scale);
+}
+
+// One warp a channel: statistics of all rows, by the formula of Chan, Golub and LeVeque (1979) for stretches.
+template <class T, class S>
+__device__ __forceinline__ void moments_finish(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double total = 0, squares = 0, first = 0;
+  if (c < channels && parts) {
+    first = value(x[c]);
+    for (int p = threadIdx.x; p < parts; p += 32) {
+      const int64_t begin = p * stretch;
+      const double count = double(rows - begin < stretch ? rows - begin : stretch);
+      const double sum = partial[int64_t(c) * parts + p], square = partial[(int64_t(channels) + c) * parts + p];
+      const double distance = value(x[begin * channels + c]) - first + sum / count;
+      total += count * distance;
+      squares += square - sum * sum / count + count * distance * distance;
+    }
+  }
+  total = warp_sum(total);
+  squares = warp_sum(squares);
+  if (c >= channels || threadIdx.x) return;
+  const double count = double(rows > 1 ? rows : 1), mean = first + total / count;
+  double m2 = squares - total * total / count;
+  m2 = m2 < 0 ? 0 : m2;
+  const double inverse = 1 / sqrt(m2 / count + epsilon);
+  normalisation(coefficients, channels, c, mean, inverse, gamma[c], beta[c]);
+  coefficients[int64_t(INVERSE) * channels + c] = S(inverse);
+  coefficients[int64_t(CORRECTION) * channels + c] = S(S(mean) - mean);
+  batch_mean[c] = S(mean);
+  batch_var[c] = S(m2 / (rows > 2 ? rows - 1 : 1));
+}
+
+// The coefficients of evaluation.
+template <class S> __device__ __forceinline__ void evaluation(const S* mean, const S* variance, const S* gamma, const S* beta, S* coefficients, int channels, double epsilon) {
+  const int c = int(first_item());
+  if (c < channels) normalisation(coefficients, channels, c, mean[c], 1 / sqrt(variance[c] + epsilon), gamma[c], beta[c]);
+}
+
+// Two rows at once: loads come before stores, which the compiler cannot arrange itself, as y may be x. mask: a byte for each pack, or null.
+template <class T, int W, bool add, bool rectify>
+__device__ __forceinline__ void apply(const T* x, const T* residual, const typename Sum<T>::type* coefficients, T* y, uint8_t* mask, int64_t rows, int channels) {
+  typedef typename Sum<T>::type S;
+  const int channel = first_channel<W>();
+  if (channel >= channels) return;
+  const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel), scale = pick<W>(coefficients, SCALE, channels, channel), offset = pick<W>(coefficients, OFFSET, channels, channel);
+  const int64_t step = int64_t(gridDim.y) * blockDim.y;
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += 2 * step) {
+    Pack<T, W> v[2], r[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+      if (row + k * step < rows) {
+        v[k] = load<T, W>(x + (row + k * step) * channels + channel);
+        if (add) r[k] = load<T, W>(residual + (row + k * step) * channels + channel);
+      }
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+      if (row + k * step < rows) {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+          S out = multiply_add(value(v[k].at[i]) - centre.at[i], scale.at[i], offset.at[i]);
+          if (add) out += value(r[k].at[i]);
+          v[k].at[i] = Round<T>::of(rectify ? relu(out) : out);
+          bits |= unsigned(value(v[k].at[i]) > 0) << i;
+        }
+        store(y + (row + k * step) * channels + channel, v[k]);
+        if (add && rectify && mask) mask[((row + k * step) * channels + channel) / W] = uint8_t(bits);
+      }
+  }
+}
+
+// A bit for each channel of a pack: the ReLU let it pass.
+template <class T, int W, Mask kind, class S>
+__device__ __forceinline__ unsigned passes(const Pack<T, W>& x, const uint8_t* mask, int64_t at, const Pack<S, W>& centre, const Pack<S, W>& scale, const Pack<S, W>& offset) {
+  if (kind == STORED) return mask[at / W];
+  unsigned bits = 0;
+#pragma unroll
+  for (int i = 0; i < W; i++)
+    bits |= unsigned(kind == NONE || value(Round<T>::of(multiply_add(value(x.at[i]) - centre.at[i], scale.at[i], offset.at[i]))) > 0) << i;
+  return bits;
+}
+
+// Sums of d (x - centre) and of d, d being dy without what the ReLU stopped.
+template <class T, int W, Mask kind>
+__device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, typename Sum<T>::type* partial, int64_t rows, int64_t stretch, int channels) {
+  typedef typename Sum<T>::type S;
+  Pack<S, W> sums[2] = {};
+  const int channel = first_channel<W>();
+  const int64_t begin = blockIdx.y * stretch, end = begin + stretch < rows ? begin + stretch : rows;
+  if (channel < channels) {
+    const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel);
+    Pack<S, W> scale, offset;
+    if (kind == REMADE) scale = pick<W>(coefficients, SCALE, channels, channel), offset = pick<W>(coefficients, OFFSET, channels, channel);
+#pragma unroll 2
+    for (int64_t row = begin + threadIdx.y; row < end; row += blockDim.y) {
+      const int64_t at = row * channels + channel;
+      const Pack<T, W> v = load<T, W>(x + at), d = load<T, W>(dy + at);
+      const unsigned bits = passes<T, W, kind>(v, mask, at, centre, scale, offset);
+#pragma unroll
+      for (int i = 0; i < W; i++) {
+        const S passed = bits >> i & 1 ? value(d.at[i]) : S(0);
+        sums[0].at[i] = multiply_add(passed, value(v.at[i]) - centre.at[i], sums[0].at[i]);
+        sums[1].at[i] += passed;
+      }
+    }
+  }
+  sum_rows<W, S>(sums, partial, channels);
+}
+
+// One warp a channel: gradients of gamma and beta, and the coefficients of the input's gradient.
+template <class S> __device__ __forceinline__ void backward_finish(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double products = 0, sum = 0;
+  if (c < channels)
+    for (int p = threadIdx.x; p < parts; p += 32) {
+      products += partial[int64_t(c) * parts + p];
+      sum += partial[(int64_t(channels) + c) * parts + p];
+    }
+  products = warp_sum(products);
+  sum = warp_sum(sum);
+  if (c >= channels || threadIdx.x) return;
+  const double inverse = coefficients[int64_t(INVERSE) * channels + c], correction = coefficients[int64_t(CORRECTION) * channels + c];
+  const double scale = coefficients[int64_t(SCALE) * channels + c], gamma = (products + correction * sum) * inverse;
+  const double count = double(rows > 1 ? rows : 1), slope = scale * inverse * gamma / count;
+  d_gamma[c] = S(gamma);
+  d_beta[c] = S(sum);
+  coefficients[int64_t(SLOPE) * channels + c] = S(slope);
+  coefficients[int64_t(SHIFT) * channels + c] = S(scale * sum / count + correction * slope);
+}
+
+// dx = scale d - (x - centre) slope - shift; the gradient of what was added is d. dx or d_residual may be dy.
+template <class T, int W, Mask kind>
+__device__ __forceinline__ void backward_input(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) {
+  typedef typename Sum<T>::type S;
+  const int channel = first_channel<W>();
+  if (channel >= channels) return;
+  const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel), scale = pick<W>(coefficients, SCALE, channels, channel);
+  const Pack<S, W> slope = pick<W>(coefficients, SLOPE, channels, channel), shift = pick<W>(coefficients, SHIFT, channels, channel);
+  Pack<S, W> offset;
+  if (kind == REMADE) offset = pick<W>(coefficients, OFFSET, channels, channel);
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += int64_t(gridDim.y) * blockDim.y) {
+    const int64_t at = row * channels + channel;
+    const Pack<T, W> v = load<T, W>(x + at), d = load<T, W>(dy + at);
+    Pack<T, W> out, residual;
+    if (flags & ADD_GRADIENT) out = load<T, W>(dx + at);
+    if (flags & ADD_RESIDUAL) residual = load<T, W>(d_residual + at);
+    const unsigned bits = passes<T, W, kind>(v, mask, at, centre, scale, offset);
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      const S passed = bits >> i & 1 ? value(d.at[i]) : S(0);
+      const S gradient = multiply_add(scale.at[i], passed, -multiply_add(value(v.at[i]) - centre.at[i], slope.at[i], shift.at[i]));
+      out.at[i] = Round<T>::of(flags & ADD_GRADIENT ? gradient + value(out.at[i]) : gradient);
+      residual.at[i] = Round<T>::of(flags & ADD_RESIDUAL ? passed + value(residual.at[i]) : passed);
+    }
+    if (flags & RESIDUAL) store(d_residual + at, residual);
+    if (flags & GRADIENT) store(dx + at, out);
+  }
+}
+
+#define MAKE_APPLY(T, S, tag, W, name, add, rectify) \
+  extern "C" __global__ void __launch_bounds__(THREADS) name##_##tag##_w##W(const T* x, const T* residual, const S* coefficients, T* y, uint8_t* mask, int64_t rows, int channels) { \
+    apply<T, W, add, rectify>(x, residual, coefficients, y, mask, rows, channels); } \
+  EXPORT_INDEPENDENT(name##_##tag##_w##W)
+#define MAKE_BACKWARD(T, S, tag, W, suffix, kind) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_sums##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, S* partial, int64_t rows, int64_t stretch, int channels) { \
+    backward_sums<T, W, kind>(x, dy, mask, coefficients, partial, rows, stretch, channels); } \
+  EXPORT(bn_backward_sums##suffix##_##tag##_w##W) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_input##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) { \
+    backward_input<T, W, kind>(x, dy, mask, coefficients, dx, d_residual, flags, rows, channels); } \
+  EXPORT_INDEPENDENT(bn_backward_input##suffix##_##tag##_w##W)
+#define MAKE(T, S, tag, W) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_##tag##_w##W(const T* x, S* partial, int64_t rows, int64_t stretch, int channels) { \
+    moments<T, W>(x, partial, rows, stretch, channels); } \
+  EXPORT(bn_moments_##tag##_w##W) \
+  MAKE_APPLY(T, S, tag, W, bn_apply, false, false) \
+  MAKE_APPLY(T, S, tag, W, bn_apply_relu, false, true) \
+  MAKE_APPLY(T, S, tag, W, bn_apply_add, true, false) \
+  MAKE_APPLY(T, S, tag, W, bn_apply_add_relu, true, true) \
+  MAKE_BACKWARD(T, S, tag, W, , NONE) \
+  MAKE_BACKWARD(T, S, tag, W, _relu, REMADE) \
+  MAKE_BACKWARD(T, S, tag, W, _mask, STORED)
+#define MAKE_STATISTICS(T, S, tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_finish_##tag(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) { \
+    moments_finish<T, S>(partial, x, gamma, beta, coefficients, batch_mean, batch_var, parts, rows, stretch, channels, epsilon); } \
+  EXPORT(bn_moments_finish_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_evaluation_##tag(const S* mean, const S* variance, const S* gamma, const S* beta, S* coefficients, int channels, double epsilon) { \
+    evaluation<S>(mean, variance, gamma, beta, coefficients, channels, epsilon); } \
+  EXPORT_INDEPENDENT(bn_evaluation_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_finish_##tag(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) { \
+    backward_finish<S>(partial, coefficients, d_gamma, d_beta, parts, rows, channels); } \
+  EXPORT(bn_backward_finish_##tag)
+MAKE(float, float, f32, 4) MAKE(float, float, f32, 1) MAKE_STATISTICS(float, float, f32)
+MAKE(bf16, float, bf16, 8) MAKE(bf16, float, bf16, 1) MAKE_STATISTICS(bf16, float, bf16)
+#ifdef ON_CPU
+MAKE(double, double, f64, 2) MAKE(double, double, f64, 1) MAKE_STATISTICS(double, double, f64)
+#endif

@@ -1,0 +1,179 @@
+"""Batch normalisation (Ioffe and Szegedy, ICML 2015), with an addition and a ReLU behind it, wholly on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import Argument, Extent, pack_width
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.dtypes import item_bytes, parameter_dtype
+from hpctrain.backend.kernels.abilities import InPlace
+from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.cuda.operator import CudaOperator
+from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
+from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
+from hpctrain.errors import BackendError
+
+#: coefficients of a channel in batch_norm.cu
+_COEFFICIENTS = 7
+#: rows that each thread of a block reads at least, where there are so many
+_ROWS = 4
+#: blocks for each multiprocessor
+_WAVES = 8
+_WARP = 32
+#: bits of the last argument but two of bn_backward_input: a gradient is asked for, and is added to
+_GRADIENT, _ADD_GRADIENT, _RESIDUAL, _ADD_RESIDUAL = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class ChannelBlocks:
+    """How blocks of threads divide (rows, channels): packs of channels along x, rows along y.
+
+    Attributes:
+        width: elements of a pack. block: threads along both. grid: blocks along both. stretch: rows of one block of a sum.
+    """
+
+    width: int
+    block: Extent
+    grid: Extent
+    stretch: int
+
+    @classmethod
+    def of(cls, rows: int, channels: int, dtype: str, multiprocessors: int) -> ChannelBlocks:
+        """A block is as wide as a warp, narrower where a row has fewer packs, so that few threads are idle."""
+        width = pack_width(item_bytes(dtype), channels)
+        packs = channels // width
+        tiles = -(-packs // _WARP)
+        wide = -(-packs // tiles)
+        high = THREADS // wide
+        most = max(1, _WAVES * multiprocessors // tiles)
+        stretch = -(-rows // most)
+        stretch = max(_ROWS, -(-stretch // high)) * high
+        return cls(width, (wide, high), (tiles, -(-rows // stretch)), stretch)
+
+
+class CudaBatchNorm(InPlace, CudaOperator):
+    """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
+
+    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over stretches of rows. Backward reads x
+    and dy alone: what the ReLU stopped is made again from x, or, behind an addition, is one bit an element that forward keeps.
+    `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
+    """
+
+    def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
+        super().__init__(spec, inputs, training=training, runtime=runtime)
+        self.norm = spec
+        self.needs_inputs = (training, *(False for _ in inputs[1:]))
+        channels, sums = spec.channels, parameter_dtype(self.dtype)
+        self._rows = math.prod(inputs[0].shape[:-1])
+        self._blocks = ChannelBlocks.of(self._rows, channels, self.dtype, runtime.device.multiprocessors)
+        self._stores_mask = training and spec.relu and spec.add
+        masks = self._rows * channels // self._blocks.width if self._stores_mask else 0
+        coefficients = ((_COEFFICIENTS, channels), sums)
+        partial = ((2, channels, self._blocks.grid[1]), sums)
+        if training:
+            self.declare(saved=[coefficients, ((masks,), "uint8")], scratch=[partial])
+        else:
+            self.declare(scratch=[coefficients])
+
+    def bind(self, buffers: Buffers) -> None:
+        """Take the buffers.
+
+        Raises:
+            BackendError: the statistics are those of several ranks.
+        """
+        super().bind(buffers)
+        if self.training and self.norm.synchronised and not buffers.merger.alone:
+            raise BackendError(
+                "The cuda kernel set does not merge batch statistics over several ranks; the onednn and numpy sets do, or set "
+                "the batch norm's synchronised to false."
+            )
+        arrays = (*buffers.inputs, buffers.output, buffers.output_grad, *buffers.input_grads)
+        held = [array for array in arrays if array is not None and array.size]
+        assert all(array.pointer % (self._blocks.width * array.itemsize) == 0 for array in held), "activations are aligned"
+
+    def forward(self, context: StepContext) -> None:
+        if self.training and context.training:
+            self._measure()
+        else:
+            self._recall()
+        buffers = self.buffers
+        residual = buffers.inputs[1] if self.norm.add else None
+        mask = self._mask if context.training else None
+        name = f"bn_apply{'_add' if self.norm.add else ''}{'_relu' if self.norm.relu else ''}"
+        self._launch_packs(name, buffers.inputs[0], residual, self._coefficients, buffers.output, mask, np.int64(self._rows))
+
+    def backward_parameters(self) -> None:
+        gradients, blocks = self.buffers.gradients, self._blocks
+        rows, partial = np.int64(self._rows), self.scratch[0]
+        name = f"bn_backward_sums{self._kind}"
+        self._launch_packs(name, *self._read_backward(), partial, rows, np.int64(blocks.stretch))
+        d_gamma, d_beta, parts = gradients["weight"], gradients["bias"], np.int32(blocks.grid[1])
+        self._launch_channels("bn_backward_finish", partial, self._coefficients, d_gamma, d_beta, parts, rows, *self._channels)
+
+    def backward_input(self) -> None:
+        grad, residual = self.input_grad(0), self.input_grad(1)
+        flags = _flags(grad, self.accumulates(0), _GRADIENT, _ADD_GRADIENT)
+        flags |= _flags(residual, self.accumulates(1), _RESIDUAL, _ADD_RESIDUAL)
+        if flags:
+            name = f"bn_backward_input{self._kind}"
+            self._launch_packs(name, *self._read_backward(), grad, residual, np.int32(flags), np.int64(self._rows))
+
+    def _measure(self) -> None:
+        """Statistics of the batch, and the coefficients that follow."""
+        buffers, blocks, partial = self.buffers, self._blocks, self.scratch[0]
+        x, (gamma, beta) = buffers.inputs[0], self._affine
+        sizes = np.int64(self._rows), np.int64(blocks.stretch)
+        self._launch_packs("bn_moments", x, partial, *sizes)
+        statistics = buffers.statistics["batch_mean"], buffers.statistics["batch_var"]
+        counts = np.int32(blocks.grid[1]), *sizes, *self._channels, np.float64(self.norm.epsilon)
+        self._launch_channels("bn_moments_finish", partial, x, gamma, beta, self._coefficients, *statistics, *counts)
+
+    def _recall(self) -> None:
+        """The coefficients of evaluation, from the running statistics."""
+        statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
+        arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
+        grid = (-(-self.norm.channels // THREADS),)
+        self.runtime.launch("batch_norm", f"bn_evaluation_{self.tag}", grid, (THREADS,), *arguments)
+
+    @property
+    def _coefficients(self) -> DeviceArray:
+        return self.saved[0] if self.training else self.scratch[0]
+
+    @property
+    def _mask(self) -> DeviceArray | None:
+        return self.saved[1] if self._stores_mask else None
+
+    @property
+    def _kind(self) -> str:
+        """In the names of kernels: where what the ReLU stopped is known from."""
+        return "_mask" if self._stores_mask else "_relu" if self.norm.relu else ""
+
+    @property
+    def _affine(self) -> tuple[DeviceArray, DeviceArray]:
+        return self.buffers.parameters["weight"], self.buffers.parameters["bias"]
+
+    @property
+    def _channels(self) -> tuple[np.int32]:
+        return (np.int32(self.norm.channels),)
+
+    def _read_backward(self) -> tuple[Argument, ...]:
+        return self.buffers.inputs[0], self.output_grad, self._mask, self._coefficients
+
+    def _launch_packs(self, name: str, *arguments: Argument) -> None:
+        """Enqueue a kernel on packs of channels and rows; nothing where there are no rows."""
+        blocks = self._blocks
+        kernel = f"{name}_{self.tag}_w{blocks.width}"
+        self.runtime.launch("batch_norm", kernel, blocks.grid, blocks.block, *arguments, *self._channels)
+
+    def _launch_channels(self, name: str, *arguments: Argument) -> None:
+        """Enqueue a kernel with one warp a channel."""
+        grid, block = (-(-self.norm.channels * _WARP // THREADS),), (_WARP, THREADS // _WARP)
+        self.runtime.launch("batch_norm", f"{name}_{self.tag}", grid, block, *arguments)
+
+
+def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) -> int:
+    return 0 if grad is None else asked | (added if accumulates else 0)

@@ -1,0 +1,196 @@
+"""Batch norm of the cuda set against the NumPy set in float64: fused, in place, accumulated, in any order of threads."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.cuda.batch_norm import ChannelBlocks
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import BatchNormSpec
+from hpctrain.errors import BackendError
+from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
+from tests.support.emulated import CudaKernelsFactory
+
+REFERENCE = NumpyKernelSet()
+DTYPES = ["float64", "float32", "bfloat16"]
+#: relative to the largest element, before the one rounding to bfloat16
+BAR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5}
+FUSED = {"alone": {}, "relu": {"relu": True}, "add": {"add": True}, "add and relu": {"relu": True, "add": True}}
+#: with packs and without, several blocks of channels, several stretches of rows, one row
+SHAPES = [(3, 7, 9, 5), (33, 16), (1, 3, 3, 264), (1, 8), (5, 13, 11, 24), (4, 1, 35)]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """float64 values that bfloat16 holds, so that all dtypes have the same inputs."""
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return bfloat16_values(bfloat16_bits(values)).astype(np.float64)
+
+
+def make_bench(
+    kernels: CudaKernelSet | NumpyKernelSet, spec: BatchNormSpec, inputs: list[np.ndarray], dtype: str, **options: object
+) -> OperatorBench:
+    """A bench with random parameters and running statistics, the same for all dtypes."""
+    host = "float64" if dtype == "float64" else "float32"
+    channels = spec.channels
+    parameters = {role: value.astype(np.float32).astype(host) for role, value in default_parameters(spec, "float64").items()}
+    running = {"running_mean": normal(channels, seed=8), "running_var": normal(channels, seed=9) ** 2 + 0.5}
+    statistics = {role: value.astype(host) for role, value in running.items()}
+    xs = [x.astype(host) for x in inputs]
+    return OperatorBench(kernels, spec, xs, parameters=parameters, statistics=statistics, dtype=dtype, **options)
+
+
+def assert_near(actual: np.ndarray, expected: np.ndarray, dtype: str, name: str, *, rounded: bool) -> None:
+    """Within the bar of the largest element, and, where it is rounded to bfloat16, half a unit in its last place more."""
+    assert actual.shape == expected.shape, name
+    bound = BAR[dtype] * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    rounding = np.abs(expected) * 2.0**-8 if rounded and dtype == "bfloat16" else 0.0
+    assert (np.abs(actual - expected) <= bound + rounding).all(), f"{name}: {np.abs(actual - expected).max()} above {bound}"
+
+
+def results(
+    bench: OperatorBench, dy: np.ndarray, start: list[np.ndarray] | None
+) -> tuple[np.ndarray, Gradients, dict[str, np.ndarray]]:
+    y = bench.forward()
+    return y, bench.backward(dy, start), bench.statistics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED.keys())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_equals_numpy(
+    cuda_kernels: CudaKernelsFactory, shape: tuple[int, ...], fused: dict[str, bool], dtype: str
+) -> None:
+    spec = BatchNormSpec(shape[-1], **fused)
+    inputs = [normal(*shape, seed=i) + 3 * (i == 0) for i in range(1 + spec.add)]
+    inputs[0] = bfloat16_values(bfloat16_bits(inputs[0])).astype(np.float64)
+    dy, start = normal(*shape, seed=4), [normal(*shape, seed=5 + i) for i in range(2)]
+    kernels = cuda_kernels(dtype, seed=2)
+    for options in ({}, {"in_place": True}, {"accumulate": True}):
+        first = start if "accumulate" in options else None
+        y, expected, wanted = results(make_bench(REFERENCE, spec, inputs, "float64", **options), dy, first)
+        bench = make_bench(kernels, spec, inputs, dtype, **options)
+        output, gradients, statistics = results(bench, dy, first)
+        assert_near(output, y, dtype, "output", rounded=True)
+        for grad, want in zip(gradients.inputs, expected.inputs, strict=True):
+            assert_near(grad, want, dtype, "gradient of an input", rounded=True)
+        for role, want in (expected.parameters | wanted).items():
+            assert_near((gradients.parameters | statistics)[role], want, dtype, role, rounded=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED.keys())
+@pytest.mark.parametrize("training", [False, True])
+def test_evaluation_uses_running_statistics(
+    cuda_kernels: CudaKernelsFactory, fused: dict[str, bool], dtype: str, training: bool
+) -> None:
+    """Whether the operator was made for evaluation, or is a training one asked to evaluate."""
+    kernels = cuda_kernels(dtype)
+    for shape in SHAPES[:2]:
+        spec = BatchNormSpec(shape[-1], **fused)
+        inputs, options = [normal(*shape, seed=i) for i in range(1 + spec.add)], {"training": training, "in_place": not training}
+        expected = make_bench(REFERENCE, spec, inputs, "float64", **options).forward(StepContext(training=False))
+        bench = make_bench(kernels, spec, inputs, dtype, **options)
+        assert_near(bench.forward(StepContext(training=False)), expected, dtype, "output", rounded=True)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_gives_only_the_gradients_asked_for(cuda_kernels: CudaKernelsFactory, wanted: tuple[bool, bool]) -> None:
+    spec, inputs = BatchNormSpec(8, relu=True, add=True), [normal(3, 5, 8, seed=i) for i in range(2)]
+    dy = normal(3, 5, 8, seed=4)
+    _, expected, _ = results(make_bench(REFERENCE, spec, inputs, "float64"), dy, None)
+    _, gradients, _ = results(make_bench(cuda_kernels(), spec, inputs, "float64", wanted=wanted), dy, None)
+    for grad, want, asked in zip(gradients.inputs, expected.inputs, wanted, strict=True):
+        assert (grad is not None) == asked
+        if asked:
+            assert_near(grad, want, "float64", "gradient", rounded=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 9, 5), (3, 0, 9, 8), (0, 5)])
+def test_without_pixels_everything_is_zero(cuda_kernels: CudaKernelsFactory, shape: tuple[int, ...]) -> None:
+    bench = make_bench(cuda_kernels("float32"), BatchNormSpec(shape[-1], relu=True), [np.zeros(shape)], "float32")
+    y, gradients, statistics = results(bench, np.zeros(shape), None)
+    assert y.shape == gradients.inputs[0].shape == shape
+    assert not any(value.any() for value in (*gradients.parameters.values(), statistics["batch_mean"], statistics["batch_var"]))
+
+
+@pytest.mark.parametrize("mean", [1000.0, -1000.0])
+def test_a_large_mean_costs_no_digits(cuda_kernels: CudaKernelsFactory, mean: float) -> None:
+    """Deviations are taken from a row, stretch by stretch; the first image may be unlike the others."""
+    x = normal(16, 13, 17, 3) + mean + 3.0 * np.arange(16)[:, None, None, None]
+    x[0] = -mean
+    x = x.astype(np.float32).astype(np.float64)
+    spec = BatchNormSpec(3)
+    bench = make_bench(cuda_kernels("float32"), spec, [x], "float32")
+    bench.forward()
+    np.testing.assert_allclose(bench.statistics["batch_mean"], x.reshape(-1, 3).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(bench.statistics["batch_var"], x.reshape(-1, 3).var(0, ddof=1), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [3, 16])
+def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaKernelsFactory, channels: int, dtype: str) -> None:
+    shape = (4, 9, 13, channels)
+    inputs, dy = [normal(*shape, seed=i) for i in range(2)], normal(*shape, seed=4)
+
+    def run(seed: int) -> list[np.ndarray]:
+        kernels, values = cuda_kernels(dtype, seed), []
+        for fused in FUSED.values():
+            spec = BatchNormSpec(channels, **fused)
+            y, gradients, statistics = results(make_bench(kernels, spec, inputs[: 1 + spec.add], dtype), dy, None)
+            values += [y, *gradients.inputs, *gradients.parameters.values(), *statistics.values()]
+        return values
+
+    first = run(0)
+    for seed in (1, 2, 3):
+        for one, other in zip(first, run(seed), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_knows_what_the_relu_stopped_to_the_bit(cuda_kernels: CudaKernelsFactory, dtype: str) -> None:
+    """Where every output is close to 0: the gradient passes exactly where the output is positive."""
+    x = np.tile(normal(1, 8), (65, 1)) * (1 + 2.0**-7 * (np.arange(65) % 3 - 1)[:, None])
+    spec, zeros = BatchNormSpec(8, relu=True), np.zeros(8, "f8" if dtype == "float64" else "f4")
+    bench = make_bench(cuda_kernels(dtype), spec, [x], dtype)
+    bench.parameters["bias"][...] = zeros
+    y = bench.forward()
+    assert bench.backward(np.ones_like(x)).parameters["bias"].tolist() == (y > 0).sum(axis=0).tolist()
+
+
+def test_not_a_number_stays_so(cuda_kernels: CudaKernelsFactory) -> None:
+    x = normal(9, 8)
+    x[3, 2] = np.nan
+    y = make_bench(cuda_kernels("float32"), BatchNormSpec(8, relu=True), [x], "float32").forward()
+    assert np.isnan(y[:, 2]).all()
+    assert np.isfinite(np.delete(y, 2, axis=1)).all()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_statistics_of_several_ranks_are_refused(cuda_kernels: CudaKernelsFactory, alone: bool) -> None:
+    spec, merger = BatchNormSpec(8, synchronised=True), SimpleNamespace(alone=alone)
+    if alone:
+        make_bench(cuda_kernels(), spec, [normal(9, 8)], "float64", merger=merger).forward()
+        return
+    with pytest.raises(BackendError, match="over several ranks; the onednn and numpy sets do"):
+        make_bench(cuda_kernels(), spec, [normal(9, 8)], "float64", merger=merger)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 49, 12544, 802816])
+@pytest.mark.parametrize("channels", [1, 3, 8, 64, 72, 264, 1001, 2048])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_cover_all_rows_and_channels_once(rows: int, channels: int, dtype: str) -> None:
+    blocks = ChannelBlocks.of(rows, channels, dtype, 132)
+    (wide, high), (tiles, stretches) = blocks.block, blocks.grid
+    assert 0 < wide * high <= 256
+    assert (tiles - 1) * wide * blocks.width < channels <= tiles * wide * blocks.width
+    assert stretches == math.ceil(rows / blocks.stretch)
+    assert stretches * tiles <= max(8 * 132, tiles)
