@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -77,7 +77,11 @@ class MomentumDescent:
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Update the data of `runs`, each inside owned segments; their places in the state are found here."""
-        self._descent.update([replace(run, offset=self._offset(run.start, run.stop)) for run in runs], lr)
+        self._descent.update(map(self._placed, runs), lr)
+
+    def _placed(self, run: UpdateRun) -> UpdateRun:
+        offset = self._offset(run.start, run.stop)
+        return UpdateRun(run.start, run.stop, run.gradient_scale, run.decay, offset) if offset else run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

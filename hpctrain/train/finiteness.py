@@ -18,7 +18,7 @@ from hpctrain.backend.arithmetic import Array, Fetch
 from hpctrain.comm.raise_on_all_ranks import on_ranks
 from hpctrain.errors import DivergedError
 from hpctrain.nn.network import Network
-from hpctrain.nn.parameter import FlatGroup
+from hpctrain.nn.parameter import FlatGroup, whole
 
 #: a value on every rank -> those of all ranks; collective
 Gather = Callable[[Any], list[Any]]
@@ -86,6 +86,12 @@ class Finiteness:
             if segment.size
         ]
         self._arrays = self._owned(lambda group: group.data)
+        self._runs = [
+            averager.group.data[start:stop]
+            for averager in averagers.values()
+            for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
+            if start < stop
+        ]
         self._finding: Finding | None = None
         layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
@@ -96,8 +102,14 @@ class Finiteness:
         In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
         """
         held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
-        holders = [*self._holders, *((Held.GRADIENTS, name) for name, _ in held)]
-        return Look(holders, self._arithmetic.fetch_finite([*self._arrays, *(array for _, array in held)]))
+        holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
+        if not self._all_finite_at_once():
+            holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
+        return Look(holders, self._arithmetic.fetch_finite(arrays))
+
+    def _all_finite_at_once(self) -> bool:
+        """Whether all parameters are known to be finite without waiting: on the host, which looks at fewer and larger arrays."""
+        return self._arithmetic.on_host and bool(self._arithmetic.fetch_finite(self._runs).result().all())
 
     def end(self, step: int, look: Look | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
         """Whether all is finite; what is not is kept, the first time, for `error`. Waits for what has begun.
