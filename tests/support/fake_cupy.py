@@ -8,6 +8,7 @@ signatures with the real package where it is installed.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -37,7 +38,7 @@ class FakeCupy:
     Attributes:
         calls: (name of a call, its arguments), in their order. modules: by name, for sys.modules.
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
-        capturing: a capture is going on.
+        capturing: a capture is going on. milliseconds: the time, for events that take it.
     """
 
     def __init__(self, *, gpus: int = 1, capability: tuple[int, int] = (9, 0), free_bytes: int = 1 << 30) -> None:
@@ -46,6 +47,7 @@ class FakeCupy:
         self.capturing = False
         self.captured: list[Callable[[], None]] = []
         self.current = -1
+        self.milliseconds = 0.0
         self.cublas = FakeCublas()
         self.modules = self._modules()
 
@@ -59,6 +61,7 @@ class FakeCupy:
         cuda.Device, cuda.Memory = self._device, self._memory  # type: ignore[attr-defined]
         cuda.alloc_pinned_memory = self._pinned  # type: ignore[attr-defined]
         cuda.Stream, cuda.Event = self._stream, self._event  # type: ignore[attr-defined]
+        cuda.get_elapsed_time = lambda begin, end: end.milliseconds - begin.milliseconds  # type: ignore[attr-defined]
         cupy.cuda, cupy.RawModule = cuda, self._raw_module  # type: ignore[attr-defined]
         libs = ModuleType("cupy_backends.cuda.libs")
         libs.cublas = self.cublas  # type: ignore[attr-defined]
@@ -141,8 +144,9 @@ class FakeCupy:
         assert non_blocking, "a stream that waits for the default one"
         return _Stream(self)
 
-    def _event(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> SimpleNamespace:
-        assert disable_timing, "events that take the time are slower"
+    def _event(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Any:
+        if not disable_timing:
+            return _TimedEvent(self)
         return SimpleNamespace(done=True, synchronize=lambda: self._do("eventSynchronize", lambda: None))
 
     def _raw_module(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
@@ -172,12 +176,27 @@ class _Memory:
         self.ptr = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
 
 
+class _TimedEvent:
+    """Takes the time of the fake's own clock, which stands still but for what a test adds to it."""
+
+    def __init__(self, cupy: FakeCupy) -> None:
+        self._cupy, self.milliseconds = cupy, math.nan
+
+    def record(self, stream: _Stream) -> None:
+        assert stream.ptr, "the time of the default stream"
+        self.milliseconds = self._cupy.milliseconds
+
+    def synchronize(self) -> None:
+        self._cupy._do("eventSynchronize", lambda: None)
+
+
 class _Stream:
     def __init__(self, cupy: FakeCupy) -> None:
         self._cupy = cupy
         self.ptr = id(self)
 
     def record(self, event: object) -> None:
+        assert not isinstance(event, _TimedEvent), "events that take the time are slower"
         self._cupy.calls.append(("record", event))
 
     def wait_event(self, event: object) -> None:

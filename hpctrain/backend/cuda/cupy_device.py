@@ -6,7 +6,8 @@ CuPy's arrays and memory pools are not used: what is allocated here is allocated
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ _runtime = cupy.cuda.runtime
 #: of NVRTC, for all kernels
 OPTIONS = ("-std=c++17",)
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
+_TIMED_ROUNDS = 9
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 
 
@@ -100,13 +102,17 @@ class CupyConvolution:
 
 
 class CupyDevice:
-    """Implements `Device`. index: of the GPU among those that this process sees. The thread that makes it works with that GPU.
+    """Implements `Device` and `TimedPlans`. The thread that makes it works with that GPU.
+
+    Args:
+        index: of the GPU among those that this process sees.
+        candidates: plans of each convolution that `time_plans` chooses from; the workspace is enough for each.
 
     Raises:
         BackendError: there is no such GPU, or it has no driver.
     """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, *, candidates: int = 1) -> None:
         try:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
@@ -120,6 +126,7 @@ class CupyDevice:
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
         self._products: dict[int, MatrixProducts] = {}
+        self._candidates = candidates
         self._plans: CudnnPlans | None = None
 
     def allocate(self, size_bytes: int) -> DeviceArray:
@@ -178,10 +185,28 @@ class CupyDevice:
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
         if key not in self._convolutions:
-            if self._plans is None:
-                self._plans = CudnnPlans(new_handle())
-            self._convolutions[key] = CupyConvolution(self._plans.plan(key))
+            self._convolutions[key] = CupyConvolution(self._all_plans().plan(key))
         return self._convolutions[key]
+
+    def _all_plans(self) -> CudnnPlans:
+        if self._plans is None:
+            self._plans = CudnnPlans(new_handle(), candidates=self._candidates)
+        return self._plans
+
+    def time_plans(self) -> None:
+        stream = CupyStream("plans")
+
+        def seconds(sizes: Sequence[int], run: Callable[..., None]) -> float:
+            memory = [self.allocate(size) for size in sizes]
+            return _median_seconds(stream, lambda: run(stream.raw.ptr, *(array.pointer for array in memory)))
+
+        self._all_plans().time(seconds)
+
+    def plan_choices(self) -> dict[str, str]:
+        return self._all_plans().choices()
+
+    def take_plan_choices(self, choices: Mapping[str, str]) -> None:
+        self._all_plans().take_choices(choices)
 
     def gemm(
         self,
@@ -220,6 +245,20 @@ class CupyDevice:
     def memory_used(self) -> int:
         free, total = _runtime.memGetInfo()
         return int(total - free)
+
+
+def _median_seconds(stream: CupyStream, work: Callable[[], None]) -> float:
+    """Seconds that the GPU takes for what `work` enqueues on the stream, behind a first time that loads the kernels."""
+    seconds = []
+    work()
+    for _ in range(_TIMED_ROUNDS):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream.raw)
+        work()
+        end.record(stream.raw)
+        end.synchronize()
+        seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
+    return statistics.median(seconds)
 
 
 def gpu_count() -> int:

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda.device import ConvolutionKey, Device
+from hpctrain.backend.cuda import cudnn_graphs, sources
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, TimedPlans
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.fake_cudnn import FakeCudnn, FakePlan
 from tests.support.fake_cupy import FakeCupy
 
 MODULE = "hpctrain.backend.cuda.cupy_device"
@@ -207,7 +208,8 @@ def test_sums_over_nothing_are_zero(load: Load) -> None:
 class _Plans:
     """Stands for CudnnPlans."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, *, candidates: int) -> None:
+        assert candidates == 1
         self.handle, self.workspace_bytes = handle, 512
         self.keys: list[ConvolutionKey] = []
         self.runs: list[tuple[int, ...]] = []
@@ -237,6 +239,44 @@ def test_convolutions_are_planned_once_and_run_on_addresses(load: Load, monkeypa
     assert plans.keys == [key]
     pointers = (stream.raw.ptr, x.pointer, w.pointer, y.pointer)
     assert plans.runs == [(*pointers, space.pointer, bias.pointer), (*pointers, 0, 0)]
+
+
+def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, fake = load()
+    names = ["slow", "fast", "second", "not asked"]
+    cudnn = FakeCudnn(plans=[FakePlan(name, workspace_bytes=64 * k) for k, name in enumerate(names)])
+    monkeypatch.setattr(cudnn_graphs, "library", lambda: cudnn)
+    key = ConvolutionKey("weight", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
+    first, other = (module.CupyDevice(candidates=3) for _ in range(2))
+    assert isinstance(first, TimedPlans)
+    assert [device.convolution(key).workspace_bytes for device in (first, other)] == [128, 128]
+
+    def take_time(*_: object) -> None:
+        fake.milliseconds += {"slow": 3.0, "fast": 1.0, "second": 2.0}[cudnn.executed[-1][3]]
+
+    monkeypatch.setattr(cudnn, "executed", Watched(take_time))
+    first.time_plans()
+    assert first.plan_choices() == {cudnn_graphs.describe(key): "fast"}
+    assert len({stream for stream, *_ in cudnn.executed}) == 1
+    pointers = cudnn.executed[-1][1]
+    assert len(set(pointers.values())) == 3
+    assert all(pointer and pointer % 256 == 0 for pointer in pointers.values())
+    other.take_plan_choices(first.plan_choices())
+    arrays = [other.allocate(512) for _ in range(4)]
+    other.convolution(key).run(other.stream("compute"), *arrays)
+    assert cudnn.executed[-1][3] == "fast"
+
+
+class Watched(list):
+    """A list that calls a function after each append."""
+
+    def __init__(self, appended: Callable[..., None]) -> None:
+        super().__init__()
+        self._appended = appended
+
+    def append(self, item: object) -> None:
+        super().append(item)
+        self._appended(item)
 
 
 def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
@@ -294,6 +334,7 @@ def test_the_calls_of_the_real_cupy() -> None:
     assert isinstance(inspect.getattr_static(cupy.RawKernel, "kernel"), type(inspect.getattr_static(cupy.RawKernel, "name")))
     assert "non_blocking" in inspect.signature(cupy.cuda.Stream).parameters
     assert "disable_timing" in inspect.signature(cupy.cuda.Event).parameters
+    assert _documented(cupy.cuda.get_elapsed_time) == ["start_event", "end_event"]
     assert list(inspect.signature(cupy.cuda.Stream.begin_capture).parameters) == ["self", "mode"]
     for name, parameters in {"record": ["event"], "wait_event": ["event"], "synchronize": [], "end_capture": []}.items():
         assert list(inspect.signature(getattr(cupy.cuda.Stream, name)).parameters) == ["self", *parameters]
