@@ -6,11 +6,16 @@ import re
 import shutil
 import subprocess
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
+from benchmarks.gpu.costs import needed_gradients
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, DeviceConvolution, Precision
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
@@ -61,34 +66,53 @@ def build_kernels(device: Device, report: StageReport) -> None:
     report.note(f"{len(seconds)} sources in {sum(seconds.values()):.1f} s")
 
 
-def keys(model: str, batch: int, precision: Precision) -> dict[ConvolutionKey, str]:
-    """All convolutions of a training step, and the layer that has each first."""
-    builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model))))
-    graph = builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
-    dtype = "float32" if precision == "tf32" else precision
-    layers: dict[ConvolutionKey, str] = {}
+class PlanRecorder:
+    """A device that remembers which plans it was asked for; one that it does not have is remembered, and stood in for.
+
+    Attributes:
+        plans: workspace bytes by key. failures: by key, in words.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.plans: dict[ConvolutionKey, int] = {}
+        self.failures: dict[ConvolutionKey, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
+        """The device's plan, or one that cannot run."""
+        try:
+            plan = self._device.convolution(key)
+        except Exception as error:
+            self.failures[key] = f"{type(error).__name__}: {str(error)[:200]}"
+            return cast(DeviceConvolution, SimpleNamespace(workspace_bytes=0))
+        self.plans[key] = plan.workspace_bytes
+        return plan
+
+
+def make_convolutions(device: Device, model: str, batch: int, precision: Precision) -> PlanRecorder:
+    """Make the operators of all convolutions of a training step; gives what these asked the device for."""
+    recorder = PlanRecorder(device)
+    kernels = CudaKernelSet(CudaRuntime(cast(Device, recorder), device.stream("compute"), precision))
+    builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model)), kernels.runtime.dtype))
+    graph = kernels.fuse(builder.build(catalogue.build(model, {}).lower(builder, 0, "")), training=True)
+    needed = needed_gradients(graph)
     for node in graph.nodes:
-        if not isinstance(node.spec, Conv2dSpec):
-            continue
-        x, y, window = graph.tensors[node.inputs[0]].shape, graph.tensors[node.output].shape, node.spec.window
-        where = (window.stride, window.padding, window.dilation, node.spec.groups, dtype, precision)
-        first: tuple = () if node.inputs[0] == 0 else ("input",)
-        for kind in ("forward", "weight", *first):
-            fused = "bias" if kind == "forward" and node.spec.bias else ""
-            layers.setdefault(ConvolutionKey(kind, x, node.spec.weight_shape, y, *where, fused), node.name)
-    return layers
+        if isinstance(getattr(node.spec, "inner", node.spec), Conv2dSpec):
+            inputs = tuple(graph.tensors[number] for number in node.inputs)
+            kernels.make(node.spec, inputs, training=True, input_gradient=node.inputs[0] in needed)
+    return recorder
 
 
 def build_plans(device: Device, report: StageReport, model: str, batch: int, precision: Precision) -> None:
     """The plan of every convolution of a training step."""
-    begin, failures, largest, wanted = time.perf_counter(), [], 0, keys(model, batch, precision)
-    for key, layer in wanted.items():
-        try:
-            largest = max(largest, device.convolution(key).workspace_bytes)
-        except Exception as error:
-            failures.append(f"{layer} {key.kind}: {type(error).__name__}: {str(error)[:200]}")
-    seconds = time.perf_counter() - begin
-    name = f"{model} {batch} {precision}"
-    report.add(f"plans {name}", {"plans": len(wanted), "seconds": seconds, "workspace_bytes": largest, "failures": failures})
-    report.check(f"plans of {name}", not failures, failures[0] if failures else f"{len(wanted)} plans in {seconds:.1f} s")
-    report.note(f"{name}: {len(wanted)} plans")
+    begin = time.perf_counter()
+    recorder = make_convolutions(device, model, batch, precision)
+    seconds, name = time.perf_counter() - begin, f"{model} {batch} {precision}"
+    failures = [f"{key.kind} {key.x} {key.w}: {text}" for key, text in recorder.failures.items()]
+    count, largest = len(recorder.plans), max(recorder.plans.values(), default=0)
+    report.add(f"plans {name}", {"plans": count, "seconds": seconds, "workspace_bytes": largest, "failures": failures})
+    report.check(f"plans of {name}", not failures, failures[0] if failures else f"{count} plans in {seconds:.1f} s")
+    report.note(f"{name}: {count} plans")

@@ -6,14 +6,14 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from hpctrain.backend.cuda import choose
+from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 
-DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"
 EMULATED_SEED = 2  # random orders of blocks and threads
 
 
@@ -42,35 +42,19 @@ class Settings:
 
     def environment(self) -> Mapping[str, str]:
         """The environment of a stage's process: which device the package takes."""
-        inherited = {name: value for name, value in os.environ.items() if name != DEVICE_VARIABLE}
-        return inherited | ({DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
+        inherited = {name: value for name, value in os.environ.items() if name != choose.DEVICE_VARIABLE}
+        return inherited | ({choose.DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
 
     def make_device(self) -> Device:
         """
         Raises:
-            NotBuiltYetError: the package has no such device yet.
+            BackendError: there is no GPU that can be used.
         """
-        return EmulatedDevice(EMULATED_SEED) if self.emulated else part("hpctrain.backend.cuda.cupy_device", "CupyDevice")()
+        return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", NodePlace())
 
     def precisions(self) -> tuple[Precision, ...]:
         """In which operators are checked: a GPU's kernels have no float64."""
         return ("float64", "float32", "bfloat16") if self.emulated else ("float32", "tf32", "bfloat16")
-
-
-def part(module: str, name: str) -> Any:
-    """A name of the package that may not be written yet.
-
-    Raises:
-        NotBuiltYetError: it is not.
-    """
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("hpctrain"):
-            raise
-        raise NotBuiltYetError(f"{module} is not built yet") from None
-    except AttributeError:
-        raise NotBuiltYetError(f"{module}.{name} is not built yet") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

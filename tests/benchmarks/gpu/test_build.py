@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.build import kernel_names, keys
+from benchmarks.gpu.build import kernel_names, make_convolutions
 from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
-from hpctrain.models import catalogue
+from hpctrain.errors import BackendError
 
 
 @pytest.mark.job
@@ -26,17 +23,29 @@ def test_every_name_is_a_kernel_and_float64_is_for_the_cpu(source: str) -> None:
     assert not any("f64" in name for name in on_gpu)
 
 
-@pytest.mark.parametrize("model", ["resnet20", "vgg16", "small"])
-def test_keys_are_those_that_operators_ask_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["vgg16", "resnet20"])
+def test_every_convolution_asks_for_its_plans(model: str) -> None:
+    """Three for each shape; the images' gradient is not asked for."""
+    recorder = make_convolutions(EmulatedDevice(), model, 2, "bfloat16")
+    assert not recorder.failures
+    assert {key.kind for key in recorder.plans} == {"forward", "weight", "input"}
+    shapes = {(key.x, key.w) for key in recorder.plans}
+    first = [key for key in recorder.plans if key.x[3] == 3]
+    assert sorted(key.kind for key in first) == ["forward", "weight"]
+    assert len(recorder.plans) == 3 * len(shapes) - 1
+
+
+def test_a_plan_that_is_missing_is_told_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     device = EmulatedDevice()
-    asked = set()
     plan = device.convolution
-    monkeypatch.setattr(device, "convolution", lambda key: (asked.add(key), plan(key))[1])
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
-    builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
-    graph = builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
-    for node in graph.nodes:
-        if isinstance(node.spec, Conv2dSpec):
-            inputs = tuple(graph.tensors[number] for number in node.inputs)
-            kernels.make(node.spec, inputs, training=True, input_gradient=node.inputs[0] != 0)
-    assert asked == set(keys(model, 2, "float32"))
+
+    def without_weight_gradients(key: ConvolutionKey) -> DeviceConvolution:
+        if key.kind == "weight":
+            raise BackendError("no plan")
+        return plan(key)
+
+    monkeypatch.setattr(device, "convolution", without_weight_gradients)
+    recorder = make_convolutions(device, "small", 2, "float32")
+    assert set(recorder.failures.values()) == {"BackendError: no plan"}
+    assert {key.kind for key in recorder.failures} == {"weight"}
+    assert {key.kind for key in recorder.plans} == {"forward", "input"}

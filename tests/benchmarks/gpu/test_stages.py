@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.settings import DEVICE_VARIABLE, NotBuiltYetError, Settings, SkippedError, part
+from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
 from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, RUNNING, SKIPPED, StageReport
 from benchmarks.gpu.stages import STAGES, Stage, publish, run_all, run_apart, run_here, table
 from benchmarks.gpu_check import main
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 
 
 @pytest.fixture
@@ -65,15 +66,6 @@ def test_figures_are_on_disk_as_soon_as_they_are_known(tmp_path: Path) -> None:
     report.add("step_seconds", [0.25])
     content = json.loads((tmp_path / "speed.json").read_text())
     assert (content["step_seconds"], content["status"]) == ([0.25], RUNNING)
-
-
-def test_parts_that_are_not_written_are_told_from_those_that_are_broken() -> None:
-    assert part("hpctrain.backend.cuda.device", "ALIGNMENT_BYTES") == 256
-    for module, name in (("hpctrain.backend.cuda.no_such_module", "Thing"), ("hpctrain.backend.cuda.device", "NoSuchThing")):
-        with pytest.raises(NotBuiltYetError, match="not built yet"):
-            part(module, name)
-    with pytest.raises(ModuleNotFoundError):
-        part("no_such_package", "Thing")
 
 
 def test_the_package_of_a_stage_takes_the_device_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
