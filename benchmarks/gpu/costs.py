@@ -29,6 +29,7 @@ from hpctrain.backend.kernels.specs import (
 )
 
 Phase = Literal["forward", "backward"]
+_PACK_BYTES = 16
 GRADIENT_BYTES = 4  # of a parameter's gradient, value or momentum
 
 
@@ -155,13 +156,17 @@ def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, 
 
 
 def _batch_norm(spec: BatchNormSpec, context: Context) -> Iterator[Work]:
-    """Moments and their finish, then the output; sums and their finish, then the input's gradient, with the output as mask."""
-    y, add, mask = context.output, int(spec.add), int(spec.relu)
-    yield context.passes("forward", "batch norm", y, 2)
-    yield context.passes("forward", "batch norm", (2 + add) * y)
-    yield context.passes("backward", "batch norm", (2 + mask) * y, 2)
+    """Moments and their finish, then the output; sums and their finish, then the input's gradient.
+
+    What the ReLU stopped is made again from x; behind an addition it is kept as one byte for each 16 bytes of activations.
+    """
+    y, add, item = context.output, int(spec.add), context.sizes.activation
+    mask = y * item // _PACK_BYTES if spec.add and spec.relu else 0
     added = sum(y for adds in context.adds if adds)
-    yield context.passes("backward", "batch norm", (3 + mask + add) * y + added)
+    yield Work("forward", "batch norm", 2, y * item)
+    yield Work("forward", "batch norm", 1, (2 + add) * y * item + mask)
+    yield Work("backward", "batch norm", 2, 2 * y * item + mask)
+    yield Work("backward", "batch norm", 1, ((3 + add) * y + added) * item + mask)
 
 
 def _pool(spec: PoolSpec | AdaptiveAveragePoolSpec, context: Context) -> Iterator[Work]:

@@ -42,16 +42,15 @@ def test_convolutions_read_two_of_three_tensors_and_write_the_third(precision: s
 
 
 def test_resnet50_moves_what_its_blocks_say() -> None:
-    """Batch norm passes 8 times over what it normalises, twice more with a ReLU behind it, and twice more with a sum too."""
-    graph, step = graph_of("resnet50", 1), step_of("resnet50", 1, "bfloat16")
-    passes = 0
-    for node in graph.nodes:
-        relu, add = getattr(node.spec, "relu", None), getattr(node.spec, "add", None)
-        if relu is not None and add is not None:
-            forward, backward = 1 + 2 + add, 2 * (2 + relu) + 1 + add
-            passes += (forward + backward) * math.prod(graph.tensors[node.output].shape)
-    assert kind_bytes(step, "batch norm") == 2 * passes
-    assert passes == pytest.approx(119.2e6, rel=2e-3)  # 77.7 MB forward and 160.6 MB backward in bfloat16
+    """Batch norm passes 8 times over what it normalises; where a sum follows twice more, and three times over a 16th of it."""
+    step, outputs, sums = step_of("resnet50", 1, "bfloat16"), 0, 0
+    pixels, inside = 112 * 112, 64
+    outputs += pixels * inside
+    for side, planes, blocks in ((56, 64, 3), (28, 128, 4), (14, 256, 6), (7, 512, 3)):
+        first = side * side * planes * (1 if side == 56 else 4)  # the first 1x1 convolution of a stage sees the images before
+        outputs += first + side * side * (planes + 4 * planes + 4 * planes) + (blocks - 1) * side * side * 6 * planes
+        sums += blocks * side * side * 4 * planes
+    assert kind_bytes(step, "batch norm") == 2 * (8 * outputs + 2 * sums) + 3 * sums * 2 // 16
 
 
 @pytest.mark.parametrize("model", ["resnet20", "resnet18", "resnet50", "vgg16_bn", "small"])
