@@ -108,6 +108,7 @@ class OperatorBench:
         if isinstance(self.operator, ParameterCopies):
             self.operator.parameters_changed()
         self._put_in()
+        self.kernels.begin(context)
         self.operator.forward(context)
         self._take_statistics()
         return self._to_plain(self._y, self.operator.output, self.spec.output(*self._plain))

@@ -11,7 +11,7 @@ from hpctrain.backend.counter_random import key, words
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.base import StepContext
 from hpctrain.backend.kernels.cuda.dropout import SamplePlace
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -44,34 +44,10 @@ def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
 
 
-class Bench:
-    """A dropout of the cuda set with its buffers."""
-
-    def __init__(self, kernels: CudaKernelSet, spec: DropoutSpec, shape: tuple[int, ...], dtype: str, **options: bool) -> None:
-        self.kernels, self.arithmetic = kernels, kernels.arithmetic
-        self.operator = kernels.make(spec, (TensorSpec(shape, dtype),), training=True)
-        size = int(np.prod(shape))
-        self.x, self.y, self.dy, self.dx = (self.arithmetic.zeros(size, dtype).reshape(shape) for _ in range(4))
-        if options.get("in_place"):
-            self.y, self.dx = self.x, self.dy
-        assert self.operator.saved_bytes == self.operator.scratch_bytes == 0
-        accumulate = (options.get("accumulate", False),)
-        self.operator.bind(
-            Buffers(inputs=(self.x,), output=self.y, input_grads=(self.dx,), output_grad=self.dy, accumulate=accumulate)
-        )
-
-    def forward(self, x: np.ndarray, context: StepContext) -> np.ndarray:
-        self.kernels.begin(context)
-        self.arithmetic.from_host(self.x, x)
-        self.operator.forward(context)
-        return self.arithmetic.to_host(self.y)
-
-    def backward(self, dy: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
-        self.arithmetic.from_host(self.dy, dy)
-        if start is not None:
-            self.arithmetic.from_host(self.dx, start)
-        self.operator.backward_input()
-        return self.arithmetic.to_host(self.dx)
+def _bench(kernels: CudaKernelSet, spec: DropoutSpec, x: np.ndarray, dtype: str, **options: bool) -> OperatorBench:
+    bench = OperatorBench(kernels, spec, [x], dtype=dtype, **options)
+    assert bench.operator.saved_bytes == bench.operator.scratch_bytes == 0
+    return bench
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,19 +59,19 @@ def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str
     host = OperatorBench(NumpyKernelSet(), spec, [x])
     assert host.inputs[0].dtype == parameter_dtype(dtype)
     for seed in range(3):
-        kernels = cuda_kernels("float64" if dtype == "float64" else dtype, seed=seed)
-        plain = Bench(kernels, spec, shape, dtype)
-        in_place = Bench(kernels, spec, shape, dtype, in_place=True)
-        added = Bench(kernels, spec, shape, dtype, accumulate=True)
+        kernels = cuda_kernels(seed=seed)
+        plain, in_place, added = (
+            _bench(kernels, spec, x, dtype, **options) for options in ({}, {"in_place": True}, {"accumulate": True})
+        )
         context = StepContext(step=5 + seed, sample_ids=IDS)
         y = _rounded(host.forward(context), dtype)
         dx = host.backward(dy).inputs[0]
         assert dx is not None
         for bench in (plain, in_place):
-            np.testing.assert_array_equal(bench.forward(x, context), y)
-            np.testing.assert_array_equal(bench.backward(dy), _rounded(dx, dtype))
-        added.forward(x, context)
-        np.testing.assert_array_equal(added.backward(dy, start), _rounded(start + dx, dtype))
+            np.testing.assert_array_equal(bench.forward(context), y)
+            np.testing.assert_array_equal(bench.backward(dy).inputs[0], _rounded(dx, dtype))
+        added.forward(context)
+        np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], _rounded(start + dx, dtype))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -105,16 +81,16 @@ def test_any_part_draws_its_part_of_the_mask(cuda_kernels: CudaKernelsFactory, d
     corners = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in unsplit]
     context = StepContext(step=3, sample_ids=IDS)
     dtype = data.draw(st.sampled_from(DTYPES))
-    whole = Bench(cuda_kernels(seed=2), DropoutSpec(0.5, "a"), (3, *unsplit), dtype).forward(np.ones((3, *unsplit)), context)
+    whole = _bench(cuda_kernels(seed=2), DropoutSpec(0.5, "a"), np.ones((3, *unsplit)), dtype).forward(context)
     shape = (3, *(stop - start for start, stop in corners))
     spec = DropoutSpec(0.5, "a", unsplit_shape=unsplit, origin=tuple(start for start, _ in corners))
-    y = Bench(cuda_kernels(seed=3), spec, shape, dtype).forward(np.ones(shape), context)
+    y = _bench(cuda_kernels(seed=3), spec, np.ones(shape), dtype).forward(context)
     np.testing.assert_array_equal(y, whole[:, *(slice(*corner) for corner in corners)])
 
 
 def test_the_rate_and_the_scale(cuda_kernels: CudaKernelsFactory) -> None:
-    bench = Bench(cuda_kernels(), DropoutSpec(0.4, "a"), (6, 4000), "float32")
-    y = bench.forward(np.ones((6, 4000)), StepContext(step=1, sample_ids=IDS))
+    bench = _bench(cuda_kernels(), DropoutSpec(0.4, "a"), np.ones((6, 4000)), "float32")
+    y = bench.forward(StepContext(step=1, sample_ids=IDS))
     np.testing.assert_array_equal(np.unique(y), np.array([0, 1 / 0.6], np.float32))
     assert abs((y == 0).mean() - 0.4) < 5 * np.sqrt(0.4 * 0.6 / y.size)
 
@@ -122,24 +98,24 @@ def test_the_rate_and_the_scale(cuda_kernels: CudaKernelsFactory) -> None:
 def test_evaluation_is_the_identity_with_the_same_arguments(cuda_kernels: CudaKernelsFactory) -> None:
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, 3, 9))
-    bench = Bench(cuda_kernels(), DropoutSpec(0.5, "a"), (3, 9), "float64")
-    np.testing.assert_array_equal(bench.forward(x, StepContext(training=False)), x)
-    np.testing.assert_array_equal(bench.backward(dy), dy)
+    bench = _bench(cuda_kernels(), DropoutSpec(0.5, "a"), x, "float64")
+    np.testing.assert_array_equal(bench.forward(StepContext(training=False)), x)
+    np.testing.assert_array_equal(bench.backward(dy).inputs[0], dy)
 
 
 def test_what_is_not_finite_is_seen(cuda_kernels: CudaKernelsFactory) -> None:
     """As in the NumPy set a dropped NaN or infinity is NaN, not 0: nothing is hidden."""
     x = np.full((2, 64), np.inf, np.float32)
     x[1] = np.nan
-    y = Bench(cuda_kernels(), DropoutSpec(0.5, "a"), (2, 64), "float32").forward(x, StepContext(sample_ids=IDS))
+    y = _bench(cuda_kernels(), DropoutSpec(0.5, "a"), x, "float32").forward(StepContext(sample_ids=IDS))
     assert not np.isfinite(y).any()
     assert np.isinf(y[0]).any()
 
 
 def test_a_step_without_the_ids_of_all_samples_is_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    bench = Bench(cuda_kernels(), DropoutSpec(0.5, "a", first_sample=4), (3, 9), "float32")
+    bench = _bench(cuda_kernels(), DropoutSpec(0.5, "a", first_sample=4), np.zeros((3, 9)), "float32")
     with pytest.raises(AssertionError, match="ids of 7 samples, not 6"):
-        bench.forward(np.zeros((3, 9)), StepContext(sample_ids=IDS))
+        bench.forward(StepContext(sample_ids=IDS))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
@@ -160,5 +136,5 @@ def test_a_word_that_equals_the_threshold_is_kept(cuda_kernels: CudaKernelsFacto
     drawn = words(key("dropout", 0, 2, "a"), IDS[:3], range(16))
     for place in ((0, 0), (1, 7), (2, 15)):
         spec = DropoutSpec(int(drawn[place]) / 2**32, "a")
-        y = Bench(cuda_kernels(), spec, (3, 16), "float64").forward(np.ones((3, 16)), context)
+        y = _bench(cuda_kernels(), spec, np.ones((3, 16)), "float64").forward(context)
         np.testing.assert_array_equal(y != 0, drawn >= drawn[place])
