@@ -56,7 +56,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.backend.kernels.onednn.binding",
     "hpctrain.backend.kernels.onednn.constants",
     "hpctrain.backend.kernels.onednn.convolution",
-    "hpctrain.backend.kernels.onednn.fusion",
     "hpctrain.backend.kernels.onednn.geometry",
     "hpctrain.backend.kernels.onednn.layouts",
     "hpctrain.backend.kernels.onednn.memory",

@@ -23,6 +23,8 @@ from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
 from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.fusion import fuse
+from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
@@ -89,6 +91,9 @@ class CudaKernelSet(CapturesWork, KernelSet):
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return CudaSoftmaxCrossEntropy(spec, self.runtime)
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        return fuse(graph, products=(Conv2dSpec,))
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

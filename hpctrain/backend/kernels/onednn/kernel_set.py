@@ -11,13 +11,13 @@ from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.fusion import fuse
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.conv2d import make_conv2d
 from hpctrain.backend.kernels.onednn.elementwise import AddOperator, ReluOperator
-from hpctrain.backend.kernels.onednn.fusion import fuse
 from hpctrain.backend.kernels.onednn.library import available
 from hpctrain.backend.kernels.onednn.linear import LinearOperator
 from hpctrain.backend.kernels.onednn.memory import allocate

@@ -14,8 +14,12 @@ from hpctrain.backend.kernels.cuda.dropout import CudaDropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import DropoutSpec, FlattenSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.errors import BackendError
+from hpctrain.nn.network import Network
+from hpctrain.testing.transfers import put, take
+from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
 
 
@@ -84,3 +88,25 @@ def test_begin_brings_the_steps_numbers(cuda_kernels: CudaKernelsFactory) -> Non
         outputs.append(kernels.arithmetic.to_host(y))
     assert (outputs[0] != outputs[1]).any()
     np.testing.assert_array_equal(outputs[0], outputs[2])
+
+
+def step(kernels: KernelSet, *, synchronised: bool) -> tuple[list[np.ndarray], set[str]]:
+    """Logits and gradients of a residual network in float64, and the kinds of its operators."""
+    network = Network(nets.residual(synchronised=synchronised), (9, 7, 3), kernels, dtype="float64")
+    program = network.program(2, training=True)
+    random = np.random.default_rng(0)
+    put(kernels, program.x, random.standard_normal(program.x.shape))
+    values = [take(kernels, program.forward(StepContext(global_count=2)))]
+    put(kernels, program.d_logits, random.standard_normal(program.d_logits.shape))
+    program.backward()
+    values += [take(kernels, parameter.grad) for parameter in network.parameters.values()]
+    return values, {type(planned.operator).__name__ for planned in program.plan.steps}
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_a_fused_network_equals_numpys(cuda_kernels: CudaKernelsFactory, synchronised: bool) -> None:
+    """Every ReLU joins the batch norm or the sum before it, but for batch norms that may have to merge their statistics."""
+    values, kinds = step(cuda_kernels(seed=2), synchronised=synchronised)
+    assert ("CudaRelu" in kinds) == ("CudaAdd" in kinds) == synchronised
+    for value, expected in zip(values, step(NumpyKernelSet(), synchronised=synchronised)[0], strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10 * float(np.abs(expected).max()))

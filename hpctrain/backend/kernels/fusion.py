@@ -1,8 +1,9 @@
 """Fusion as graph rewriting: pure data, the same on every rank.
 
 Conv -> ReLU, linear -> ReLU, BN -> ReLU, BN -> add -> ReLU and add -> ReLU become one node each, where nobody else reads what
-lies between. The order in which parameters are used does not change: of two batch norms that are added the later one is fused,
-and only where no parameters are used between it and the sum.
+lies between, and where the kernel set has an operator for the product with its ReLU. The order in which parameters are used
+does not change: of two batch norms that are added the later one is fused, and only where no parameters are used between it and
+the sum.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, ReluSpec, Spec
 
 
-def fuse(graph: Graph) -> Graph:
-    """The graph with fused nodes."""
+def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec)) -> Graph:
+    """The graph with fused nodes. products: of the specs with which a ReLU becomes `WithRelu`."""
     nodes = list(graph.nodes)
     for relu in graph.nodes:
         if isinstance(relu.spec, ReluSpec):
-            _absorb_relu(nodes, relu, graph.output)
+            _absorb_relu(nodes, relu, graph.output, products)
     return replace(graph, nodes=tuple(nodes))
 
 
-def _absorb_relu(nodes: list[Node], relu: Node, output: int) -> None:
+def _absorb_relu(nodes: list[Node], relu: Node, output: int, products: tuple[type, ...]) -> None:
     before = _only_producer(nodes, relu.inputs[0], output)
     if before is None:
         return
@@ -31,7 +32,7 @@ def _absorb_relu(nodes: list[Node], relu: Node, output: int) -> None:
         _absorb_sum(nodes, before, relu, output)
     elif isinstance(before.spec, BatchNormSpec) and not before.spec.synchronised and not before.spec.relu:
         _replace(nodes, before, relu, replace(before.spec, relu=True))
-    elif isinstance(before.spec, Conv2dSpec | LinearSpec):
+    elif isinstance(before.spec, Conv2dSpec | LinearSpec) and isinstance(before.spec, products):
         _replace(nodes, before, relu, WithRelu(before.spec))
 
 

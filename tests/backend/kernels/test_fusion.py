@@ -1,0 +1,106 @@
+"""Fusion as a rewriting of graphs: which neighbours become one node, and which must stay apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.fusion import fuse
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.models import catalogue
+
+CONVOLUTION = Conv2dSpec(8, 8, Window((3, 3), (1, 1), (1, 1, 1, 1)))
+NORM = BatchNormSpec(8)
+WEIGHT = {"weight": "weight"}
+
+
+def chain(*specs: Spec, shape: tuple[int, ...] = (2, 5, 5, 8)) -> Graph:
+    """Each behind the one before."""
+    builder, tensor = GraphBuilder(TensorSpec(shape)), 0
+    for i, spec in enumerate(specs):
+        tensor = builder.emit(f"layer{i}", spec, (tensor,), parameters={} if isinstance(spec, ReluSpec) else WEIGHT)
+    return builder.build(tensor)
+
+
+def specs(graph: Graph) -> list[Spec]:
+    return [node.spec for node in graph.nodes]
+
+
+def test_a_relu_joins_what_is_before_it() -> None:
+    assert specs(fuse(chain(CONVOLUTION, ReluSpec()))) == [WithRelu(CONVOLUTION)]
+    assert specs(fuse(chain(NORM, ReluSpec()))) == [BatchNormSpec(8, relu=True)]
+    linear = LinearSpec(8, 8)
+    assert specs(fuse(chain(linear, ReluSpec(), shape=(2, 8)))) == [WithRelu(linear)]
+
+
+def test_a_product_joins_only_where_the_set_has_an_operator_for_both() -> None:
+    linear = LinearSpec(8, 8)
+    assert specs(fuse(chain(linear, ReluSpec(), shape=(2, 8)), products=(Conv2dSpec,))) == [linear, ReluSpec()]
+    assert specs(fuse(chain(CONVOLUTION, ReluSpec()), products=(LinearSpec,))) == [CONVOLUTION, ReluSpec()]
+
+
+def test_two_relus_stay_two() -> None:
+    assert specs(fuse(chain(NORM, ReluSpec(), ReluSpec()))) == [BatchNormSpec(8, relu=True), ReluSpec()]
+
+
+def test_statistics_of_several_ranks_stay_alone() -> None:
+    norm = BatchNormSpec(8, synchronised=True)
+    assert specs(fuse(chain(norm, ReluSpec()))) == [norm, ReluSpec()]
+
+
+def residual(*, between: bool = False, order: tuple[int, int] = (0, 1)) -> Graph:
+    """Two batch norms that are added, and a ReLU. between: a convolution behind the later norm and before the sum."""
+    builder = GraphBuilder(TensorSpec((2, 5, 5, 8)))
+    norms = [builder.emit(f"norm{i}", NORM, (0,), parameters=WEIGHT) for i in range(2)]
+    if between:
+        builder.emit("apart", CONVOLUTION, (0,), parameters=WEIGHT)
+    total = builder.emit("sum", AddSpec(), (norms[order[0]], norms[order[1]]))
+    return builder.build(builder.emit("relu", ReluSpec(), (total,)))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_norms_the_later_one_joins_the_sum(order: tuple[int, int]) -> None:
+    graph = fuse(residual(order=order))
+    assert specs(graph) == [NORM, BatchNormSpec(8, relu=True, add=True)]
+    first, second = graph.nodes
+    assert second.name == "norm1"
+    assert second.inputs == (0, first.output)
+    assert second.output == graph.output
+
+
+def test_no_norm_moves_behind_other_parameters() -> None:
+    assert specs(fuse(residual(between=True))) == [NORM, NORM, CONVOLUTION, AddSpec(relu=True)]
+
+
+def test_a_tensor_with_other_readers_stays() -> None:
+    builder = GraphBuilder(TensorSpec((2, 5, 5, 8)))
+    norm = builder.emit("norm", NORM, (0,), parameters=WEIGHT)
+    rectified = builder.emit("relu", ReluSpec(), (norm,))
+    graph = builder.build(builder.emit("sum", AddSpec(), (rectified, norm)))
+    assert fuse(graph) == graph
+
+
+def test_the_output_of_a_graph_stays() -> None:
+    builder = GraphBuilder(TensorSpec((2, 5, 5, 8)))
+    norm = builder.emit("norm", NORM, (0,), parameters=WEIGHT)
+    builder.emit("relu", ReluSpec(), (norm,))
+    graph = builder.build(norm)
+    assert fuse(graph) == graph
+
+
+@pytest.mark.parametrize("model", ["resnet20", "resnet50", "vgg16"])
+def test_models_of_the_catalogue_keep_their_tensors_parameters_and_order(model: str) -> None:
+    builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
+    graph = builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+    fused = fuse(graph)
+    assert not any(isinstance(spec, ReluSpec) for spec in specs(fused))
+    assert [node.parameters for node in fused.nodes if node.parameters] == [
+        node.parameters for node in graph.nodes if node.parameters
+    ]
+    assert fused.output == graph.output
+    written = {0}
+    for node in fused.nodes:
+        assert set(node.inputs) <= written
+        assert node.output not in written
+        written.add(node.output)
