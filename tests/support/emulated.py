@@ -7,8 +7,9 @@ there is no g++ it is skipped, but fails in continuous integration.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,13 +45,21 @@ class EmulatedDevices:
                 self._error = str(error)
 
     @pytest.fixture
-    def emulated_device(self) -> EmulatedDeviceFactory:
-        """EmulatedDevice(seed)."""
+    def emulated_device(self) -> Iterator[EmulatedDeviceFactory]:
+        """EmulatedDevice(seed). At the end of the test its memory is checked."""
         if self._missing and os.environ.get("CI") != "true":
             pytest.skip(self._missing)
         if self._error:
             pytest.fail(self._error, pytrace=False)
-        return EmulatedDevice
+        devices = []
+
+        def make(*arguments: Any, **options: Any) -> EmulatedDevice:
+            devices.append(EmulatedDevice(*arguments, **options))
+            return devices[-1]
+
+        yield make
+        for device in devices:
+            device.run_all()
 
     @pytest.fixture
     def cuda_kernels(self, emulated_device: EmulatedDeviceFactory) -> CudaKernelsFactory:

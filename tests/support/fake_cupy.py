@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
 
@@ -155,7 +156,10 @@ class FakeCupy:
         return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=self._function(code, name)))
 
     def _function(self, code: str, name: str) -> Callable[..., None]:
-        kernel = CpuKernel(build.build(code), name, lambda: 0, lambda stream, work, text: self._enqueue("launch", work, text))
+        def enqueue(stream: object, work: Callable[[], None], text: str, kept: Sequence[DeviceArray] = ()) -> None:
+            self._enqueue("launch", work, text)
+
+        kernel = CpuKernel(build.build(code), name, lambda: 0, enqueue, hex)
 
         def function(grid: Sequence[int], block: Sequence[int], args: tuple[Any, ...], *, stream: _Stream) -> None:
             assert isinstance(grid, tuple)

@@ -20,7 +20,9 @@ from hpctrain.backend.cuda import sources
 from hpctrain.errors import BackendError
 
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-DON_CPU", "-Wno-unknown-pragmas", "-ffp-contract=off")
+_LANGUAGE = ("-x", "c++", "-std=c++17", "-DON_CPU", "-Wno-unknown-pragmas", "-ffp-contract=off", "-fno-strict-aliasing")
+_LIBRARY = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")  # the latter refuses switches of stacks
+_FLAGS = (*_LANGUAGE, *_LIBRARY)
 
 
 def compiler() -> str | None:
@@ -29,12 +31,12 @@ def compiler() -> str | None:
 
 
 @cache
-def library(source: str) -> ctypes.CDLL:
-    """The library of kernels/<source>.cu."""
+def library(source: str) -> ctypes.PyDLL:
+    """The library of kernels/<source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
     return build(sources.text(source))
 
 
-def build(text: str) -> ctypes.CDLL:
+def build(text: str) -> ctypes.PyDLL:
     """The library of a CUDA source's text, compiled where the cache has none.
 
     Raises:
@@ -43,7 +45,7 @@ def build(text: str) -> ctypes.CDLL:
     target = _target(text)
     if not target.exists():
         _compile(text, target)
-    return ctypes.CDLL(str(target))
+    return ctypes.PyDLL(str(target))
 
 
 def prepare(texts: Iterable[str]) -> None:

@@ -1,105 +1,158 @@
-"""A device that is this CPU: the CUDA sources built by g++, memory behind guard pages."""
+"""A device that is this CPU: the CUDA sources built by g++, and all that can go wrong on a GPU made likely to go wrong here."""
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import (
-    CapturedGraph,
-    ConvolutionKey,
-    DeviceConvolution,
-    DeviceEvent,
-    DeviceKernel,
-    DeviceStream,
-    Precision,
-)
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceStream, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda.emulator.capture import EmulatedGraph, capturing
 from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
+from hpctrain.backend.cuda.emulator.counters import DeviceCounters
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.cuda.emulator.gemm import check_product, product
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
-from hpctrain.backend.cuda.emulator.memory import Heap, on_host
-from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.cuda.emulator.memory import Heap, borrowed, bytes_of
+from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
+from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
+from hpctrain.backend.cuda.emulator.work import Work
 
-
-class EmulatedStream:
-    """Does everything at once."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def record(self, event: DeviceEvent) -> None:
-        pass
-
-    def wait(self, event: DeviceEvent) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class EmulatedEvent:
-    """Is done at once."""
-
-    done = True
-
-    def synchronize(self) -> None:
-        pass
+#: named where memory is found damaged
+_MOST_RECENT = 20
 
 
 class EmulatedDevice:
-    """Implements `Device`. seed: of the orders of blocks and threads; 0: ascending, 1: descending."""
+    """Implements `Device`. A program ends with `finish`.
+
+    Args:
+        seed: of the orders of blocks, threads and the streams' work.
+        ignored_wait: the number of a wait of a stream or the host that is left out, see `waits`: the results of a program that
+            needs the wait are then wrong for most seeds.
+        library: gives the library of a source by name.
+
+    Attributes:
+        counters: of what was enqueued, waited for and allocated.
+    """
 
     name = "emulated"
     capability = (9, 0)
     multiprocessors = 2
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed, self._random = seed, random.Random(seed)
-        self._heap = Heap()
-        self._kernels: dict[tuple[str, str], DeviceKernel] = {}
-        self._convolutions: dict[ConvolutionKey, DeviceConvolution] = {}
+    def __init__(
+        self, seed: int = 0, *, ignored_wait: int | None = None, library: Callable[[str], ctypes.PyDLL] = build.library
+    ) -> None:
+        self.counters = DeviceCounters()
+        self._library, self._random = library, random.Random(seed)
+        self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
+        self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
+        self._kernels: dict[tuple[str, str], CpuKernel] = {}
+        self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
+        self._recent: list[str] = []  # work since memory was checked
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """All waits so far, in words: the possible values of `ignored_wait`."""
+        return tuple(self._streams.waits)
+
+    def seal(self) -> None:
+        """From here on, allocations are late: `counters.late_allocations` names them."""
+        self.counters.sealed = True
+
+    def finish(self) -> None:
+        """Say that the program is at its end.
+
+        Raises:
+            EmulatedDeviceError: there is work that nobody has waited for, or bytes beside an array were written.
+        """
+        self._check_memory()
+        queues = [queue for queue in self._streams.scheduler.queues if queue.pending]
+        if queues:
+            left = "; ".join(f"{queue.name}: {', '.join(work.text for work in queue.pending)}" for queue in queues)
+            raise EmulatedDeviceError(f"Nobody has waited for work on {left}.")
+
+    def run_all(self) -> None:
+        """Do all work and check memory, unless work has failed before."""
+        if not self._streams.scheduler.failed:
+            self._streams.scheduler.run_all()
+            self._check_memory()
 
     def allocate(self, size_bytes: int) -> DeviceArray:
+        self._streams.refuse_in_capture("allocate memory")
+        self.counters.allocated(size_bytes, caller())
         return self._heap.allocate(size_bytes)
 
     def pinned(self, size_bytes: int) -> np.ndarray:
-        return np.zeros(size_bytes, np.uint8)
+        self._streams.refuse_in_capture("allocate pinned memory")
+        self.counters.allocated(size_bytes, caller())
+        return self._pinned.allocate(size_bytes)
 
     def stream(self, name: str) -> EmulatedStream:
-        return EmulatedStream(name)
+        return self._streams.stream(name)
 
     def event(self) -> EmulatedEvent:
-        return EmulatedEvent()
+        return self._streams.event()
 
-    def kernel(self, source: str, name: str) -> DeviceKernel:
+    def kernel(self, source: str, name: str) -> CpuKernel:
         if (source, name) not in self._kernels:
-            self._kernels[source, name] = CpuKernel(build.library(source), name, self._order, self._enqueue)
+            self._streams.refuse_in_capture(f"load the kernel {name}")
+            seed = partial(self._random.getrandbits, 63)
+            self._kernels[source, name] = CpuKernel(self._library(source), name, seed, self._enqueue, self._heap.describe)
         return self._kernels[source, name]
 
-    def _order(self) -> int:
-        return self._seed if self._seed < 2 else self._random.randrange(2, 1 << 31)
+    def _enqueue(
+        self,
+        stream: DeviceStream,
+        action: Callable[[], None],
+        text: str,
+        kept: Sequence[DeviceArray] = (),
+        *,
+        reads: tuple[np.ndarray, ...] = (),
+        writes: tuple[np.ndarray, ...] = (),
+    ) -> None:
+        assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
 
-    def _enqueue(self, stream: DeviceStream, work: Callable[[], None], text: str) -> None:
-        work()
+        def run() -> None:
+            self._recent.append(text)
+            action()
+
+        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes))
+
+    def _check_memory(self) -> None:
+        recent, self._recent = self._recent[-_MOST_RECENT:], []
+        if damages := self._heap.damages():
+            raise EmulatedDeviceError(f"{'; '.join(damages)}, by one of: {', '.join(sorted(set(recent)))}.")
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
-        self._enqueue(stream, lambda: np.copyto(on_host(target).reshape(-1).view(np.uint8), _raw(source)), "upload")
+        raw, place = self._pinned.require(source), borrowed(target)
+        _require_equal(target.nbytes, source.nbytes)
+        self._enqueue(stream, lambda: np.copyto(self._bytes(place), raw), "upload", (target,), reads=(raw,))
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
-        self._enqueue(stream, lambda: np.copyto(_raw(target), on_host(source).reshape(-1).view(np.uint8)), "download")
+        raw, place = self._pinned.require(target), borrowed(source)
+        _require_equal(target.nbytes, source.nbytes)
+        self._enqueue(stream, lambda: np.copyto(raw, self._bytes(place)), "download", (source,), writes=(raw,))
 
     def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:
-        assert target.nbytes == source.nbytes, f"{source!r} does not fit {target!r}"
-        self._enqueue(stream, lambda: np.copyto(_bytes(target), _bytes(source)), "copy")
+        _require_equal(target.nbytes, source.nbytes)
+        to, of = borrowed(target), borrowed(source)
+        self._enqueue(stream, lambda: np.copyto(self._bytes(to), self._bytes(of)), "copy", (target, source))
 
-    def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
+    def _bytes(self, array: DeviceArray) -> np.ndarray:
+        self._heap.require(array)
+        return bytes_of(array)
+
+    def convolution(self, key: ConvolutionKey) -> NumpyConvolution:
         if key not in self._convolutions:
-            self._convolutions[key] = NumpyConvolution(key, self._enqueue)
+            self._streams.refuse_in_capture("build the plan of a convolution")
+            self._convolutions[key] = NumpyConvolution(key, self._enqueue, self._heap.require)
         return self._convolutions[key]
 
     def gemm(
@@ -114,23 +167,23 @@ class EmulatedDevice:
         accumulate: bool = False,
         precision: Precision,
     ) -> None:
+        check_product(a, b, c, transpose_a=transpose_a, transpose_b=transpose_b, precision=precision)
+        left, right, out = (borrowed(array) for array in (a, b, c))
+
         def work() -> None:
-            left, right = read(a), read(b)
-            product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
-            write(c, product + read(c) if accumulate else product)
+            self._heap.require(left, right, out)
+            product(left, right, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate)
 
-        self._enqueue(stream, work, "gemm")
+        self._enqueue(stream, work, "gemm", (a, b, c))
 
-    def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
-        raise NotImplementedError
+    def capture(self, stream: DeviceStream) -> AbstractContextManager[EmulatedGraph]:
+        assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
+        return capturing(self._streams, stream)
 
     def memory_used(self) -> int:
         return self._heap.used_bytes
 
 
-def _raw(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
-
-
-def _bytes(array: DeviceArray) -> np.ndarray:
-    return on_host(array).reshape(-1).view(np.uint8)
+def _require_equal(target_bytes: int, source_bytes: int) -> None:
+    if target_bytes != source_bytes:
+        raise ValueError(f"A copy is between equally many bytes, not of {source_bytes} to {target_bytes}.")

@@ -1,56 +1,169 @@
-"""Memory of the emulated device: host memory that ends at a page which nobody may touch."""
+"""Memory of the emulated device: host memory between pages that nobody may touch and bytes that nobody may change."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import weakref
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES
 from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.dtypes import item_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NO_ACCESS = 0
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PAGE = mmap.PAGESIZE
+
+#: not a number in every float dtype, and odd enough that no kernel writes it by chance
+_CANARY = bytes([0xF5, 0xFF]) * ((_PAGE + ALIGNMENT_BYTES) // 2)
+#: so much freed memory stays out of reach before its addresses are used again
+_MOST_FREED = 256
+
+
+def _protect(address: int, size_bytes: int, rights: int) -> None:
+    if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), rights):
+        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class GuardedMemory:
-    """So many zeroed bytes, aligned to ALIGNMENT_BYTES; behind them (from the next multiple of it on) every access is a fault."""
+    """So many zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
+
+    In front of the bytes are at least ALIGNMENT_BYTES of canary, behind them the canary goes on to the next multiple of it.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        page = mmap.PAGESIZE
-        pages = -(-size_bytes // page)
-        self._pages = mmap.mmap(-1, (pages + 1) * page)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        if _libc.mprotect(ctypes.c_void_p(address + pages * page), ctypes.c_size_t(page), _NO_ACCESS):
-            raise OSError(ctypes.get_errno(), "mprotect")
-        self.pointer = address + (pages * page - size_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        inside = -(-(size_bytes + ALIGNMENT_BYTES) // _PAGE) * _PAGE
+        self.pages = mmap.mmap(-1, inside + 2 * _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _READ_AND_WRITE)
+        self.begin = ctypes.addressof(ctypes.c_char.from_buffer(self.pages)) + _PAGE
+        self.end = self.begin + inside
+        self.pointer = self.begin + (inside - size_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        for start, size in self._canaries():
+            ctypes.memmove(start, _CANARY, size)
+        _protect(self.begin - _PAGE, _PAGE, _NO_ACCESS)
+        _protect(self.end, _PAGE, _NO_ACCESS)
+
+    def _canaries(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        behind = self.pointer + self.size_bytes
+        return (self.begin, self.pointer - self.begin), (behind, self.end - behind)
+
+    def damage(self) -> str:
+        """A clause that says which canary is damaged; empty where none is."""
+        for (start, size), place in zip(self._canaries(), ("in front of", "behind"), strict=True):
+            if ctypes.string_at(start, size) != _CANARY[:size]:
+                return f"bytes {place} an array of {self.size_bytes} bytes were written"
+        return ""
+
+    def take_away(self) -> None:
+        """Make every access a fault, and give the memory back."""
+        self.pages.madvise(mmap.MADV_DONTNEED)
+        _protect(self.begin, self.end - self.begin, _NO_ACCESS)
+
+
+class _Handle:
+    """Keeps memory in use: the owner of device arrays. Without it the memory is freed."""
+
+    __slots__ = ("__weakref__", "settle")
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.settle = settle
 
 
 class Heap:
-    """All memory that is in use, by address."""
+    """All memory of a device.
 
-    def __init__(self) -> None:
-        self._live: weakref.WeakValueDictionary[int, GuardedMemory] = weakref.WeakValueDictionary()
+    Args:
+        settle: does all work of the device, before the host looks at its memory.
+    """
+
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        self._settle = settle
+        self._used: dict[int, GuardedMemory] = {}
+        self._freed: deque[GuardedMemory] = deque(maxlen=_MOST_FREED)
+        self._damages: list[str] = []
 
     def allocate(self, size_bytes: int) -> DeviceArray:
+        """Zeroed uint8 memory, in use as long as an array or view of it exists."""
         memory = GuardedMemory(size_bytes)
-        self._live[memory.pointer] = memory
-        return DeviceArray(memory.pointer, (size_bytes,), "uint8", memory)
+        handle = _Handle(self._settle)
+        self._used[memory.pointer] = memory
+        weakref.finalize(handle, self._free, memory).atexit = False
+        return DeviceArray(memory.pointer, (size_bytes,), "uint8", handle)
+
+    def _free(self, memory: GuardedMemory) -> None:
+        del self._used[memory.pointer]
+        if damage := memory.damage():
+            self._damages.append(damage)
+        memory.take_away()
+        self._freed.append(memory)
 
     @property
     def used_bytes(self) -> int:
-        return sum(memory.size_bytes for memory in self._live.values())
+        """Bytes of all memory in use."""
+        return sum(memory.size_bytes for memory in list(self._used.values()))
+
+    def damages(self) -> list[str]:
+        """Clauses about all damaged canaries, also of memory freed since the latest call."""
+        freed, self._damages = self._damages, []
+        return freed + [damage for memory in list(self._used.values()) if (damage := memory.damage())]
+
+    def require(self, *arrays: DeviceArray) -> None:
+        """
+        Raises:
+            EmulatedDeviceError: an array does not lie in memory that is in use.
+        """
+        for array in arrays:
+            if array.size and not any(
+                memory.pointer <= array.pointer and array.pointer + array.nbytes <= memory.pointer + memory.size_bytes
+                for memory in list(self._used.values())
+            ):
+                raise EmulatedDeviceError(f"{array!r} does not lie in memory that is in use: {self.describe(array.pointer)}.")
+
+    def describe(self, address: int) -> str:
+        """A clause about an address: near which array it lies."""
+        for text, memories in (("", list(self._used.values())), ("freed ", list(self._freed))):
+            for memory in memories:
+                if memory.begin - _PAGE <= address < memory.end + _PAGE:
+                    return _distance(address, memory, text)
+        return "it is near no array of this device"
+
+
+def _distance(address: int, memory: GuardedMemory, text: str) -> str:
+    array = f"a {text}array of {memory.size_bytes} bytes" if text else f"an array of {memory.size_bytes} bytes"
+    offset = address - memory.pointer
+    if offset < 0:
+        return f"it is {-offset} bytes in front of {array}"
+    if offset < memory.size_bytes:
+        return f"it is byte {offset} of {array}"
+    return f"it is {offset - memory.size_bytes} bytes behind the end of {array}"
+
+
+def borrowed(array: DeviceArray) -> DeviceArray:
+    """The same place without keeping its memory in use."""
+    return DeviceArray(array.pointer, array.shape, array.dtype, None)
 
 
 def on_host(array: DeviceArray) -> np.ndarray:
-    """The elements as an ndarray over the same memory; bfloat16 as uint16. For the emulated device's own use."""
+    """The elements as an ndarray over the same memory; bfloat16 as uint16. The device does all its work first.
+
+    For tests. The device itself, in the middle of its work, looks at borrowed arrays.
+    """
+    if isinstance(array.owner, _Handle):
+        array.owner.settle()
     dtype = np.dtype("uint16" if array.dtype == "bfloat16" else array.dtype)
     if not array.size:
         return np.zeros(array.shape, dtype)
     raw = (ctypes.c_uint8 * (array.size * item_bytes(array.dtype))).from_address(array.pointer)
     values: np.ndarray = np.ctypeslib.as_array(raw).view(dtype)
     return values.reshape(array.shape)
+
+
+def bytes_of(array: DeviceArray) -> np.ndarray:
+    """All bytes, uint8 (nbytes,), over the same memory."""
+    return on_host(array).reshape(-1).view(np.uint8)

@@ -77,7 +77,7 @@ class CudaDropout(InPlace, CudaOperator):
         self._ids = spec.first_sample + x.shape[0]
         self._place = SamplePlace.of(spec, x)
         step = block.register(spec.seed, spec.layer, self._ids)
-        self._step = step.training, step.key, step.ids[spec.first_sample :]
+        self._step = step.training, step.key.view("uint32"), step.ids[spec.first_sample :]
         self._scale = np.dtype(parameter_dtype(self.dtype)).type(1.0 / (1.0 - spec.rate))
         self._threshold = np.uint32(min(round(spec.rate * 2**32), 2**32 - 1))
         self.declare()

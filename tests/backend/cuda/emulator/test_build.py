@@ -13,7 +13,7 @@ from hpctrain.backend.cuda.emulator import build
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
 
-TRIVIAL = 'extern "C" int answer() { return 42; }'
+TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_it_is_the_convolution(kind: Literal["forward", "input", "weight"], dtyp
     out = _placed(device, np.full(wanted.shape, np.nan), dtype)
     window = SPEC.window
     key = ConvolutionKey(
-        kind, x.shape, w.shape, dy.shape, window.stride, window.padding, window.dilation, SPEC.groups, dtype, "float32"
+        kind, x.shape, w.shape, dy.shape, window.stride, window.padding, window.dilation, SPEC.groups, dtype, dtype
     )
     convolution, stream = device.convolution(key), device.stream("compute")
     convolution.run(stream, a, b, out, device.allocate(convolution.workspace_bytes))
