@@ -67,8 +67,9 @@ def test_equals_numpy(
 @pytest.mark.parametrize("window", [STEM, HALVES])
 @pytest.mark.parametrize("shape", [(9, 34, 5, 3), (2, 9, 70, 8)])
 def test_more_rows_and_columns_than_threads(
-    emulated_device, dtype: str, kind: str, window: Window, shape: tuple[int, ...]
+    emulated_device, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str, window: Window, shape: tuple[int, ...]
 ) -> None:
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
     compare(PoolSpec(kind, window), dyadic(*shape), dtype, accumulate=False, seed=3)
 
 
