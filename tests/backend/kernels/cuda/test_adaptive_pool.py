@@ -7,33 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec, TensorSpec
 from hpctrain.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
-from tests.support.device_bench import DeviceBench, assert_rounded, dyadic
+from tests.support.rounded import DTYPES, assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
 
-DTYPES = ["float64", "float32", "bfloat16"]
 SIZES = st.integers(1, 9)
-
-
-def kernels(dtype: str, seed: int = 0) -> CudaKernelSet:
-    device = EmulatedDevice(seed)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), dtype))
 
 
 def compare(size: tuple[int, int], x: np.ndarray, dtype: str, *, accumulate: bool = False, seed: int = 0) -> None:
     spec = AdaptiveAveragePoolSpec(size)
     expected = OperatorBench(NumpyKernelSet(), spec, [x], accumulate=accumulate)
-    start = dyadic(*x.shape, seed=2) if accumulate else None
-    bench = DeviceBench(kernels(dtype, seed), spec, x, start=start)
+    start = [dyadic(*x.shape, seed=2)]
+    bench = device_bench(emulated_kernels(dtype, seed), spec, x, accumulate=accumulate)
     y = expected.forward()
     assert_rounded(bench.forward(), y, dtype)
     dy = dyadic(*y.shape, seed=1)
-    assert_rounded(bench.backward(dy)["x"], expected.backward(dy, [start]).inputs[0], dtype)
+    assert_rounded(bench.backward(dy, start).inputs[0], expected.backward(dy, start).inputs[0], dtype)
 
 
 @pytest.mark.usefixtures("emulated_device")
@@ -63,27 +54,25 @@ def test_all_orders_give_the_same_bits(emulated_device, dtype: str, size: tuple[
     x, dy = random.standard_normal((2, 7, 7, 16)), random.standard_normal((2, *size, 16))
     results = []
     for seed in (0, 1, 2, 3):
-        bench = DeviceBench(kernels(dtype, seed), AdaptiveAveragePoolSpec(size), x)
-        results.append((bench.forward(), bench.backward(dy)["x"]))
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(first, second)
+        bench = device_bench(emulated_kernels(dtype, seed), AdaptiveAveragePoolSpec(size), x)
+        results.append([bench.forward(), *bench.backward(dy).inputs])
+    assert_same_bits(results)
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 9, 3), (2, 0, 9, 3), (2, 7, 0, 3)])
 def test_an_image_without_pixels_averages_to_zero(emulated_device, shape: tuple[int, ...]) -> None:
-    bench = DeviceBench(kernels("float32"), AdaptiveAveragePoolSpec((2, 3)), np.zeros(shape))
+    bench = device_bench(emulated_kernels("float32"), AdaptiveAveragePoolSpec((2, 3)), np.zeros(shape))
     y = bench.forward()
     assert y.shape == (shape[0], 2, 3, 3)
     assert not y.any()
-    assert bench.backward(np.ones(y.shape))["x"].shape == shape
+    assert bench.backward(np.ones(y.shape)).inputs[0].shape == shape
 
 
 def test_a_gradient_that_nobody_wants_is_not_computed(emulated_device) -> None:
-    bench = DeviceBench(kernels("float32"), AdaptiveAveragePoolSpec((1, 1)), np.zeros((1, 5, 5, 4)), wanted=False)
-    assert np.isnan(bench.backward(np.ones(bench.forward().shape))["x"]).all()
+    bench = device_bench(emulated_kernels("float32"), AdaptiveAveragePoolSpec((1, 1)), np.zeros((1, 5, 5, 4)), wanted=[False])
+    assert bench.backward(np.ones(bench.forward().shape)).inputs == (None,)
 
 
 def test_outputs_that_kernels_cannot_count_are_refused(emulated_device) -> None:
     with pytest.raises(BackendError, match=r"of 4000000 pixels has fewer than 536 outputs, not 1000\.$"):
-        kernels("float32").make(AdaptiveAveragePoolSpec((1000, 1)), (TensorSpec((1, 4_000_000, 1, 1)),), training=True)
+        emulated_kernels("float32").make(AdaptiveAveragePoolSpec((1000, 1)), (TensorSpec((1, 4_000_000, 1, 1)),), training=True)

@@ -10,8 +10,8 @@ from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
-from tests.support.device_bench import assert_rounded, dyadic
 from tests.support.emulated import CudaKernelsFactory
+from tests.support.rounded import assert_rounded, dyadic
 
 DTYPES = ["float64", "float32", "bfloat16"]
 SHAPES = [(2, 3, 5, 16), (3, 5, 7), (1,), (0, 4, 4, 8), (700, 8)]

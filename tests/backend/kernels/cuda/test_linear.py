@@ -7,22 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.rounding import read
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Buffers
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
 from hpctrain.testing.operators import OperatorBench
-from tests.support.device_bench import DeviceBench, assert_rounded, dyadic
+from tests.support.rounded import assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
 
 PRECISIONS = ["float64", "float32", "tf32", "bfloat16"]
-
-
-def kernels(precision: str, seed: int = 0) -> CudaKernelSet:
-    device = EmulatedDevice(seed)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
 
 
 def values(spec: LinearSpec) -> dict[str, np.ndarray]:
@@ -32,15 +25,15 @@ def values(spec: LinearSpec) -> dict[str, np.ndarray]:
 
 
 def compare(spec: LinearSpec, samples: int, precision: str, *, accumulate: bool = False, seed: int = 0) -> None:
-    set_of_kernels = kernels(precision, seed)
-    dtype, parameters = set_of_kernels.runtime.dtype, values(spec)
+    kernels = emulated_kernels(precision, seed)
+    dtype, parameters = kernels.runtime.dtype, values(spec)
     x, dy, start = (dyadic(samples, n, seed=i) for i, n in enumerate((spec.features_in, spec.features_out, spec.features_in)))
     expected = OperatorBench(NumpyKernelSet(), spec, [x], parameters=parameters, accumulate=accumulate)
-    bench = DeviceBench(set_of_kernels, spec, x, parameters, start=start if accumulate else None)
+    bench = device_bench(kernels, spec, x, parameters, accumulate=accumulate)
     assert_rounded(bench.forward(), expected.forward(), dtype)
-    actual, gradients = bench.backward(dy), expected.backward(dy, [start])
-    assert_rounded(actual.pop("x"), gradients.inputs[0], dtype)
-    for role, gradient in actual.items():
+    actual, gradients = bench.backward(dy, [start]), expected.backward(dy, [start])
+    assert_rounded(actual.inputs[0], gradients.inputs[0], dtype)
+    for role, gradient in actual.parameters.items():
         assert_rounded(gradient, gradients.parameters[role], "float32" if dtype == "bfloat16" else dtype)
 
 
@@ -71,18 +64,18 @@ def test_more_rows_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_samples_gradients_of_parameters_are_zero(emulated_device, precision: str, bias: bool) -> None:
     spec = LinearSpec(7, 5, bias)
-    bench = DeviceBench(kernels(precision), spec, np.zeros((0, 7)), values(spec))
+    bench = device_bench(emulated_kernels(precision), spec, np.zeros((0, 7)), values(spec))
     assert bench.forward().shape == (0, 5)
     gradients = bench.backward(np.zeros((0, 5)))
-    assert gradients.pop("x").shape == (0, 7)
-    assert [gradient.any() for gradient in gradients.values()] == [False] * (1 + bias)
+    assert gradients.inputs[0].shape == (0, 7)
+    assert [gradient.any() for gradient in gradients.parameters.values()] == [False] * (1 + bias)
 
 
 def test_bfloat16_rounds_the_sum_with_the_bias_once(emulated_device) -> None:
     """1 + 2^-8 lies midway between two bfloat16 numbers: a bias of 2^-16 decides, unless the product was rounded before."""
     spec = LinearSpec(2, 8)
     parameters = {"weight": np.array([[1.0] * 8, [2.0**-8] * 8]), "bias": np.full(8, 2.0**-16)}
-    bench = DeviceBench(kernels("bfloat16"), spec, np.ones((3, 2)), parameters, training=False)
+    bench = device_bench(emulated_kernels("bfloat16"), spec, np.ones((3, 2)), parameters, training=False)
     np.testing.assert_array_equal(bench.forward(), np.full((3, 8), 1 + 2.0**-7))
 
 
@@ -92,38 +85,37 @@ def test_all_orders_give_the_same_bits(emulated_device) -> None:
     x, dy = random.standard_normal((90, 5)), random.standard_normal((90, 24))
     results = []
     for seed in (0, 1, 2):
-        bench = DeviceBench(kernels("bfloat16", seed), spec, x, values(spec))
-        results.append([bench.forward(), *bench.backward(dy).values()])
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(first, second)
+        bench = device_bench(emulated_kernels("bfloat16", seed), spec, x, values(spec))
+        y, gradients = bench.forward(), bench.backward(dy)
+        results.append([y, *gradients.inputs, *gradients.parameters.values()])
+    assert_same_bits(results)
 
 
 def test_a_gradient_that_nobody_wants_is_not_computed(emulated_device) -> None:
     spec = LinearSpec(4, 4)
-    bench = DeviceBench(kernels("float32"), spec, np.ones((3, 4)), values(spec), wanted=False)
+    bench = device_bench(emulated_kernels("float32"), spec, np.ones((3, 4)), values(spec), wanted=[False])
     bench.forward()
     gradients = bench.backward(np.ones((3, 4)))
-    assert np.isnan(gradients["x"]).all()
-    assert (gradients["weight"] == 3).all()
+    assert gradients.inputs == (None,)
+    assert (gradients.parameters["weight"] == 3).all()
 
 
 def test_sufficient_factors_are_as_the_ability_says(emulated_device) -> None:
     """x and dy stay what they are through both halves of backward."""
     spec, x, dy = LinearSpec(6, 8), dyadic(5, 6), dyadic(5, 8, seed=1)
-    bench = DeviceBench(kernels("float32"), spec, x, values(spec))
+    bench = device_bench(emulated_kernels("float32"), spec, x, values(spec))
     assert isinstance(bench.operator, SufficientFactors)
     assert bench.operator.needs_inputs == (True,)
     bench.forward()
-    gradients = bench.backward(dy)
-    kept, errors = bench.factors()
+    gradients = bench.backward(dy).parameters
+    kept, errors = read(bench.operator.buffers.inputs[0]), read(bench.operator.output_grad)
     np.testing.assert_array_equal(kept.T @ errors, gradients["weight"])
     np.testing.assert_array_equal(errors.sum(axis=0), gradients["bias"])
 
 
 def test_a_weight_that_was_not_rounded_is_refused(emulated_device) -> None:
-    set_of_kernels = kernels("bfloat16")
-    operator = set_of_kernels.make(LinearSpec(4, 4, bias=False), (TensorSpec((2, 4), "bfloat16"),), training=False)
-    x, weight = (set_of_kernels.allocate(64).view(dtype) for dtype in ("bfloat16", "float32"))
+    kernels = emulated_kernels("bfloat16")
+    operator = kernels.make(LinearSpec(4, 4, bias=False), (TensorSpec((2, 4), "bfloat16"),), training=False)
+    x, weight = (kernels.allocate(64).view(dtype) for dtype in ("bfloat16", "float32"))
     with pytest.raises(AssertionError, match="weight of a linear layer in bfloat16 is float32"):
         operator.bind(Buffers(inputs=(x[:8].reshape(2, 4),), output=x[8:16].reshape(2, 4), parameters={"weight": weight[:16]}))

@@ -7,25 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.memory import on_host
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import PoolSpec, TensorSpec, Window
 from hpctrain.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
-from tests.support.device_bench import DeviceBench, assert_rounded, dyadic
+from tests.support.rounded import DTYPES, assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
 
-DTYPES = ["float64", "float32", "bfloat16"]
 STEM = Window((3, 3), (2, 2), (1, 1, 1, 1))
 HALVES = Window((2, 2), (2, 2), (0, 0, 0, 0))
 SIXTEEN_BY_SEVENTEEN = Window((16, 17), (1, 2), (0, 3, 1, 0))
-
-
-def kernels(dtype: str, seed: int = 0) -> CudaKernelSet:
-    device = EmulatedDevice(seed)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), dtype))
 
 
 @st.composite
@@ -42,12 +33,12 @@ def cases(draw: st.DrawFn) -> tuple[PoolSpec, tuple[int, ...]]:
 def compare(spec: PoolSpec, x: np.ndarray, dtype: str, *, accumulate: bool, seed: int, training: bool = True) -> None:
     expected = OperatorBench(NumpyKernelSet(), spec, [x], accumulate=accumulate, training=training)
     y = expected.forward()
-    start = dyadic(*x.shape, seed=2) if accumulate else None
-    bench = DeviceBench(kernels(dtype, seed), spec, x, start=start, training=training)
+    start = [dyadic(*x.shape, seed=2)]
+    bench = device_bench(emulated_kernels(dtype, seed), spec, x, accumulate=accumulate, training=training)
     assert_rounded(bench.forward(), y, dtype)
     if training:
         dy = dyadic(*y.shape, seed=1)
-        assert_rounded(bench.backward(dy)["x"], expected.backward(dy, [start]).inputs[0], dtype)
+        assert_rounded(bench.backward(dy, start).inputs[0], expected.backward(dy, start).inputs[0], dtype)
 
 
 @pytest.mark.usefixtures("emulated_device")
@@ -81,10 +72,10 @@ def test_a_window_of_many_taps_has_a_winner(emulated_device, dtype: str, channel
     compare(PoolSpec("max", SIXTEEN_BY_SEVENTEEN), x, dtype, accumulate=False, seed=2)
 
 
-def winners(bench: DeviceBench, taps: int) -> np.ndarray:
+def winners(bench: OperatorBench, taps: int) -> np.ndarray:
     dtype = np.uint8 if taps < 256 else np.uint16
     shape = bench.operator.output.shape
-    return on_host(bench.saved).view(dtype)[: int(np.prod(shape))].reshape(shape)
+    return on_host(bench.operator.buffers.saved).view(dtype)[: int(np.prod(shape))].reshape(shape)
 
 
 @pytest.mark.parametrize("window", [STEM, HALVES, Window((3, 3), (1, 1), (1, 1, 1, 1), (2, 2)), SIXTEEN_BY_SEVENTEEN])
@@ -97,7 +88,7 @@ def test_winners_are_those_of_numpy(emulated_device, window: Window, channels: i
     reference = OperatorBench(NumpyKernelSet(), spec, [x])
     y = reference.forward()
     taps = window.kernel[0] * window.kernel[1]
-    bench = DeviceBench(kernels("float32"), spec, x)
+    bench = device_bench(emulated_kernels("float32"), spec, x)
     np.testing.assert_array_equal(bench.forward(), y)
     np.testing.assert_array_equal(winners(bench, taps), taps - reference.operator.saved[0].astype(np.int64))
 
@@ -117,42 +108,45 @@ def test_all_orders_give_the_same_bits(emulated_device, kind: str, dtype: str) -
     x, dy = random.standard_normal((2, 9, 11, 8)), random.standard_normal((2, 9, 11, 8))
     results = []
     for seed in (0, 1, 2, 3):
-        bench = DeviceBench(kernels(dtype, seed), PoolSpec(kind, Window((3, 3), (1, 1), (1, 1, 1, 1))), x)
-        results.append((bench.forward(), bench.backward(dy)["x"]))
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(first, second)
+        bench = device_bench(emulated_kernels(dtype, seed), PoolSpec(kind, Window((3, 3), (1, 1), (1, 1, 1, 1))), x)
+        results.append([bench.forward(), *bench.backward(dy).inputs])
+    assert_same_bits(results)
 
 
 @pytest.mark.parametrize("kind", ["max", "average"])
 def test_memory_that_does_not_fit_packs(emulated_device, kind: str) -> None:
     """Eight channels that begin beside a multiple of 16 bytes."""
     spec, x = PoolSpec(kind, STEM), dyadic(2, 7, 9, 8)
-    bench = DeviceBench(kernels("bfloat16"), spec, x, offset=1)
+    kernels = emulated_kernels("bfloat16")
+    allocate = kernels.runtime.device.allocate
+    kernels.allocate = lambda size_bytes: allocate(size_bytes + 2)[2:]
+    bench = device_bench(kernels, spec, x)
+    assert bench.operator.buffers.inputs[0].pointer % 16
     reference = OperatorBench(NumpyKernelSet(), spec, [x])
     y = reference.forward()
     assert_rounded(bench.forward(), y, "bfloat16")
-    assert_rounded(bench.backward(dyadic(*y.shape))["x"], reference.backward(dyadic(*y.shape)).inputs[0], "bfloat16")
+    assert_rounded(bench.backward(dyadic(*y.shape)).inputs[0], reference.backward(dyadic(*y.shape)).inputs[0], "bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["max", "average"])
 @pytest.mark.parametrize("shape", [(0, 7, 9, 3), (2, 0, 9, 3), (2, 7, 0, 3)])
 def test_without_pixels_outputs_are_empty(emulated_device, kind: str, shape: tuple[int, ...]) -> None:
-    bench = DeviceBench(kernels("float32"), PoolSpec(kind, STEM), np.zeros(shape))
+    bench = device_bench(emulated_kernels("float32"), PoolSpec(kind, STEM), np.zeros(shape))
     y = bench.forward()
     assert y.size == 0
-    assert bench.backward(np.zeros(y.shape))["x"].shape == shape
+    assert bench.backward(np.zeros(y.shape)).inputs[0].shape == shape
 
 
 @pytest.mark.parametrize("kind", ["max", "average"])
 def test_a_gradient_that_nobody_wants_is_not_computed(emulated_device, kind: str) -> None:
-    bench = DeviceBench(kernels("float32"), PoolSpec(kind, STEM), np.zeros((1, 5, 5, 4)), wanted=False)
-    assert np.isnan(bench.backward(np.ones(bench.forward().shape))["x"]).all()
+    bench = device_bench(emulated_kernels("float32"), PoolSpec(kind, STEM), np.zeros((1, 5, 5, 4)), wanted=[False])
+    assert bench.backward(np.ones(bench.forward().shape)).inputs == (None,)
 
 
 def test_evaluation_saves_nothing(emulated_device) -> None:
     made = [
-        kernels("bfloat16").make(PoolSpec("max", STEM), (TensorSpec((4, 8, 8, 64)),), training=training) for training in (0, 1)
+        emulated_kernels("bfloat16").make(PoolSpec("max", STEM), (TensorSpec((4, 8, 8, 64)),), training=training)
+        for training in (0, 1)
     ]
     assert [operator.saved_bytes for operator in made] == [0, 4 * 4 * 4 * 64]
 
@@ -160,4 +154,4 @@ def test_evaluation_saves_nothing(emulated_device) -> None:
 def test_windows_that_codes_cannot_count_are_refused(emulated_device) -> None:
     spec = PoolSpec("max", Window((300, 300), (1, 1), (0, 0, 0, 0)))
     with pytest.raises(BackendError, match=r"300 x 300 has 90000 taps; .* have 65536 at most, 256 x 256 for example\.$"):
-        kernels("float32").make(spec, (TensorSpec((1, 300, 300, 1)),), training=True)
+        emulated_kernels("float32").make(spec, (TensorSpec((1, 300, 300, 1)),), training=True)
