@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
@@ -60,7 +61,7 @@ class Result:
 def made_up(task: Task) -> tuple[np.ndarray, np.ndarray, Sampler]:
     """Images (samples, H, W, C), labels (samples,), and the order in which steps take them."""
     random = np.random.default_rng(task.seed)
-    images = random.standard_normal((task.samples, *task.image_shape)).astype(task.dtype)
+    images = random.standard_normal((task.samples, *task.image_shape)).astype(parameter_dtype(task.dtype))
     labels = random.integers(0, task.classes, task.samples)
     return images, labels, Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
 

@@ -15,7 +15,11 @@ from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
@@ -37,6 +41,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from tests.support import nets
+from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.late_kernels import LateKernelSet
 from tests.support.training import Task, batches, made_up, replica_of
 
@@ -120,7 +125,9 @@ def test_every_strategy_trains_alike_with_every_optimiser(strategy: str, optimiz
     _assert_equal(*results)
 
 
-@pytest.mark.parametrize("changes", [{"model": nets.residual}, {"model": padded}, {"micro_batches": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"model": nets.residual}, {"model": padded}, {"micro_batches": 3}], ids=["residual", "padded", "micro-batches"]
+)
 @pytest.mark.parametrize("strategy", ["blocking", "sharded"])
 def test_every_kind_of_network_and_micro_batches_train_alike(strategy: str, changes: dict[str, Any]) -> None:
     results = []
@@ -192,6 +199,52 @@ def test_a_step_waits_when_backward_is_enqueued_and_only_then(strategy: str) -> 
         first, *others = kernels.queue.waits
         assert first >= len(parts)
         assert others == [0, 0]
+
+
+def _cuda(emulated_device: EmulatedDeviceFactory, precision: Precision) -> CudaKernelSet:
+    device = emulated_device(0)
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "model"),
+    [
+        *((strategy, "sgd", nets.plain) for strategy in STRATEGIES),
+        ("lazy", "clipped", nets.residual),
+        ("sharded", "lars", padded),
+    ],
+)
+def test_a_device_trains_like_the_host(
+    emulated_device: EmulatedDeviceFactory, strategy: str, optimizer: str, model: Callable[[], Layer]
+) -> None:
+    results = []
+    for kernels in (_cuda(emulated_device, "float64"), NumpyKernelSet()):
+        task = _task(kernels, optimizer, model=model, steps=3)
+        results.append(_everything(*_trained(task, strategy), task))
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[1].items():
+        scale = float(np.abs(expected).max(initial=1e-9))
+        np.testing.assert_allclose(results[0][name], expected, rtol=0.0, atol=1e-12 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
+def test_a_device_trains_in_other_precisions(
+    emulated_device: EmulatedDeviceFactory, precision: Precision, tolerance: float
+) -> None:
+    """Losses follow those of float64; parameters stay float32, and rounded copies of them fresh."""
+    kernels = _cuda(emulated_device, precision)
+    losses = []
+    for task in (
+        _task(kernels, model=nets.residual, steps=3, dtype=kernels.runtime.dtype),
+        _task(NumpyKernelSet(), model=nets.residual, steps=3),
+    ):
+        replica, sums = _trained(task, "sharded")
+        losses.append(np.array(sums[::2]))
+        assert replica.network.parameter_dtype == ("float32" if task.kernels is kernels else "float64")
+        for group in replica.network.groups.values() if precision == "bfloat16" and task.kernels is kernels else ():
+            data, shadow = (kernels.arithmetic.to_host(array) for array in (group.data, group.shadow))
+            assert np.array_equal(shadow, bfloat16_values(bfloat16_bits(data)))
+    np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
 def test_layers_of_numpy_are_refused() -> None:
