@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
-from hpctrain.backend.kernels.base import Array, KernelSet, StepContext
+from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, StepContext
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import Parameter

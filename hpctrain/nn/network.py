@@ -9,8 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.abilities import CapturesWork
-from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger
+from hpctrain.backend.kernels.base import Array, CapturesWork, KernelSet, LocalStatistics, StatisticsMerger
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.errors import ShapeError

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
-from hpctrain.backend.kernels.base import Array, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, Operator, StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.hooks import StepHooks

@@ -155,9 +155,10 @@ def train(
 def assemble(replica: Replica, name: str, values: np.ndarray) -> np.ndarray:
     """A copy of a whole parameter, or gradient, of which this rank has `values`. Collective where it is split."""
     shard, holders = replica.network.shards[name], replica.groups.shard_holders
+    copy = np.array(replica.network.kernels.arithmetic.to_host(values))
     if shard is None or holders is None:
-        return values.copy()
-    return np.concatenate(holders.allgather_object(values.copy()), axis=shard.dim)
+        return copy
+    return np.concatenate(holders.allgather_object(copy), axis=shard.dim)
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

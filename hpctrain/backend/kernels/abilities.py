@@ -1,14 +1,10 @@
-"""Abilities of operators beyond `Operator`, and of kernel sets beyond `KernelSet`: classes to inherit from, none required.
+"""Abilities of operators beyond `Operator`: classes to inherit from, each for one thing, none of them required.
 
 Without any of these a plan works too: it takes more memory, or waits where it could compute. A plan asks an operator for them
 once, when it is made; a step hardly asks at all.
 """
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from hpctrain.backend.arithmetic import Arithmetic
 
@@ -102,24 +98,3 @@ class ParameterCopies:
     def parameters_changed(self) -> None:
         """Parameter values differ from the last forward's: the copies are stale."""
         raise NotImplementedError
-
-
-class CapturedWork(Protocol):
-    """Work of operators that was captured instead of done."""
-
-    def launch(self) -> None:
-        """Enqueue all of it at once, as often as wanted, on the memory that it was captured with."""
-        ...
-
-
-class CapturesWork(ABC):
-    """A kernel set whose operators' calls can be captured: CUDA graphs.
-
-    captures: whether that is wanted.
-    """
-
-    captures: bool = True
-
-    @abstractmethod
-    def capture(self) -> AbstractContextManager[CapturedWork]:
-        """Inside, operators' calls are captured and nothing is done. The same calls have been made before, without it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -212,3 +213,24 @@ class KernelSet(ABC):
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
         """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+
+
+class CapturedWork(Protocol):
+    """Work of operators that was captured instead of done."""
+
+    def launch(self) -> None:
+        """Enqueue all of it at once, as often as wanted, on the memory that it was captured with."""
+        ...
+
+
+class CapturesWork(ABC):
+    """A kernel set whose operators' calls can be captured: CUDA graphs.
+
+    captures: whether that is wanted.
+    """
+
+    captures: bool = True
+
+    @abstractmethod
+    def capture(self) -> AbstractContextManager[CapturedWork]:
+        """Inside, operators' calls are captured and nothing is done. The same calls have been made before, without it."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
-from hpctrain.backend.kernels.abilities import CapturedWork, CapturesWork
-from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, LossOperator, Operator, StepContext
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.batch_norm import CudaBatchNorm
