@@ -44,6 +44,7 @@ STAGES = (
     Stage("training", 90),
     Stage("ranks", 40),
     Stage("speed", 120),
+    Stage("plans", 40),
     Stage("peer", 130),
     Stage("tests", 60),
 )

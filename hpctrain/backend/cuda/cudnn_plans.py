@@ -59,13 +59,14 @@ class ConvolutionPlan:
 
     Attributes:
         names: of the candidates, best first by cuDNN's heuristic: engine and knobs. workspace_bytes: the most that one needs.
-        timed: the choice was made by times, here or elsewhere.
+        timed: the choice was made by times, here or elsewhere. seconds: by name, of the candidates that were timed here.
     """
 
     def __init__(self, key: ConvolutionKey, graph: Graph, candidates: Sequence[Candidate], queue: CudnnQueue) -> None:
         self.key, self.names = key, tuple(candidate.name for candidate in candidates)
         self.workspace_bytes = max(candidate.workspace_bytes for candidate in candidates)
         self.timed = False
+        self.seconds: dict[str, float] = {}
         self._graph, self._queue, self._candidates = graph, queue, candidates
         self._chosen = candidates[0]
 
@@ -97,11 +98,10 @@ class ConvolutionPlan:
     def time(self, measure: Measure) -> None:
         """Choose the fastest candidate, the earliest of equal ones."""
         if len(self.names) > 1:
-            seconds = {}
             for name in self.names:
                 self.choose(name)
-                seconds[name] = measure(self._sizes(), self.run)
-            self.choose(min(seconds, key=lambda name: seconds[name]))
+                self.seconds[name] = measure(self._sizes(), self.run)
+            self.choose(min(self.names, key=lambda name: self.seconds[name]))
         self.timed = True
 
     def _sizes(self) -> list[int]:
@@ -160,6 +160,10 @@ class CudnnPlans:
         """The name of each plan that was chosen by time, by a description of its convolution: text, to be stored or sent."""
         chosen = {cudnn_graphs.describe(key): plan.name for key, plan in self._plans.items() if plan.timed}
         return {**self._wanted, **chosen}
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """Times of the candidates that were timed here, best first by the heuristic, by a description of the convolution."""
+        return {cudnn_graphs.describe(key): dict(plan.seconds) for key, plan in self._plans.items() if plan.seconds}
 
     def take_choices(self, choices: Mapping[str, str]) -> None:
         """Use these plans, for convolutions that are planned already and for those to come; any for those not among them.

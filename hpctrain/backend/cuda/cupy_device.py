@@ -205,6 +205,10 @@ class CupyDevice:
     def plan_choices(self) -> dict[str, str]:
         return self._all_plans().choices()
 
+    def plan_seconds(self) -> dict[str, dict[str, float]]:
+        """Seconds of each plan that `time_plans` has run, best first by the heuristic, by a description of the convolution."""
+        return self._all_plans().seconds()
+
     def take_plan_choices(self, choices: Mapping[str, str]) -> None:
         self._all_plans().take_choices(choices)
 

@@ -97,6 +97,7 @@ def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
     sizes = [4 * 2 * 7 * 9 * 4, 4 * 6 * 3 * 3 * 4, 4 * 2 * 7 * 9 * 6, 700, 4 * 6]
     assert measured == [(sizes, (1, {1: 100, 2: 101, 3: 102, 4: 104}, 103, name)) for name in plan.names]
     assert plan.name == "eng2"  # the earliest of equals
+    assert plans.seconds() == {cudnn_graphs.describe(KEY): {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}}
     assert plan.workspace_bytes == 700
     plan.run(1, 2, 3, 4, 5, 6)
     assert cudnn.executed[-1][3] == "eng2"
@@ -118,6 +119,7 @@ def test_nothing_is_timed_where_there_is_no_choice(cudnn) -> None:
     plans = CudnnPlans(new_handle())
     plans.plan(KEY)
     plans.time(lambda sizes, run: pytest.fail("one candidate"))
+    assert plans.seconds() == {}
     assert plans.choices() == {cudnn_graphs.describe(KEY): "eng1_k2=1"}
 
 

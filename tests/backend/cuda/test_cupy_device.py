@@ -257,6 +257,7 @@ def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monke
     monkeypatch.setattr(cudnn, "executed", Watched(take_time))
     first.time_plans()
     assert first.plan_choices() == {cudnn_graphs.describe(key): "fast"}
+    assert first.plan_seconds() == {cudnn_graphs.describe(key): {"slow": 3e-3, "fast": 1e-3, "second": 2e-3}}
     assert len({stream for stream, *_ in cudnn.executed}) == 1
     pointers = cudnn.executed[-1][1]
     assert len(set(pointers.values())) == 3
