@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.bench.device_peak import device_gemm_peak, device_of
 from hpctrain.bench.engine_profile import PrimitiveTime, profile
 from hpctrain.bench.engine_step import (
     EngineStep,
@@ -37,12 +38,14 @@ class Measurement:
     step_seconds: median wall time. clock: "cpu" with one thread, else "wall": what operators' times, GFLOP/s and the peak (of
     a large matrix product) are measured by, so that a busy machine changes them little. reorder_seconds: of a step, in all copies
     between layouts (of images, weights and gradients), and how many. kernel_seconds: the library's own time in all its
-    kernels; both None where the kernel set keeps no such account. peak_bytes: resident, before anything was profiled.
+    kernels; both None where the kernel set keeps no such account. peak_bytes: resident, before anything was profiled; on a GPU
+    that of all memory that is in use there. description: the backend, in words.
     own_operators: how many are the kernel set's own; stand_ins: the layers whose operators are NumPy's instead, by the reason.
     """
 
     model: str
     backend: str
+    description: str
     batch: int
     pixels: int
     threads: int
@@ -70,36 +73,39 @@ class Measurement:
         return {**asdict(self), "layers": layers}
 
 
-def measure(task: Workload, backend: str, steps: int, threads: int) -> Measurement:
+def measure(task: Workload, backend: str, steps: int, threads: int, precision: str = "float32") -> Measurement:
     """Time whole steps, then each operator, then each primitive where the kernel set is oneDNN.
 
     Raises:
         BackendError, ShapeError, ConfigError: as `EngineStep`.
     """
-    step = EngineStep(task, backend)
+    step = EngineStep(task, backend, precision=precision)
     for _ in range(_WARM_UP):
         step.run()
     turns = [timed(step, 1) for _ in range(steps)]
-    peak_bytes = peak_resident_bytes()
+    device = device_of(step.kernels)
+    peak_bytes = peak_resident_bytes() if device is None else device.memory_used()
     seconds, cpu_seconds = (float(np.median([turn[:2][i] for turn in turns])) for i in range(2))
-    clock = time.process_time if threads == 1 else time.perf_counter
-    layers = time_layers(step, steps, clock)
+    by_cpu = threads == 1 and device is None
+    clock = time.process_time if by_cpu else time.perf_counter
+    layers = time_layers(step if device is None else _stepwise(step, precision), steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
     own_operators, others = stand_ins(step.program)
     return Measurement(
         model=task.model,
         backend=step.backend,
+        description=step.description,
         batch=task.batch,
         pixels=task.pixels,
         threads=threads,
-        clock="cpu" if threads == 1 else "wall",
+        clock="cpu" if by_cpu else "wall",
         parameters=step.parameters,
         step_seconds=seconds,
         cpu_seconds=cpu_seconds,
         images_per_second=task.batch / seconds,
-        gflops_per_second=sum(layer.flops for layer in layers) / (cpu_seconds if threads == 1 else seconds) / 1e9,
-        peak_gflops=gemm_peak(clock=clock),
+        gflops_per_second=sum(layer.flops for layer in layers) / (cpu_seconds if by_cpu else seconds) / 1e9,
+        peak_gflops=gemm_peak(clock=clock) if device is None else device_gemm_peak(step.kernels),
         arena_bytes=step.program.activation_bytes,
         peak_bytes=peak_bytes,
         kernel_seconds=kernel,
@@ -109,6 +115,14 @@ def measure(task: Workload, backend: str, steps: int, threads: int) -> Measureme
         stand_ins=others,
         layers=layers,
     )
+
+
+def _stepwise(step: EngineStep, precision: str) -> EngineStep:
+    """The same workload operator by operator, warm."""
+    slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
+    for _ in range(_WARM_UP):
+        slow.run()
+    return slow
 
 
 def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[float | None, float | None, int | None]:
@@ -167,11 +181,12 @@ def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]]
 def _totals(found: Measurement) -> str:
     share = found.gflops_per_second / found.peak_gflops
     lines = [
-        f"{found.model}, {found.backend}, batch {found.batch}, {found.pixels} px, {found.threads} "
+        f"{found.model}, {found.description}, batch {found.batch}, {found.pixels} px, {found.threads} "
         f"{'thread' if found.threads == 1 else 'threads'}: {found.step_seconds * 1e3:.2f} ms a step, "
         f"{found.images_per_second:.1f} images/s; CPU time {found.cpu_seconds * 1e3:.2f} ms",
         f"{found.gflops_per_second:.1f} GFLOP/s by {found.clock} time, {share:.0%} of a large matrix product's "
-        f"{found.peak_gflops:.1f}; arena {found.arena_bytes / 1e6:.1f} MB, peak resident {found.peak_bytes / 1e6:.0f} MB",
+        f"{found.peak_gflops:.1f}; arena {found.arena_bytes / 1e6:.1f} MB, "
+        f"{'memory in use' if found.backend == 'cuda' else 'peak resident'} {found.peak_bytes / 1e6:.0f} MB",
     ]
     if found.kernel_seconds is not None and found.reorder_seconds is not None:
         lines.append(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.base import CapturesWork, StepContext
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
@@ -64,18 +64,27 @@ class EngineStep:
     The images of a step are copied into the program's input, as a loader's are; three batches take turns.
 
     Args:
-        backend: "auto", "numpy" or "onednn".
+        backend: "auto", "numpy", "onednn" or "cuda". precision: see `make_backend`.
+        stepwise: run operator by operator, where the kernel set would launch whole passes at once: to time operators.
+
+    Attributes:
+        description: the backend, in words.
 
     Raises:
         BackendError: the backend cannot be used here. ShapeError: images that do not fit the model.
     """
 
-    def __init__(self, task: Workload, backend: str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self, task: Workload, backend: str = "auto", seed: int = 0, precision: str = "float32", *, stepwise: bool = False
+    ) -> None:
         self.task = task
-        chosen = make_backend(backend)
-        self.backend = chosen.name
+        chosen = make_backend(backend, precision=precision)
+        if stepwise and isinstance(chosen.kernels, CapturesWork):
+            chosen.kernels.captures = False
+        self.backend, self.kernels, self.description = chosen.name, chosen.kernels, chosen.description
         shape = (task.pixels, task.pixels, task.channels)
-        self.network = Network(catalogue.build(task.model, task.options), shape, chosen.kernels, seed=seed)
+        model = catalogue.build(task.model, task.options)
+        self.network = Network(model, shape, chosen.kernels, dtype=chosen.dtype, seed=seed)
         self.program = self.network.program(task.batch, training=True)
         self._optimizers = [(Sgd(momentum=MOMENTUM), group) for group in self.network.groups.values()]
         for optimizer, group in self._optimizers:
@@ -115,18 +124,21 @@ class Laps(StepHooks):
 
     Args:
         clock: gives seconds; a process of one thread on a busy machine is better timed by its CPU time.
+        wait: until the work of an operator is done, where that runs beside the host.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, wait: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = {}
-        self._clock = clock
+        self._clock, self._wait = clock, wait
         self._last = 0.0
 
     def start(self) -> None:
         """A step begins."""
+        self._wait()
         self._last = self._clock()
 
     def operator_done(self, name: str, phase: str) -> None:
+        self._wait()
         now = self._clock()
         self.seconds.setdefault((name, phase), []).append(now - self._last)
         self._last = now
@@ -156,7 +168,7 @@ class LayerTime:
 
 def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.perf_counter) -> list[LayerTime]:
     """Operators in forward order, then "loss" and "update", over so many steps."""
-    laps = Laps(clock)
+    laps = Laps(clock, step.kernels.wait)
     for _ in range(steps):
         laps.start()
         step.run(laps)
@@ -171,7 +183,9 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
         node = nodes.get(bound.name)
         forward = node.spec.flops(*(tensors[i] for i in node.inputs)) if node is not None else 0
         phases = 1 + bool(bound.parameters) + bound.passes_back
-        kind = type(bound.operator).__name__.removeprefix("Adding").removeprefix("_").removesuffix("Operator")
+        kind = (
+            type(bound.operator).__name__.removeprefix("Adding").removeprefix("Cuda").removeprefix("_").removesuffix("Operator")
+        )
         first, weights, inputs = (median(bound.name, phase) for phase in ("forward", "parameters", "input"))
         found.append(LayerTime(bound.name, kind, first, weights, inputs, forward, phases * forward))
     found.append(LayerTime("loss", "loss", median("loss", "forward"), 0.0, 0.0, 0, 0))

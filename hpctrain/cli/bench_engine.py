@@ -21,7 +21,18 @@ import click
     "--threads", type=click.IntRange(min=1), help="Number of threads; by default OMP_NUM_THREADS, else this machine's cores."
 )
 @click.option(
-    "--backend", type=click.Choice(["auto", "numpy", "onednn"]), default="auto", show_default=True, help="Kernel set to time."
+    "--backend",
+    type=click.Choice(["auto", "numpy", "onednn", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Kernel set to time.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "tf32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Precision of products, on backend cuda.",
 )
 @click.option(
     "--steps",
@@ -39,6 +50,7 @@ def engine(
     pixels: int | None,
     threads: int | None,
     backend: str,
+    precision: str,
     steps: int,
     versus: str | None,
     peer_python: str,
@@ -54,10 +66,13 @@ def engine(
     plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
     from hpctrain.bench.engine import compare, measure, print_tables
     from hpctrain.bench.engine_step import workload
+    from hpctrain.errors import BackendError
     from hpctrain.storage.atomic_write import write_json
 
     task = workload(model, batch, pixels)
-    found = measure(task, backend, steps, plan.threads)
+    found = measure(task, backend, steps, plan.threads, precision)
+    if versus is not None and found.backend == "cuda":
+        raise BackendError("--vs torch compares on the CPU, and backend cuda computes on a GPU; give --backend onednn or numpy.")
     compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
     print_tables(found, compared)
     if out is not None:

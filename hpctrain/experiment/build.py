@@ -22,6 +22,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.memory_check import check_memory
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
@@ -64,6 +65,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
     if test is not None:
         check_shapes(train.shape, test.shape)
     replica = build_replica(session, backend, len(data.class_names), train.shape)
+    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches)
     loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True)
     test_loader = None
     if test is not None:

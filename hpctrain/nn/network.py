@@ -132,6 +132,10 @@ class Network:
         self._programs.move_to_end(key)
         return self._programs[key]
 
+    def arena_bytes(self, batch: int, *, training: bool) -> int:
+        """Bytes that a program for N = batch needs beside parameters; nothing is allocated."""
+        return compile_graph(self._local_graph((batch,)), self.kernels, training=training).arena_bytes
+
     def _local_graph(self, counts: Sequence[int]) -> Graph:
         return self.distribution.local(self.graph(sum(counts)), counts)
 

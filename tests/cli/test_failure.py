@@ -44,6 +44,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "config check": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         (["bytes"], "is not UTF-8"),
+        ([CONFIG, "backend=onednn", "precision=bfloat16"], "precision is bfloat16, in which only backend cuda computes"),
+        ([CONFIG, "backend=cuda", "grid.rows=2"], "backend is cuda, which computes no split layers so far, and grid.rows is 2"),
         ([CONFIG, "dtype=float16"], "dtype is float16, but must be 'float32' or 'float64'.\n"),
     ],
     "config copy": [(["nowhere"], "nowhere"), (["quickstart", "--to", "file/x"], "file")],
@@ -56,7 +58,13 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "data.train=file", "--ranks", "2"], "The data file file"),
     ],
     "plan schedule": [(["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read")],
-    "bench engine": [(["--model", "resnet51"], 'There is no model "resnet51"')],
+    "bench engine": [
+        (["--model", "resnet51"], 'There is no model "resnet51"'),
+        (
+            ["--model", "small", "--backend", "numpy", "--precision", "tf32"],
+            "precision is tf32, in which only backend cuda computes",
+        ),
+    ],
     "bench scaling": [
         (["--config", "nowhere.yaml", "--ranks", "1"], "nowhere.yaml: The configuration cannot be read"),
         (["--config", CONFIG, "--ranks", "1", "averager=sharted"], 'the nearest is "sharded"'),

@@ -116,6 +116,7 @@ class CupyDevice:
         try:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
+            self.memory_bytes = int(_runtime.memGetInfo()[1])
         except _runtime.CUDARuntimeError as error:
             raise BackendError(f"GPU {index} cannot be used: {error}.") from error
         self.name = properties["name"].decode()

@@ -147,13 +147,14 @@ class Device(Protocol):
 
     Attributes:
         name: as the vendor gives it. capability: (major, minor). multiprocessors: that run blocks at once.
-        dtypes: that kernels compute in.
+        dtypes: that kernels compute in. memory_bytes: of the whole device.
     """
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
     dtypes: tuple[str, ...]
+    memory_bytes: int
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""

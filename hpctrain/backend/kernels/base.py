@@ -202,6 +202,13 @@ class KernelSet(ABC):
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
         """A forward pass begins: whatever operators read from memory, and not from the context, is brought there. Never waits."""
 
+    def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
+        """Wait until all work of this set is done: to time it. A step never does."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that `allocate` still has; None where that is for the operating system to say."""
+        return None
+
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""
         return graph

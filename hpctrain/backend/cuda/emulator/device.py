@@ -44,6 +44,7 @@ class EmulatedDevice:
     name = "emulated"
     capability = (9, 0)
     multiprocessors = 2
+    memory_bytes = 1 << 40
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def __init__(

@@ -97,6 +97,13 @@ class CudaKernelSet(CapturesWork, KernelSet):
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)
 
+    def wait(self) -> None:
+        self.runtime.stream.synchronize()
+
+    def free_bytes(self) -> int:
+        device = self.runtime.device
+        return device.memory_bytes - device.memory_used()
+
     def allocate(self, size_bytes: int) -> Array:
         return self.runtime.device.allocate(size_bytes)
 
