@@ -73,6 +73,8 @@ class ReduceScatterAverager(GradientAverager):
         self.optimizer.bind(self.group, self._operations.owned)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
+        #: parts of others arrive without theirs
+        self._refreshes_shadows = self.group.shadow is not None and setup.comm.size > 1
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         named = {EventKind.GRADIENT: self._names, EventKind.INPUTS: self._exchanging, EventKind.LAST_READ: self._names}
         self._event_texts = {kind: {name: str(LocalEventKey(kind, name)) for name in names} for kind, names in named.items()}
@@ -177,6 +179,9 @@ class ReduceScatterAverager(GradientAverager):
             if parameter.size:
                 self._clock.needed(parameter.name)
             self._wait_gathered(parameter.name)
+            if self._refreshes_shadows:
+                segment = self.group.segment(parameter.name)
+                self.group.refresh_shadow(segment.start, segment.stop)
 
     def _wait_gathered(self, name: str) -> None:
         """Until one parameter holds what the previous step made of it."""

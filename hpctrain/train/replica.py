@@ -91,6 +91,8 @@ class Replica:
         nominal_batch: int | None = None,
         micro_batches: int = 1,
     ) -> None:
+        if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
+            groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
         self.network, self.groups, self.progress = network, groups, progress
         distribution = network.distribution
         self.distribution = distribution if isinstance(distribution, GridDistribution) else None

@@ -40,6 +40,8 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.late_kernels import LateKernelSet
@@ -199,6 +201,20 @@ def test_a_step_waits_when_backward_is_enqueued_and_only_then(strategy: str) -> 
         first, *others = kernels.queue.waits
         assert first >= len(parts)
         assert others == [0, 0]
+
+
+def test_a_world_of_one_rank_takes_arrays_that_its_transport_does_not() -> None:
+    """As under an MPI launcher that starts one rank."""
+
+    def run(comm: ThreadCommunicator, kernels: KernelSet) -> dict[str, np.ndarray]:
+        task = _task(kernels, steps=3)
+        kind, options = STRATEGIES["sharded"]
+        replica = replica_of(task, comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options)
+        for batch in batches(task, 0, 1):
+            replica.step(batch, task.lr)
+        return _everything(replica, [], task)
+
+    _assert_equal(*(run_virtual(1, partial(run, kernels=kernels()), seed=1)[0] for kernels in (LateKernelSet, NumpyKernelSet)))
 
 
 def _cuda(emulated_device: EmulatedDeviceFactory, precision: Precision) -> CudaKernelSet:
