@@ -15,7 +15,7 @@ from benchmarks.gpu.costs import Sizes, Work, costs, loss, update
 from benchmarks.gpu.devices import Assumptions, DeviceFigures
 from hpctrain.backend.kernels.fusion import fuse
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 
 
@@ -49,10 +49,10 @@ class Step:
 
 
 def graph_of(model: str, batch: int) -> Graph:
-    """The model of the catalogue at its own image size, fused as kernel sets fuse it: convolution, bias and ReLU; batch norm, sum
-    and ReLU."""
+    """The model of the catalogue at its own image size, fused as the cuda set fuses it: convolution, bias and ReLU; batch norm,
+    sum and ReLU."""
     builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model))))
-    return fuse(builder.build(catalogue.build(model, {}).lower(builder, 0, "")))
+    return fuse(builder.build(catalogue.build(model, {}).lower(builder, 0, "")), products=(Conv2dSpec,))
 
 
 def step_of(model: str, batch: int, precision: str) -> Step:

@@ -209,7 +209,10 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel), scale = pick<W>(coefficients, SCALE, channels, channel);
   const Pack<S, W> slope = pick<W>(coefficients, SLOPE, channels, channel), shift = pick<W>(coefficients, SHIFT, channels, channel);
   Pack<S, W> offset;
-  if (kind == REMADE) offset = pick<W>(coefficients, OFFSET, channels, channel);
+  if (kind == REMADE) {  // nothing was added
+    offset = pick<W>(coefficients, OFFSET, channels, channel);
+    flags &= GRADIENT | ADD_GRADIENT;
+  }
   for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += int64_t(gridDim.y) * blockDim.y) {
     const int64_t at = row * channels + channel;
     const Pack<T, W> v = load<T, W>(x + at), d = load<T, W>(dy + at);
@@ -237,7 +240,7 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_sums##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, S* partial, int64_t rows, int64_t stretch, int channels) { \
     backward_sums<T, W, kind>(x, dy, mask, coefficients, partial, rows, stretch, channels); } \
   EXPORT(bn_backward_sums##suffix##_##tag##_w##W) \
-  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_input##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) { \
+  extern "C" __global__ void __launch_bounds__(THREADS, 3) bn_backward_input##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) { \
     backward_input<T, W, kind>(x, dy, mask, coefficients, dx, d_residual, flags, rows, channels); } \
   EXPORT_INDEPENDENT(bn_backward_input##suffix##_##tag##_w##W)
 #define MAKE(T, S, tag, W) \
