@@ -37,9 +37,9 @@ def arithmetic_results(kernels: KernelSet, dtype: str) -> dict[str, np.ndarray]:
             descent.update(_RUNS, lr)
         results |= {f"data, nesterov {nesterov}": data, f"momentum, nesterov {nesterov}": momentum}
     hosted = {name: np.array(arithmetic.to_host(result), np.float64) for name, result in results.items()}
-    not_finite = array(0)
-    arithmetic.fill(not_finite[7:8], float("nan"))
-    hosted["finite"] = np.array(arithmetic.fetch_finite([array(1), not_finite]).result(), np.float64)
-    hosted["square sums"] = np.array(arithmetic.square_sums([array(0), array(2)]), np.float64)
+    first, second = array(0), array(1)  # held until the work on them is done: tables of arrays know their places only
+    hosted["square sums"] = np.array(arithmetic.square_sums([first, second]), np.float64)
+    arithmetic.fill(second[7:8], float("nan"))
+    hosted["finite"] = np.array(arithmetic.fetch_finite([first, second]).result(), np.float64)
     hosted["fetch"] = np.array(arithmetic.fetch(results["sum"]).result(), np.float64)
     return hosted

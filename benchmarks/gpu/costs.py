@@ -136,23 +136,35 @@ def of_spec(spec: Spec, tensors: Sequence[TensorSpec], context: Context) -> Iter
 
 def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, relu: bool) -> Iterator[Work]:
     """y = x w: each of the three products reads two of x, w and y and writes the third."""
-    name = "convolution" if isinstance(spec, Conv2dSpec) else "linear"
+    linear = isinstance(spec, LinearSpec)
+    name = "linear" if linear else "convolution"
     item, weight, flops = context.sizes.activation, math.prod(spec.weight_shape), spec.flops(x)
-    size_bytes = item * (context.inputs[0] + context.output + weight)
-    yield Work("forward", f"{name} forward", 1, size_bytes, flops, products=True)
-    if name == "linear" and spec.bias:
+    tensors = item * (context.inputs[0] + context.output)
+    yield Work("forward", f"{name} forward", 1, tensors + item * weight, flops, products=True)
+    if (linear and spec.bias) or (relu and not spec.bias):  # else the convolution's plan adds the bias and applies the ReLU
         yield context.passes("forward", "bias and ReLU", 2 * context.output)
-    if relu:  # of dy and y: the masked dy and the bias's gradient
-        yield context.passes("backward", "bias and ReLU", 3 * context.output, 2)
-    elif spec.bias:
-        yield context.passes("backward", "bias and ReLU", context.output, 2)
-    yield Work("backward", f"{name} weight", 1, size_bytes, flops, products=True)
-    if context.sizes.cast:
+    if spec.bias or relu:
+        rows = context.output // spec.weight_shape[1 if linear else 0]
+        launches = _sum_launches(rows, context.output // rows, item)
+        yield context.passes("backward", "bias and ReLU", (3 if relu else 1) * context.output, launches)
+    written = (
+        GRADIENT_BYTES if linear else item
+    )  # products of matrices write float32 gradients from bfloat16, convolutions do not
+    yield Work("backward", f"{name} weight", 1, tensors + written * weight, flops, products=True)
+    if context.sizes.cast and not linear:
         yield Work("backward", "cast of gradients", 1, weight * (item + GRADIENT_BYTES))
     if context.wants[0]:
-        yield Work("backward", f"{name} input", 1, size_bytes, flops, products=True)
+        yield Work("backward", f"{name} input", 1, tensors + item * weight, flops, products=True)
         if context.adds[0]:
             yield context.passes("backward", "sum of gradients", 3 * context.inputs[0])
+
+
+def _sum_launches(rows: int, columns: int, item: int) -> int:
+    """Sums over rows take a second kernel where a first block of threads does not reach all of them, four rows each."""
+    width = _PACK_BYTES // item
+    packs = columns // (width if columns % width == 0 else 1)
+    wide = min(32, 1 << (packs - 1).bit_length())
+    return 1 if rows * wide <= 4 * 256 else 2
 
 
 def _batch_norm(spec: BatchNormSpec, context: Context) -> Iterator[Work]:

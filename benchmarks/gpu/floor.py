@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.gpu.costs import Sizes, Work, costs, loss, update
@@ -17,6 +18,8 @@ from hpctrain.backend.kernels.fusion import fuse
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
+
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,25 @@ class Step:
         return sum(int(getattr(row.work, name)) for row in self.rows)
 
 
-def graph_of(model: str, batch: int) -> Graph:
+def graph_of(model: str, batch: int, options: Mapping[str, object] = NO_OPTIONS) -> Graph:
     """The model of the catalogue at its own image size, fused as the cuda set fuses it: convolution, bias and ReLU; batch norm,
     sum and ReLU."""
     builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model))))
-    return fuse(builder.build(catalogue.build(model, {}).lower(builder, 0, "")), products=(Conv2dSpec,))
+    return fuse(builder.build(catalogue.build(model, options).lower(builder, 0, "")), products=(Conv2dSpec,))
 
 
-def step_of(model: str, batch: int, precision: str) -> Step:
+def step_of(model: str, batch: int, precision: str, options: Mapping[str, object] = NO_OPTIONS) -> Step:
     """The work of one training step.
 
     Args:
-        model: of the catalogue. precision: "bfloat16", "tf32" or "float32".
+        model, options: of the catalogue. precision: "bfloat16", "tf32" or "float32".
 
     Raises:
         ConfigError: no such model.
     """
-    graph, sizes = graph_of(model, batch), Sizes.of(precision)
+    graph, sizes = graph_of(model, batch, options), Sizes.of(precision)
     rows = [Row(node.name, graph.tensors[node.output].shape[1:-1], work) for node, work in costs(graph, precision)]
-    layers = catalogue.build(model, {}).walk()
+    layers = catalogue.build(model, options).walk()
     parameters = sum(math.prod(spec.shape) for _, layer in layers for spec in layer.parameters().values())
     rows.append(Row("loss", (), loss(math.prod(graph.tensors[graph.output].shape), sizes)))
     rows.append(Row("update", (), update(parameters, sizes)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +19,7 @@ _MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Task:
-    """pixels: of both sides of an image. batches: different ones that take turns. rate: the learning rate."""
+    """pixels: of both sides of an image. batches: different ones, which take turns. rate: of learning. options: of the model."""
 
     model: str
     batch: int
@@ -26,6 +27,7 @@ class Task:
     batches: int = 3
     rate: float = 1e-4
     learnable: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def made_up_images(task: Task, channels: int, classes: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -50,7 +52,7 @@ class TrainingRun:
     def __init__(self, task: Task, kernels: KernelSet, dtype: str, *, resident: bool = False) -> None:
         shape = (task.pixels, task.pixels, catalogue.image_shape(task.model)[2])
         self.task, self._kernels, self._resident = task, kernels, resident
-        self.network = Network(catalogue.build(task.model, {}), shape, kernels, dtype=dtype)
+        self.network = Network(catalogue.build(task.model, task.options), shape, kernels, dtype=dtype)
         self.program = self.network.program(task.batch, training=True)
         self._optimizers = [(Sgd(momentum=_MOMENTUM), group) for group in self.network.groups.values()]
         for optimizer, group in self._optimizers:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from benchmarks.gpu.costs import Sizes, costs, needed_gradients
 from benchmarks.gpu.devices import DEVICES, Assumptions
 from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, prediction, step_of, tables
+from benchmarks.gpu.training_run import Task, TrainingRun
 from benchmarks.gpu_floor import main
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
@@ -67,6 +75,53 @@ def test_gradients_are_added_where_plans_add_them(model: str) -> None:
 def graph_of_plain(model: str) -> Graph:
     builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
     return builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+
+
+class CountingDevice:
+    """An emulated device on which kernels, plans and products are counted and not run."""
+
+    def __init__(self) -> None:
+        self._device = EmulatedDevice()
+        self.launches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def _count(self, *_arguments: object, **_options: object) -> None:
+        self.launches += 1
+
+    def kernel(self, source: str, name: str) -> Callable[..., None]:
+        self._device.kernel(source, name)  # which there must be
+        return self._count
+
+    def convolution(self, key: ConvolutionKey) -> SimpleNamespace:
+        return SimpleNamespace(workspace_bytes=0, run=self._count)
+
+    gemm = copy = _count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("model", "options"), [("resnet18", {}), ("resnet50", {"width": 0.125}), ("vgg11", {"width": 0.25}), ("small", {})]
+)
+def test_launches_are_those_of_a_training_step(
+    emulated_device: object, model: str, options: dict[str, object], precision: Precision
+) -> None:
+    device, batch = CountingDevice(), 2
+    kernels = CudaKernelSet(CudaRuntime(cast(Device, device), device.stream("compute"), precision, graphs=False))
+    task = Task(model, batch, catalogue.image_shape(model)[0], batches=1, options=options)
+    run = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True)
+    device.launches = 0
+    run.enqueue()
+    assert device.launches == step_of(model, batch, precision, options).total("launches")
+
+
+def test_graphs_are_fused_as_the_cuda_set_fuses_them() -> None:
+    device = CountingDevice()
+    kernels = CudaKernelSet(CudaRuntime(cast(Device, device), device.stream("compute")))
+    for model in ("resnet50", "vgg16_bn", "vgg16", "small"):
+        assert kernels.fuse(graph_of_plain(model), training=True) == graph_of(model, 2)
 
 
 def test_work_grows_with_the_batch_and_launches_do_not() -> None:
