@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,7 @@ def measure(
 
     timed: each convolution takes the plan that is fastest here, not the one that cuDNN expects to be.
     """
+    gc.collect()  # networks of the runs before, with their arenas
     before, begin = device.memory_used(), time.perf_counter()
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
     run = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True)
