@@ -19,6 +19,7 @@ import numpy as np
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 _NUMPY_SCALARS = tuple(np.dtype(code).type for code in "?bhilqBHILQefd")
 _DATA_TYPES = {0: np.dtype("float32"), 14: np.dtype("uint16")}
@@ -49,7 +50,7 @@ class FakeCupy:
         self.captured: list[Callable[[], None]] = []
         self.current = -1
         self.milliseconds = 0.0
-        self.cublas = FakeCublas()
+        self.cublas = FakeCublas(self._enqueue)
         self.modules = self._modules()
 
     def names(self) -> list[str]:
@@ -228,9 +229,14 @@ class _Stream:
 
 
 class FakeCublas:
-    """The functions of libcublas that we call, as its documentation defines them, on host memory. failing: one that fails."""
+    """The functions of libcublas that we call, as its documentation defines them, on host memory.
 
-    def __init__(self) -> None:
+    Attributes:
+        failing: a function that fails. enqueue: takes the name of work, and the work.
+    """
+
+    def __init__(self, enqueue: Callable[..., None] = lambda name, work: work()) -> None:
+        self.enqueue = enqueue
         self.calls: list[str] = []
         self.failing = ""
         self.stream = self.mode = 0
@@ -280,19 +286,27 @@ class FakeCublas:
         assert algorithm.value == -1
         status = self._call("gemmEx")
         self.compute_type = compute_type.value
+        transposed = (bool(trans_a.value), bool(trans_b.value))
         left = _columns(a, a_type, lda, (k, m) if trans_a.value else (m, k))
         right = _columns(b, b_type, ldb, (n, k) if trans_b.value else (k, n))
         out = _columns(c, c_type, ldc, (m, n))
         if left is None or right is None or out is None:
             return _CUBLAS_INVALID_VALUE
-        product = (_values(left).T if trans_a.value else _values(left)) @ (_values(right).T if trans_b.value else _values(right))
-        result = alpha._obj.value * product + (beta._obj.value * _values(out) if beta._obj.value else 0.0)
-        out[...] = _bits(result) if out.dtype == np.uint16 else result
+        scales = (alpha._obj.value, beta._obj.value)  # read now, as from the host's memory
+        self.enqueue("gemmEx", lambda: _multiply(left, right, out, transposed, scales))
         return status
 
     def _call(self, name: str) -> int:
         self.calls.append(name)
         return 13 if name == self.failing else 0
+
+
+def _multiply(
+    left: np.ndarray, right: np.ndarray, out: np.ndarray, transposed: tuple[bool, bool], scales: tuple[float, float]
+) -> None:
+    a, b = (_values(one).T if turn else _values(one) for one, turn in zip((left, right), transposed, strict=True))
+    result = scales[0] * (a @ b) + (scales[1] * _values(out) if scales[1] else 0.0)
+    out[...] = bfloat16_bits(result) if out.dtype == np.uint16 else result
 
 
 def _columns(place: Any, data_type: Any, leading: Any, shape: tuple[Any, Any]) -> np.ndarray | None:
@@ -307,11 +321,4 @@ def _columns(place: Any, data_type: Any, leading: Any, shape: tuple[Any, Any]) -
 
 
 def _values(matrix: np.ndarray) -> np.ndarray:
-    if matrix.dtype != np.uint16:
-        return matrix
-    return (np.ascontiguousarray(matrix).astype(np.uint32) << 16).view(np.float32)
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    """float32 cut to bfloat16: exact for what tests multiply."""
-    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return bfloat16_values(matrix) if matrix.dtype == np.uint16 else matrix

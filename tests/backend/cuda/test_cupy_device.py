@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -13,12 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.backend.backend import Backend
 from hpctrain.backend.cuda import cudnn_graphs, sources
-from hpctrain.backend.cuda.device import ConvolutionKey, Device, TimedPlans
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision, TimedPlans
 from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.bench import engine_step
+from hpctrain.bench.engine_step import workload
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.fake_cudnn import FakeCudnn, FakePlan
@@ -304,6 +309,38 @@ def test_a_kernel_set_computes_on_it(load: Load, emulated_device: EmulatedDevice
     np.testing.assert_array_equal(kernels.arithmetic.to_host(b), values + values)
     np.testing.assert_allclose(kernels.arithmetic.square_sums([a]), [np.square(values, dtype=np.float64).sum()], rtol=1e-12)
     assert "launch" in fake.names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
+def test_a_network_trains_on_it(
+    load: Load,
+    emulated_device: EmulatedDeviceFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    tolerance: float,
+) -> None:
+    """Whole steps, captured from the second one on, are those of the emulated device; then nothing is allocated any more."""
+    module, fake = load()
+    device = module.CupyDevice()
+
+    def enqueue(stream: object, work: Callable[[], None], text: str, kept: object = ()) -> None:
+        fake._enqueue(text, work)
+
+    monkeypatch.setattr(device, "convolution", functools.cache(lambda key: NumpyConvolution(key, enqueue, lambda *_: None)))
+    losses = {}
+    for name, place in (("cupy", device), ("emulated", emulated_device())):
+        runtime = CudaRuntime(place, place.stream("compute"), precision)
+        backend = Backend("cuda", runtime.dtype, CudaKernelSet(runtime), name)
+        monkeypatch.setattr(engine_step, "make_backend", lambda *_, backend=backend, **__: backend)
+        step = engine_step.EngineStep(workload("small", 5, 9, {"channels": [3, 5], "hidden": 6, "dropout": 0.3}), "cuda")
+        losses[name] = [step.run() for _ in range(2)]
+        fake.calls.clear()
+        losses[name] += [step.run() for _ in range(3)]
+        if place is device:
+            assert {"graphLaunch", "memcpyAsync", "eventSynchronize"} <= set(fake.names())
+            assert not {"malloc", "hostAlloc", "begin_capture", "deviceSynchronize", "streamSynchronize"} & set(fake.names())
+    np.testing.assert_allclose(losses["cupy"], losses["emulated"], rtol=tolerance)
 
 
 # The real package, where it is installed. None of these needs a GPU.

@@ -1,0 +1,155 @@
+"""Backend cuda as users run it, on the emulated device: trainings are those of NumPy, go on bit by bit, and mistakes are one
+sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.backend import UNPROVED
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.data import format as data_format
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import latest
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.jobs import Outcome
+
+pytestmark = [pytest.mark.job, pytest.mark.slow]
+
+CONFIG = """
+name: tiny
+seed: 7
+backend: cuda
+model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
+data:
+  train: {folder}/train.h5
+  test: {folder}/test.h5
+  augment: [{{name: pad_crop, padding: 1}}, {{name: flip}}]
+batch: 16
+epochs: 2
+optimizer: {{name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.5}}
+schedule: {{name: cosine, warmup_epochs: 0.5}}
+deadline_seconds: 30
+output: {folder}/runs
+"""
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration and two small data files: 43 images to train on (the last batch has 11), 21 to test on."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 43), ("test", 21)):
+        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
+        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(job: Callable[..., Outcome], folder: Path, emulated_device: EmulatedDeviceFactory) -> Run:
+    """hpctrain with a command and more arguments, on the emulated device of a seed (None: on what is here)."""
+
+    def start(command: str, *more: str, seed: int | None = 0, ranks: int = 0) -> Outcome:
+        environment = {} if seed is None else {DEVICE_VARIABLE: f"emulated:{seed}"}
+        return job(ranks, ["-m", "hpctrain", command, str(folder / "tiny.yaml"), *more], cwd=folder, env=environment)
+
+    return start
+
+
+def _passed(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.output
+    return outcome
+
+
+def _last(folder: Path, output: str = "runs") -> CheckpointContent:
+    directory = latest(folder / output, "tiny")
+    assert directory is not None
+    return checkpoint.read(checkpoint.checkpoints(directory.checkpoints)[-1][1])
+
+
+def _accuracy(outcome: Outcome) -> str:
+    return outcome.stdout.split("test accuracy ")[1].split("%")[0]
+
+
+def test_a_training_in_float64_is_that_of_numpy(run: Run, folder: Path) -> None:
+    """Loaders, dropout, micro-batches, clipping, synchronised statistics, checkpoints and evaluation, with work done late."""
+    options = ("dtype=float64", "micro_batches=2", "batch_norm.statistics=synchronised", "trace=true")
+    ours = _passed(run("train", *options, seed=3))
+    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
+    mine, reference = _last(folder), _last(folder, "numpy")
+    assert mine.tensors.keys() == reference.tensors.keys()
+    for name, tensor in reference.tensors.items():
+        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert _accuracy(ours) == _accuracy(theirs)
+    assert f"kernels cuda on emulated, float64 ({UNPROVED}); averager sharded" in ours.stdout
+    directory = latest(folder / "runs", "tiny")
+    assert directory is not None
+    assert json.loads((directory.path / "versions.json").read_text())["kernels"] == "cuda"
+    assert json.loads((directory.path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_resume_is_bitwise_in_any_order_of_threads(run: Run, folder: Path, precision: str) -> None:
+    option = f"precision={precision}"
+    _passed(run("train", option, f"output={folder}/whole", seed=0))
+    _passed(run("train", option, "--steps", "4", seed=1))
+    resumed = _passed(run("train", option, "--resume", "auto", seed=2))
+    assert "resumed at epoch 2, step 4" in resumed.stdout
+    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
+    assert ours.keys() == whole.keys()
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def test_a_checkpoint_goes_on_and_is_evaluated_on_any_backend(run: Run, folder: Path) -> None:
+    _passed(run("train", "precision=bfloat16", "--steps", "3"))
+    for backend in ("backend=numpy", "precision=tf32"):
+        outcome = _passed(run("eval", backend))
+        assert "21 samples" in outcome.stdout
+    outcome = _passed(run("train", "backend=numpy", "--resume", "auto"))
+    assert "precision: bfloat16 -> float32" in outcome.stdout
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "several ranks": ({"ranks": 2}, [], "trains on one rank so far, and this job has 2: gradients are not averaged between GPUs"),
+    "no such device": ({"seed": "x"}, [], "HPCTRAIN_CUDA_DEVICE is 'emulated:x'; it must be emulated, or emulated:SEED"),
+    "split layers": ({}, ["grid.rows=2"], "backend is cuda, which computes no split layers so far, and grid.rows is 2"),
+    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_sentence(run: Run, mistake: str) -> None:
+    how, overrides, sentence = MISTAKES[mistake]
+    outcome = run("train", *overrides, **how)
+    assert outcome.code == 2
+    assert sentence in outcome.stderr
+    assert len([line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]) == 1
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_without_cupy_one_sentence_says_what_to_install(run: Run) -> None:
+    outcome = run("train", seed=None)
+    assert outcome.code == 2
+    assert "hpctrain: Backend cuda needs CuPy, which is not installed; install hpctrain[gpu13]" in outcome.stderr
+
+
+def test_the_engine_is_timed_on_it(job: Callable[..., Outcome], folder: Path, emulated_device: EmulatedDeviceFactory) -> None:
+    arguments = ["-m", "hpctrain", "bench", "engine", "--model", "small", "--batch", "2", "--px", "8", "--steps", "1"]
+    more = ["--backend", "cuda", "--precision", "bfloat16", "--out", "engine.json"]
+    outcome = _passed(job(0, [*arguments, *more], cwd=folder, env={DEVICE_VARIABLE: "emulated"}))
+    assert f"small, cuda on emulated, bfloat16 ({UNPROVED}), batch 2, 8 px" in " ".join(outcome.stdout.split())
+    measured = json.loads((folder / "engine.json").read_text())
+    assert measured["backend"] == "cuda"
+    assert not measured["stand_ins"]
+    assert all(layer["forward_seconds"] > 0 for layer in measured["layers"] if layer["kind"] in ("Conv2d", "BatchNorm", "Linear"))
