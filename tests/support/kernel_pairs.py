@@ -1,4 +1,4 @@
-"""Runs one operation through a kernel set, from plain arrays to plain arrays, so that two sets can be compared."""
+"""Runs one operation through a kernel set, from plain arrays of the host to such, so that two sets can be compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.kernels.base import Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, Operator, StepContext
 from hpctrain.backend.kernels.specs import NHWC, Spec, TensorSpec
+from hpctrain.testing import transfers
 
 
 @dataclass
@@ -26,28 +28,25 @@ class Result:
         return named | {f"d {k}": v for k, v in self.gradients.items()} | self.statistics
 
 
-def buffer(kernels: KernelSet, spec: TensorSpec, *, garbage: bool = True) -> np.ndarray:
+def buffer(kernels: KernelSet, spec: TensorSpec) -> Array:
     """Memory of `spec`; what lies there before must not matter."""
-    flat: np.ndarray = kernels.allocate(spec.bytes).view(spec.dtype)
-    if garbage:
-        flat[:] = np.nan
-    return flat.reshape(spec.shape) if spec.layout == NHWC else flat
+    return transfers.empty(kernels, spec.shape if spec.layout == NHWC else (spec.size,), spec.dtype)
 
 
-def place(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+def place(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> Array:
     """A plain array in the layout of `spec`."""
     plain = TensorSpec(array.shape, spec.dtype)
     source = buffer(kernels, plain)
-    source[...] = array
+    transfers.put(kernels, source, array)
     return source if spec.layout == NHWC else _reordered(kernels, source, plain, spec)
 
 
-def take(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+def take(kernels: KernelSet, array: Array, spec: TensorSpec) -> np.ndarray:
     """The plain array of a buffer of `spec`."""
-    return np.array(array if spec.layout == NHWC else _reordered(kernels, array, spec, spec.plain()))
+    return transfers.take(kernels, array if spec.layout == NHWC else _reordered(kernels, array, spec, spec.plain()))
 
 
-def _reordered(kernels: KernelSet, array: np.ndarray, source: TensorSpec, target: TensorSpec) -> np.ndarray:
+def _reordered(kernels: KernelSet, array: Array, source: TensorSpec, target: TensorSpec) -> Array:
     operator = kernels.reorder(source, target)
     out = buffer(kernels, target)
     operator.bind(Buffers((array,), out, scratch=_bytes(kernels, operator.scratch_bytes)))
@@ -55,12 +54,16 @@ def _reordered(kernels: KernelSet, array: np.ndarray, source: TensorSpec, target
     return out
 
 
-def _bytes(kernels: KernelSet, size: int) -> np.ndarray | None:
-    if size == 0:
-        return None
-    memory: np.ndarray = kernels.allocate(size)
-    memory[:] = 0xFF
-    return memory
+def _bytes(kernels: KernelSet, size: int) -> Array | None:
+    return transfers.empty(kernels, (size,), "uint8") if size else None
+
+
+def _placed(kernels: KernelSet, arrays: Mapping[str, np.ndarray] | None, dtype: str) -> dict[str, Array]:
+    return {role: place(kernels, value, TensorSpec(value.shape, dtype)) for role, value in (arrays or {}).items()}
+
+
+def _taken(kernels: KernelSet, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    return {role: transfers.take(kernels, array) for role, array in arrays.items()}
 
 
 def run(
@@ -88,13 +91,14 @@ def run(
     offered = tuple(layouts) if layouts is not None else tuple(TensorSpec(x.shape, dtype) for x in inputs)
     asked = wants is None or any(wants)
     operator = kernels.make(spec, offered, training=training, input_gradient=asked)
-    own = {role: _parameter(kernels, value, dtype) for role, value in (parameters or {}).items()}
-    kept = {role: np.array(value, dtype) for role, value in (statistics or {}).items()}
+    sums = parameter_dtype(dtype)
+    own, kept = _placed(kernels, parameters, sums), _placed(kernels, statistics, sums)
     buffers = Buffers(
         inputs=tuple(place(kernels, x, wanted) for x, wanted in zip(inputs, operator.inputs, strict=True)),
         output=buffer(kernels, operator.output),
         parameters=own,
-        gradients={role: np.full_like(value, np.nan) for role, value in own.items()} if training else {},
+        gradients={role: transfers.empty(kernels, value.shape, sums) for role, value in own.items()} if training else {},
+        shadows={} if kernels.shadow_dtype is None else _placed(kernels, parameters, kernels.shadow_dtype),
         statistics=kept,
         saved=_bytes(kernels, operator.saved_bytes),
         scratch=_bytes(kernels, operator.scratch_bytes),
@@ -106,24 +110,18 @@ def run(
         return Result(take(kernels, buffers.inputs[0].reshape(buffers.output.shape), operator.output))
     for _ in range(steps):
         operator.forward(StepContext(training=training))
-    result = Result(take(kernels, buffers.output, operator.output), statistics=kept)
+    result = Result(take(kernels, buffers.output, operator.output), statistics=_taken(kernels, kept))
     if training:
         halves = [operator.backward_parameters, operator.backward_input]
         for half in reversed(halves) if input_first else halves:
             half()
-        result.gradients = {role: np.array(value) for role, value in buffers.gradients.items()}
+        result.gradients = _taken(kernels, buffers.gradients)
         result.input_grads = [
             take(kernels, grad, wanted)
             for grad, wanted in zip(buffers.input_grads, operator.inputs, strict=True)
             if grad is not None
         ]
     return result
-
-
-def _parameter(kernels: KernelSet, value: np.ndarray, dtype: str) -> np.ndarray:
-    memory = buffer(kernels, TensorSpec(value.shape, dtype))
-    memory[...] = value
-    return memory
 
 
 def _add_gradients(

@@ -17,6 +17,7 @@ from hpctrain.backend.kernels.specs import BatchNormSpec
 from hpctrain.errors import BackendError
 from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
 from tests.support.emulated import CudaKernelsFactory
+from tests.support.kernel_pairs import run
 
 REFERENCE = NumpyKernelSet()
 DTYPES = ["float64", "float32", "bfloat16"]
@@ -113,6 +114,22 @@ def test_gives_only_the_gradients_asked_for(cuda_kernels: CudaKernelsFactory, wa
             assert_near(grad, want, "float64", "gradient", rounded=False)
 
 
+@pytest.mark.parametrize("adds", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_either_gradient_is_added_to(cuda_kernels: CudaKernelsFactory, adds: tuple[bool, bool], dtype: str) -> None:
+    """And that of x, where it is not, lies in the memory of the output's."""
+    spec, shape = BatchNormSpec(16, relu=True, add=True), (3, 5, 7, 16)
+    inputs, before = ([normal(*shape, seed=seed + i) for i in range(2)] for seed in (0, 5))
+    statistics = {"batch_mean": np.zeros(16), "batch_var": np.zeros(16)}
+    parameters = {"weight": normal(16, seed=7), "bias": normal(16, seed=8)}
+    common = {"parameters": parameters, "statistics": statistics, "output_grad": normal(*shape, seed=4)}
+    held = [value if add else None for value, add in zip(before, adds, strict=True)]
+    expected = run(REFERENCE, spec, inputs, dtype="float64", accumulate=held, **common)
+    result = run(cuda_kernels(dtype), spec, inputs, dtype=dtype, accumulate=held, in_place=not adds[0], **common)
+    for name, value in expected.arrays().items():
+        assert_near(result.arrays()[name], value, dtype, name, rounded=name == "output" or name.startswith("d input"))
+
+
 @pytest.mark.parametrize("shape", [(0, 7, 9, 5), (3, 0, 9, 8), (0, 5)])
 def test_without_pixels_everything_is_zero(cuda_kernels: CudaKernelsFactory, shape: tuple[int, ...]) -> None:
     bench = make_bench(cuda_kernels("float32"), BatchNormSpec(shape[-1], relu=True), [np.zeros(shape)], "float32")
@@ -141,7 +158,7 @@ def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaK
     shape = (4, 9, 13, channels)
     inputs, dy = [normal(*shape, seed=i) for i in range(2)], normal(*shape, seed=4)
 
-    def run(seed: int) -> list[np.ndarray]:
+    def values_of(seed: int) -> list[np.ndarray]:
         kernels, values = cuda_kernels(dtype, seed), []
         for fused in FUSED.values():
             spec = BatchNormSpec(channels, **fused)
@@ -149,9 +166,9 @@ def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaK
             values += [y, *gradients.inputs, *gradients.parameters.values(), *statistics.values()]
         return values
 
-    first = run(0)
+    first = values_of(0)
     for seed in (1, 2, 3):
-        for one, other in zip(first, run(seed), strict=True):
+        for one, other in zip(first, values_of(seed), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
