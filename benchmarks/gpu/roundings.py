@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Device, DeviceKernel
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator import build
-from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 SOURCE = Path(__file__).with_name("roundings.cu")
@@ -30,7 +28,7 @@ def check_roundings(device: Device, emulated: bool, report: StageReport) -> None
         stretches = [(max(0, min(corner - _STRETCH // 2, (1 << 32) - _STRETCH)), _STRETCH) for corner in _CORNERS]
     else:
         stretches = [(0, 1 << 32)]
-    kernel, blocks = rounding_kernel(emulated), 8 * device.multiprocessors
+    kernel, blocks = rounding_kernel(device), 8 * device.multiprocessors
     total, example = 0, -1
     for first, count in stretches:
         different, pattern = count_differences(device, kernel, first, count, blocks)
@@ -58,16 +56,11 @@ def _download(device: Device, stream: Any, array: DeviceArray) -> np.ndarray:
     return host.view(np.int64)
 
 
-def at_once(_stream: object, work: Callable[[], None], *_: object) -> None:
-    """Work of the emulated device that is not put off."""
-    work()
-
-
-def rounding_kernel(emulated: bool) -> DeviceKernel:
+def rounding_kernel(device: Device) -> DeviceKernel:
     """The kernel of this folder's source, built as the package builds its own."""
     text = sources.text(SOURCE.stem, SOURCE.parent)
-    if emulated:
-        return CpuKernel(build.build(text), _NAME, lambda: 0, at_once, hex)
+    if isinstance(device, EmulatedDevice):
+        return device.kernel(SOURCE.stem, _NAME, text=text)
     import cupy
 
     from hpctrain.backend.cuda.cupy_device import OPTIONS, CupyKernel

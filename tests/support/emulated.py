@@ -21,8 +21,13 @@ from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.errors import BackendError
 
-#: sources of tests alone, by name: <name>.cu
-PLANTED = Path(__file__).parents[1] / "backend" / "cuda" / "emulator" / "sources"
+#: a source of tests alone
+PLANTED = Path(__file__).parents[1] / "backend" / "cuda" / "emulator" / "sources" / "planted.cu"
+#: its text with each of the ways to switch between threads
+PLANTED_TEXTS = {
+    "registers": sources.text(PLANTED.stem, PLANTED.parent),
+    "ucontext": f"#define CPU_UCONTEXT\n{sources.text(PLANTED.stem, PLANTED.parent)}",
+}
 
 EmulatedDeviceFactory = Callable[..., EmulatedDevice]
 CudaKernelsFactory = Callable[..., CudaKernelSet]
@@ -44,13 +49,17 @@ class EmulatedDevices:
             except BackendError as error:
                 self._error = str(error)
 
-    @pytest.fixture
-    def emulated_device(self) -> Iterator[EmulatedDeviceFactory]:
-        """EmulatedDevice(seed). At the end of the test its memory is checked."""
+    def require(self) -> None:
+        """Skip or fail the test where the kernels could not be built."""
         if self._missing and os.environ.get("CI") != "true":
             pytest.skip(self._missing)
         if self._error:
             pytest.fail(self._error, pytrace=False)
+
+    @pytest.fixture
+    def emulated_device(self) -> Iterator[EmulatedDeviceFactory]:
+        """EmulatedDevice(seed). At the end of the test its memory is checked."""
+        self.require()
         devices = []
 
         def make(*arguments: Any, **options: Any) -> EmulatedDevice:
@@ -74,5 +83,4 @@ class EmulatedDevices:
 
 def prepare() -> None:
     """Build all sources of the package and of the tests."""
-    planted = [sources.text(path.stem, PLANTED) for path in sorted(PLANTED.glob("*.cu"))]
-    build.prepare([*map(sources.text, sources.names()), *planted])
+    build.prepare([*map(sources.text, sources.names()), *PLANTED_TEXTS.values()])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "kernels"
 
-_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
 def names() -> tuple[str, ...]:
@@ -18,14 +19,24 @@ def names() -> tuple[str, ...]:
 
 @cache
 def text(name: str, folder: Path = FOLDER) -> str:
-    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are."""
-    inserted: set[str] = set()
+    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are.
 
-    def put_in(match: re.Match[str]) -> str:
-        header = FOLDER / match[1]
-        if match[1] in inserted or not header.exists():
-            return "" if match[1] in inserted else match[0]
-        inserted.add(match[1])
-        return _INCLUDE.sub(put_in, header.read_text())
+    Compilers name lines as they are in the files.
+    """
+    inserted: set[Path] = set()
 
-    return _INCLUDE.sub(put_in, (folder / f"{name}.cu").read_text())
+    def lines(path: Path) -> Iterator[str]:
+        yield f'#line 1 "{path.name}"'
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            include = _INCLUDE.fullmatch(line)
+            header = FOLDER / include[1] if include else path
+            if include is None or not header.exists():
+                yield line
+            elif header not in inserted:
+                inserted.add(header)
+                yield from lines(header)
+                yield f'#line {number + 1} "{path.name}"'
+            else:
+                yield ""
+
+    return "\n".join([*lines(folder / f"{name}.cu"), ""])

@@ -65,3 +65,17 @@ def test_sources_keep_the_rules_of_kernels(path: Path) -> None:
 )
 def test_broken_rules_are_seen(line: str, broken: int) -> None:
     assert len(broken_rules(line)) == broken
+
+
+@pytest.mark.parametrize("name", sources.names())
+def test_every_line_is_named_as_in_its_file(name: str) -> None:
+    files = {path.name: path.read_text().splitlines() for path in sources.FOLDER.iterdir()}
+    file, number, seen = "", 0, 0
+    for line in sources.text(name).splitlines():
+        if mark := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            file, number = mark[2], int(mark[1])
+        else:
+            original = files[file][number - 1]
+            assert line in (original, "" if original.startswith("#include") else original)
+            number, seen = number + 1, seen + 1
+    assert seen >= len(files[f"{name}.cu"]) + len(files["common.cuh"]) - 3

@@ -10,12 +10,10 @@ import pytest
 from benchmarks.gpu.arithmetic_cases import arithmetic_results
 from benchmarks.gpu.cases import Case, cases, exact
 from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, loss_results, results
-from benchmarks.gpu.roundings import SOURCE, at_once, count_differences, rounding_kernel
+from benchmarks.gpu.roundings import SOURCE, count_differences, rounding_kernel
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.kernel import CpuKernel
 from hpctrain.backend.kernels.abilities import InputView
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -112,10 +110,10 @@ def test_a_wrong_rounding_is_found() -> None:
     """Half away from zero in the place of half to even: every second tie differs, one of 2^17 patterns."""
     device = EmulatedDevice()
     text = sources.text(SOURCE.stem, SOURCE.parent)
-    assert count_differences(device, rounding_kernel(emulated=True), 0x3F7FF000, 1 << 18, 2) == (0, -1)
+    assert count_differences(device, rounding_kernel(device), 0x3F7FF000, 1 << 18, 2) == (0, -1)
     away = text.replace("uint16_t((uint64_t(u) + 0x7fff + (u >> 16 & 1)) >> 16)", "uint16_t((uint64_t(u) + 0x8000) >> 16)")
     assert away != text
-    kernel = CpuKernel(build.build(away), "compare_roundings", lambda: 0, at_once, hex)
+    kernel = device.kernel("away", "compare_roundings", text=away)
     count, pattern = count_differences(device, kernel, 0x3F7FF000, 1 << 18, 2)
     assert count == 2
     assert pattern & 0x1FFFF == 0x8000

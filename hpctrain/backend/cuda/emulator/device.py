@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -35,7 +34,6 @@ class EmulatedDevice:
         seed: of the orders of blocks, threads and the streams' work.
         ignored_wait: the number of a wait of a stream or the host that is left out, see `waits`: the results of a program that
             needs the wait are then wrong for most seeds.
-        library: gives the library of a source by name.
 
     Attributes:
         counters: of what was enqueued, waited for and allocated.
@@ -47,11 +45,9 @@ class EmulatedDevice:
     memory_bytes = 1 << 40
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
-    def __init__(
-        self, seed: int = 0, *, ignored_wait: int | None = None, library: Callable[[str], ctypes.PyDLL] = build.library
-    ) -> None:
+    def __init__(self, seed: int = 0, *, ignored_wait: int | None = None) -> None:
         self.counters = DeviceCounters()
-        self._library, self._random = library, random.Random(seed)
+        self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
@@ -101,11 +97,13 @@ class EmulatedDevice:
     def event(self) -> EmulatedEvent:
         return self._streams.event()
 
-    def kernel(self, source: str, name: str) -> CpuKernel:
+    def kernel(self, source: str, name: str, *, text: str | None = None) -> CpuKernel:
+        """As `Device.kernel`. text: of a source that is not the package's."""
         if (source, name) not in self._kernels:
             self._streams.refuse_in_capture(f"load the kernel {name}")
+            library = build.library(source) if text is None else build.build(text)
             seed = partial(self._random.getrandbits, 63)
-            self._kernels[source, name] = CpuKernel(self._library(source), name, seed, self._enqueue, self._heap.describe)
+            self._kernels[source, name] = CpuKernel(library, name, seed, self._enqueue, self._heap.describe)
         return self._kernels[source, name]
 
     def _enqueue(

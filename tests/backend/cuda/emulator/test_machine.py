@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Argument, Extent
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.cuda.emulator.kernel import CpuKernel
 from hpctrain.backend.cuda.emulator.memory import on_host
 from hpctrain.backend.dtypes import item_bytes
-from tests.support.emulated import PLANTED, EmulatedDeviceFactory
+from tests.support.emulated import PLANTED_TEXTS, EmulatedDeviceFactory
 
 SEEDS = range(20)
-
-
-@cache
-def planted(name: str) -> build.ctypes.PyDLL:
-    """The library of a source of tests."""
-    return build.build(sources.text(name, PLANTED))
 
 
 class Bench:
     """Runs the planted kernels."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
-        self.device = device
+    def __init__(self, device: EmulatedDevice, text: str) -> None:
+        self.device, self._text = device, text
         self.stream = device.stream("compute")
 
     def array(self, size: int, dtype: str = "float32") -> DeviceArray:
         return self.device.allocate(size * item_bytes(dtype)).view(dtype)
 
+    def kernel(self, name: str) -> CpuKernel:
+        return self.device.kernel("planted", name, text=self._text)
+
     def run(self, kernel: str, *arguments: Argument, grid: Extent = (1,), block: Extent = (256,)) -> None:
-        self.device.kernel("planted", kernel)(self.stream, grid, block, *arguments)
+        self.kernel(kernel)(self.stream, grid, block, *arguments)
         self.stream.synchronize()
 
     def mapped(self, kernel: str, values: np.ndarray, grid: Extent = (1,)) -> np.ndarray:
@@ -49,11 +44,11 @@ class Bench:
         return on_host(y).copy()
 
 
-@pytest.fixture
-def bench(emulated_device: EmulatedDeviceFactory) -> Callable[[int], Bench]:
+@pytest.fixture(params=sorted(PLANTED_TEXTS))
+def bench(emulated_device: EmulatedDeviceFactory, request: pytest.FixtureRequest) -> Callable[[int], Bench]:
     """A bench for a seed."""
     emulated_device()  # where there is one
-    return lambda seed: Bench(EmulatedDevice(seed, library=planted))
+    return lambda seed: Bench(EmulatedDevice(seed), PLANTED_TEXTS[request.param])
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("sums", "sums_without_barrier"), ("reversed_twice", "reversed_without_barrier")])
@@ -141,7 +136,7 @@ def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:
         ("shared_overrun", (-1,), "or another of its block writes in front of an array in shared memory"),
         ("shared_overrun", (-20000,), "touches memory"),
         ("shared_too_large", (), "asks for 49200 bytes of shared memory; a block has 49152"),
-        ("barrier_of_some", (), r"has ended, and thread \(\d+, 0, 0\) waits for it in __syncthreads of .*:\d+"),
+        ("barrier_of_some", (), r"has ended, and thread \(\d+, 0, 0\) waits for it in __syncthreads of planted.cu:\d+\."),
         ("barriers_apart", (), r"waits in __syncthreads of .*:\d+, and thread \(\d+, 0, 0\) in __syncthreads of .*:\d+"),
         ("barrier_against_shuffle", (), "waits in __shfl_xor_sync of .* for lane 3, which waits in __syncthreads"),
         ("shuffle_after_return", (), "waits in __shfl_xor_sync of .* for lane 3, which has ended"),
@@ -212,7 +207,7 @@ def test_every_thread_runs_once(bench: Callable[[int], Bench], kernel: str, grid
 
 
 def test_types_of_parameters(bench: Callable[[int], Bench]) -> None:
-    assert bench(0).device.kernel("planted", "takes_all_types").parameters == [
+    assert bench(0).kernel("takes_all_types").parameters == [
         *("pointer float32", "pointer float64", "pointer bfloat16", "pointer uint8", "pointer int64", "pointer void"),
         *("bool", "int32", "uint32", "int64", "float32", "float64", "bytes 16", "pointer void", "pointer bool"),
     ]
@@ -220,7 +215,7 @@ def test_types_of_parameters(bench: Callable[[int], Bench]) -> None:
 
 def test_a_kernel_that_is_not_there(bench: Callable[[int], Bench]) -> None:
     with pytest.raises(KeyError, match="no kernel nothing"):
-        bench(0).device.kernel("planted", "nothing")
+        bench(0).kernel("nothing")
 
 
 def test_handlers_of_signals_are_as_before(bench: Callable[[int], Bench]) -> None:
