@@ -166,8 +166,8 @@ class AllreduceAverager(GradientAverager):
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
             norms.squares[...] = 0.0
-            for operation in step.operations:
-                norms.add_partial(self.group, self._segments[operation.slice])
+            segments = (segment for operation in step.operations for segment in self._segments[operation.slice])
+            norms.add_partial(self.group, tuple(segments))
             step.norms_complete = True
         return norms
 

@@ -109,11 +109,16 @@ class OwnerOperations:
         norms = update.norms
         assert norms is not None
         norms.squares[...] = 0.0
-        for k, segments in enumerate(self._own):
+        segments: list[Segment] = []
+        for k in range(len(self._own)):
             self._finish_gradient(k)
-            norms.add_partial(self._group, segments)
+            segments += self._own[k]
             if self._counts_replicated:
-                norms.add_partial(self._group, self._replicated[k])
+                segments += self._replicated[k]
+            if self._group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
+                norms.add_partial(self._group, segments)
+                segments.clear()
+        norms.add_partial(self._group, segments)
         if update.joint is not None:
             update.contribute()
             return Complete()
