@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.cuda.arithmetic import STAGING_BYTES, CudaArithmetic
+from hpctrain.backend.kernels.cuda.arithmetic import STAGING_MOST, CudaArithmetic
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from tests.support.emulated import CudaKernelsFactory
 
@@ -134,9 +134,10 @@ def test_the_second_call_for_the_same_arrays_allocates_nothing(cuda_kernels: Cud
     assert kernels.runtime.device.memory_used() == used
 
 
-def test_large_arrays_travel_by_pieces(cuda_kernels: CudaKernelsFactory) -> None:
-    arithmetic = cuda_kernels().arithmetic
-    size = 5 * STAGING_BYTES + 3
+def test_large_arrays_travel_by_pieces(cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.arithmetic.STAGING_BYTES", 4096)
+    arithmetic = cuda_kernels(seed=4).arithmetic
+    size = (STAGING_MOST + 5) * 4096 + 3
     values = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     array = arithmetic.zeros(size, "uint8")
     arithmetic.from_host(array, values)

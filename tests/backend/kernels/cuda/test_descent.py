@@ -63,7 +63,7 @@ def test_the_bits_are_the_hosts(cuda_kernels: CudaKernelsFactory, dtype: str, fa
     _train(cuda_kernels(seed=seed), dtype, factor, nesterov)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_cut_into_runs_gives_the_hosts_bits(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
     """Places in the state are packed in the order of the runs, as those of an owner's are."""

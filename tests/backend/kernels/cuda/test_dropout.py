@@ -74,7 +74,7 @@ def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str
         np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], _rounded(start + dx, dtype))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_part_draws_its_part_of_the_mask(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
     unsplit = data.draw(st.tuples(*[st.sampled_from([1, 3, 4, 8, 9])] * data.draw(st.integers(1, 3))))
