@@ -48,6 +48,7 @@ struct Machine {
   void* caller;  // its stack
   // of a block
   unsigned threads, alive, at_barrier, ended, ready_count, position, woken_count, arrays, shared_bytes;
+  bool warps_go_ahead;
   Fibre* current;
   unsigned ready[MOST_THREADS], woken[MOST_THREADS];
   SharedMemory shared[MOST_ARRAYS];
@@ -186,8 +187,14 @@ static void release_block() {
   fail("waits without end.");
 }
 
-// The fibre that runs next; null when the block is done.
+// The fibre that runs next; null when the block is done. In every other block, by chance, warps go ahead of the others: lanes that have exchanged
+// values run before threads that have not yet come so far; else all threads go from exchange to exchange together.
 static Fibre* next_fibre() {
+  if (machine.warps_go_ahead && machine.woken_count) {
+    const unsigned k = random_below(machine.woken_count), number = machine.woken[k];
+    machine.woken[k] = machine.woken[--machine.woken_count];
+    return &machine.fibres[number];
+  }
   if (machine.position == machine.ready_count) {
     machine.position = machine.ready_count = 0;
     if (machine.woken_count) {
@@ -347,6 +354,7 @@ static void run_block() {
   machine.threads = block_size.x * block_size.y * block_size.z;
   machine.at_barrier = machine.ended = machine.position = machine.woken_count = machine.arrays = machine.shared_bytes = 0;
   machine.ready_count = machine.threads;
+  machine.warps_go_ahead = random_below(2);
   uint3 index{0, 0, 0};
   for (unsigned i = 0; i < machine.threads; i++) {
     machine.fibres[i].state = State::RUNS, machine.fibres[i].index = index, machine.ready[i] = i;

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[DropoutSpec, tuple[int, ...]]] = {
     "some features": (DropoutSpec(0.3, "a", unsplit_shape=(64,), origin=(24,)), (3, 8)),
     "samples from the third on": (DropoutSpec(0.9, "a", first_sample=2), (4, 24)),
     "four dims": (DropoutSpec(0.1, "a"), (2, 3, 2, 2, 4)),
+    "more than all threads at once": (DropoutSpec(0.3, "a"), (3, 9000)),
+    "more than all threads at once, no packs": (DropoutSpec(0.3, "a"), (3, 41, 37, 1)),
     "no samples": (DropoutSpec(0.5, "a"), (0, 7)),
     "no rows": (DropoutSpec(0.5, "a", unsplit_shape=(9, 3, 16), origin=(4, 0, 0)), (2, 0, 3, 16)),
 }

@@ -70,6 +70,18 @@ def test_one_element_that_is_not_finite_shows_in_its_array_alone(
         assert table.finite().result().all()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_look_at_several_tiles(cuda_kernels: CudaKernelsFactory, seed: int) -> None:
+    kernels = cuda_kernels(seed=seed)
+    values = np.random.default_rng(0).standard_normal((40, 1024)).astype(np.float32)
+    flat = kernels.arithmetic.zeros(values.size, "float32")
+    kernels.arithmetic.from_host(flat, values.reshape(-1))
+    table = _table(kernels, [flat[1024 * i : 1024 * (i + 1)] for i in range(40)])
+    np.testing.assert_allclose(table.square_sums().result(), np.square(values, dtype=np.float64).sum(1), rtol=1e-14)
+    kernels.arithmetic.fill(flat[20000:20001], np.inf)
+    np.testing.assert_array_equal(table.finite().result(), np.arange(40) != 20000 // 1024)
+
+
 def test_arrays_of_two_dtypes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     arrays = [kernels.arithmetic.zeros(3, dtype) for dtype in ("float32", "bfloat16")]

@@ -33,6 +33,25 @@ EXPORT(reversed_twice)
 extern "C" __global__ void reversed_without_barrier(const float* x, float* y) { reverse_twice<false>(x, y); }
 EXPORT(reversed_without_barrier)
 
+// Sums of a block twice through one array, where a warp that goes ahead may write its second sum before others have read the first.
+template <bool SECOND> __device__ __forceinline__ void sums_twice(const float* x, float* y) {
+  SHARED(float, sums, 8);
+  float value = x[first_item()];
+  for (int i = 0; i < 2; i++) {
+    const float sum = warp_sum(value);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    value = float(threadIdx.x);
+    for (int w = 0; w < 8; w++) value += sums[w];
+    if (SECOND) __syncthreads();
+  }
+  y[first_item()] = value;
+}
+extern "C" __global__ void summed_twice(const float* x, float* y) { sums_twice<true>(x, y); }
+EXPORT(summed_twice)
+extern "C" __global__ void summed_twice_without_barrier(const float* x, float* y) { sums_twice<false>(x, y); }
+EXPORT(summed_twice_without_barrier)
+
 // Every thread takes the element of its right neighbour in place: a race between the threads of a kernel without barriers.
 extern "C" __global__ void shifted_in_place(float* x, int n) {
   const int i = int(first_item());
