@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hpctrain.backend.cuda.device import ConvolutionKey
 from hpctrain.backend.cuda.device_array import DeviceArray
@@ -141,6 +143,29 @@ def test_equals_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
         for name, values in expected.items():
             error = np.abs(results[name] - values).max() / np.abs(values).max()
             assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Conv2dSpec | WithRelu, tuple[int, ...]]:
+    small = st.integers(1, 3)
+    kernel, stride, dilation = (draw(st.tuples(small, small)) for _ in range(3))
+    window = Window(kernel, stride, draw(st.tuples(*[st.integers(0, 3)] * 4)), dilation)
+    edges = window.padding
+    size = [max(0, window.extent[d] - edges[2 * d] - edges[2 * d + 1]) + draw(st.integers(0, 4)) for d in (0, 1)]
+    groups = draw(small)
+    spec = Conv2dSpec(groups * draw(small), groups * draw(st.sampled_from([1, 2, 8])), window, groups, draw(st.booleans()))
+    return (WithRelu(spec) if draw(st.booleans()) else spec), (draw(st.integers(0, 3)), *size, spec.channels_in)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(cases(), st.integers(0, 3), st.sampled_from(["float64", "bfloat16"]))
+def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, offset: int, precision: str) -> None:
+    x, parameters, dy = case(*case_)
+    expected = reference(case_[0], x, parameters, dy)
+    results = Bench(cuda_kernels(precision, 3), case_[0], x, parameters, offset=offset).run(dy)
+    for name, values in expected.items():
+        largest = np.abs(values).max(initial=1e-30)
+        assert np.abs(results[name] - values).max(initial=0.0) <= ERRORS[precision] * largest, name
 
 
 @pytest.mark.parametrize(("spec", "shape"), CASES[-3:])
