@@ -162,7 +162,7 @@ $(GPU_PLANS_VENV)/installed: requirements-gpu-plans.txt requirements.txt benchma
 gpu-plans: $(GPU_PLANS_VENV)/installed
 	site=$$($(GPU_PLANS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		LD_LIBRARY_PATH=$(abspath $(GPU_PLANS_VENV))/no-driver:$$site/nvidia/cu13/lib $(GPU_PLANS_PY) -m benchmarks.gpu_plans \
-		--out benchmarks/results/gpu/plans.json
+		--random 100 --out benchmarks/results/gpu/plans.json
 
 gpu-floor: $(VENV)/installed
 	$(PY) -m benchmarks.gpu_floor resnet50 --batch 256 32 --out benchmarks/results/gpu/floor-resnet50.json

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.gpu.convolutions import convolutions
+from benchmarks.gpu.convolutions import convolutions, random_convolutions
 from hpctrain.backend.cuda.cudnn_graphs import describe, library
 from hpctrain.backend.cuda.cudnn_plans import WORKSPACE_LIMIT_BYTES, CudnnPlans
 from hpctrain.backend.cuda.device import ConvolutionKey, Precision
@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32], help="images of a step")
     parser.add_argument("--devices", nargs="+", default=devices, choices=devices)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="convolutions of random geometry beside these")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
 
@@ -71,11 +72,12 @@ def plan(plans: CudnnPlans, key: ConvolutionKey) -> Outcome:
     return Outcome(key, time.perf_counter() - start, made.name, made.workspace_bytes)
 
 
-def row(device: str, precision: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def row(device: str, precision: str, of: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """One line of the table."""
     return {
         "device": device,
         "precision": precision,
+        "of": of,
         "convolutions": len(outcomes),
         "without_plan": sum(bool(outcome.failure) for outcome in outcomes),
         "largest_workspace_bytes": max((outcome.workspace_bytes for outcome in outcomes), default=0),
@@ -86,10 +88,11 @@ def row(device: str, precision: str, outcomes: Sequence[Outcome]) -> dict[str, A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    lines = [f"{'device':8}{'precision':11}{'convolutions':>13}{'without plan':>14}{'workspace':>11}{'seconds':>9}{'slowest':>9}"]
+    titles = f"{'convolutions':>13}{'without plan':>14}{'workspace':>11}{'seconds':>9}{'slowest':>9}"
+    lines = [f"{'device':8}{'precision':11}{'of':10}{titles}"]
     for one in rows:
         lines.append(
-            f"{one['device']:8}{one['precision']:11}{one['convolutions']:13}{one['without_plan']:14}"
+            f"{one['device']:8}{one['precision']:11}{one['of']:10}{one['convolutions']:13}{one['without_plan']:14}"
             f"{one['largest_workspace_bytes'] / 2**20:7.0f} MiB{one['seconds']:9.2f}{one['slowest_seconds']:9.2f}"
         )
     return "\n".join(lines)
@@ -115,15 +118,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engines: dict[str, dict[str, Any]] = defaultdict(dict)
     failures: list[str] = []
     for precision in chosen.precisions:
-        keys = keys_of(chosen.models, chosen.batch, precision)
+        wanted = {"models": keys_of(chosen.models, chosen.batch, precision)}
+        if chosen.random:
+            wanted["random"] = random_convolutions(chosen.random, precision)
         for device in chosen.devices:
             plans = CudnnPlans(properties=json.loads((PROPERTIES / f"{device}.json").read_text()))
-            outcomes = [plan(plans, key) for key in keys]
-            rows.append(row(device, precision, outcomes))
-            for outcome in outcomes:
-                engine = outcome.plan.partition("_")[0] or None
-                engines[describe(outcome.key)][device] = [engine, outcome.workspace_bytes]
-            failures += [f"{device}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+            for of, keys in wanted.items():
+                outcomes = [plan(plans, key) for key in keys]
+                rows.append(row(device, precision, of, outcomes))
+                failures += [f"{device}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+                for outcome in outcomes if of == "models" else ():
+                    engine = outcome.plan.partition("_")[0] or None
+                    engines[describe(outcome.key)][device] = [engine, outcome.workspace_bytes]
     print("\n".join([table(rows), *failures]))
     if chosen.out is not None:
         content = {

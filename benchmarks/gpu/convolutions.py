@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.models import catalogue
 
 
@@ -59,6 +62,32 @@ def convolutions(model: str, batch: int, precision: Precision) -> list[Convoluti
             inputs = tuple(graph.tensors[number] for number in node.inputs)
             kernels.make(node.spec, inputs, training=True, input_gradient=0 not in node.inputs)
     return list(device.keys)
+
+
+def random_convolutions(count: int, precision: Precision, seed: int = 0) -> list[ConvolutionKey]:
+    """Keys of `count` geometries at random, in every direction: channels that fill no pack, groups, dilation, edges of any kind,
+    windows larger than the image, one image and many."""
+    device, draw = AskedDevice(), random.Random(seed)
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    for _ in range(count):
+        spec = random_spec(draw)
+        window = spec.window
+        least = [max(1, window.extent[d] - window.padding[2 * d] - window.padding[2 * d + 1]) for d in (0, 1)]
+        height, width = (size + draw.choice((0, 1, 5, 30, 100)) for size in least)
+        x = TensorSpec((draw.choice((1, 2, 7, 32, 256)), height, width, spec.channels_in), kernels.runtime.dtype)
+        kernels.make(WithRelu(spec) if draw.random() < 0.5 else spec, (x,), training=True)
+    return list(device.keys)
+
+
+def random_spec(draw: random.Random) -> Conv2dSpec:
+    """A convolution that may be in nobody's network."""
+    kernel, stride, dilation = (
+        (draw.choice(sizes), draw.choice(sizes)) for sizes in ((1, 2, 3, 5, 7, 11), (1, 2, 3, 4), (1, 1, 2, 3))
+    )
+    top, bottom, left, right = (draw.randint(0, 5) for _ in range(4))
+    groups = draw.choice((1, 1, 1, 2, 3, 8, 32))
+    channels = [groups * draw.choice((1, 2, 3, 4, 5, 8, 16, 17, 19)) for _ in range(2)]
+    return Conv2dSpec(*channels, Window(kernel, stride, (top, bottom, left, right), dilation), groups, draw.random() < 0.5)
 
 
 def _convolves(spec: object) -> bool:

@@ -52,6 +52,29 @@ def test_a_convolution_without_a_plan_is_said_and_is_a_failure(cudnn, tmp_path: 
     assert content["without_plan"][0].startswith("h100: cuDNN 9.19.0 has no deterministic plan for forward")
 
 
+def test_random_geometries_are_counted_apart_and_not_listed(cudnn, tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    chosen = [
+        "--models",
+        "small",
+        "--batch",
+        "1",
+        "--devices",
+        "h100",
+        "--precisions",
+        "tf32",
+        "--random",
+        "7",
+        "--out",
+        str(out),
+    ]
+    assert gpu_plans.main([*chosen, "--out", str(out)]) == 0
+    content = json.loads(out.read_text())
+    count = len(convolutions("small", 1, "tf32"))
+    assert [(row["of"], row["convolutions"]) for row in content["rows"]] == [("models", count), ("random", 21)]
+    assert len(content["engine_and_workspace_bytes"]) == count
+
+
 def test_devices_say_the_same_things_and_by_default_all_are_planned_for() -> None:
     devices = {path.stem: json.loads(path.read_text()) for path in gpu_plans.PROPERTIES.glob("*.json")}
     assert set(gpu_plans.parse([]).devices) == devices.keys() >= {"h100", "a100"}

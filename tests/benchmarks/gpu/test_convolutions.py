@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.gpu.convolutions import AskedDevice, convolutions, graph_of
+from benchmarks.gpu.convolutions import AskedDevice, convolutions, graph_of, random_convolutions
 from hpctrain.backend.kernels.specs import Conv2dSpec
 
 
@@ -36,3 +36,15 @@ def test_a_convolution_that_was_only_asked_for_cannot_be_run() -> None:
     with pytest.raises(NotImplementedError, match="only asked for"):
         device.convolution(key).run()
     assert list(device.keys) == [key]
+
+
+def test_random_geometries_are_many_and_the_same_each_time() -> None:
+    keys = random_convolutions(40, "bfloat16")
+    assert keys == random_convolutions(40, "bfloat16") != random_convolutions(40, "bfloat16", seed=1)
+    assert Counter(key.kind for key in keys) == {"forward": 40, "input": 40, "weight": 40}
+    forward = [key for key in keys if key.kind == "forward"]
+    assert {key.fused for key in forward} == {"", "bias", "bias_relu"}
+    assert any(key.groups > 1 for key in forward)
+    assert any(key.padding[0] != key.padding[1] for key in forward)
+    assert any(key.dilation != (1, 1) for key in forward)
+    assert any(key.x[3] % 8 for key in forward)
