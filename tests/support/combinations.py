@@ -9,16 +9,19 @@ See docs/testing.md.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import ConfigError, HpctrainError, ShapeError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.grid import check_batch, check_overlap
@@ -49,11 +52,13 @@ TOLERANCE = 1e-9
 #: options that an averager may have
 AVERAGING = ("averager", "slices", "sizes", "window", "fc_exchange", "replan", "two_level", "lazy", "micro_batches")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
+PLACING = ("grid", "device")
 
 
 def refusal(row: Row) -> str | None:
     """The sentence by which the program refuses a combination, of which some options may not be chosen yet."""
-    return _refused_averager(_only(row, AVERAGING)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
+    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING))
+    return refused or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
 
 
 def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -64,6 +69,14 @@ def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
 def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
     row = dict(items)
     return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
+
+
+@cache
+def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(PLACING) <= row.keys() or value_of(row, "device") is None:
+        return None
+    return _sentence(lambda: refuse_several_ranks(NodePlace(math.prod(value_of(row, "grid")))))
 
 
 @cache
@@ -124,7 +137,7 @@ def run(row: Row) -> float:
     results = run_virtual(ranks, program, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=120)
     for rank, result in enumerate(results):
         _check_same_bits(result, results[0], rank)
-    return _distance(results[0], _expected(row, task))
+    return _distance(results[0], _expected(row, replace(task, kernels=NumpyKernelSet())))
 
 
 def _check_same_bits(result: Result, first: Result, rank: int) -> None:

@@ -5,11 +5,16 @@ A feature joins by a row in `DIMENSIONS`, and by a line where its values become 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
@@ -45,7 +50,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "averager": {name: name for name in ("sharded", "blocking", "overlap", "bucketed", "priority", "lazy")},
     "grid": {
         f"{rows}x{cols}": (rows, cols)
-        for rows, cols in ((1, 2), (1, 3), (1, 5), (2, 1), (3, 1), (4, 1), (7, 1), (2, 2), (2, 3), (3, 2))
+        for rows, cols in ((1, 2), (1, 3), (1, 5), (2, 1), (3, 1), (4, 1), (7, 1), (2, 2), (2, 3), (3, 2), (1, 1))
     },
     "plan": {name: name for name in ("batch", "model", "domain", "mixed")},
     "net": {
@@ -82,6 +87,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
     "messages": {"prompt": False, "adversarial": True},
+    "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
 }
 
 VALUES = {name: tuple(values) for name, values in DIMENSIONS.items()}
@@ -177,13 +183,22 @@ def splits_parameters(row: Row) -> bool:
     )
 
 
+def _kernels(row: Row) -> KernelSet:
+    """The kernel set of a combination: NumPy's, or that of an emulated device with an order of work of its own."""
+    graphs = value_of(row, "device")
+    if graphs is None:
+        return NumpyKernelSet()
+    device = EmulatedDevice(zlib.crc32(line(row).encode()))
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
+
+
 def task_of(row: Row) -> Task:
     """The training of a combination."""
     net = value_of(row, "net")
     optimizer = dict(value_of(row, "optimizer"))
     return Task(
         net.model,
-        NumpyKernelSet(),
+        _kernels(row),
         partial(OPTIMIZERS.create, optimizer.pop("name"), optimizer),
         classes=net.classes,
         samples=19,

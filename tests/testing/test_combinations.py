@@ -18,6 +18,7 @@ BLOCKS = 10
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("emulated_device")
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_combinations_equal_one_rank(block: int) -> None:
     tally = Tally()
