@@ -10,16 +10,21 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+
+#: the module that imports CuPy
+IMPORTER = "hpctrain.backend.cuda.cupy_device"
 
 _NUMPY_SCALARS = tuple(np.dtype(code).type for code in "?bhilqBHILQefd")
 _DATA_TYPES = {0: np.dtype("float32"), 14: np.dtype("uint16")}
@@ -40,18 +45,26 @@ class FakeCupy:
     Attributes:
         calls: (name of a call, its arguments), in their order. modules: by name, for sys.modules.
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
-        capturing: a capture is going on. milliseconds: the time, for events that take it.
+        without_nvrtc: NVRTC is not installed. capturing: a capture is going on. milliseconds: the time, for events that take it.
     """
 
     def __init__(self, *, gpus: int = 1, capability: tuple[int, int] = (9, 0), free_bytes: int = 1 << 30) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.gpus, self.capability, self.free_bytes = gpus, capability, free_bytes
-        self.capturing = False
+        self.without_nvrtc = self.capturing = False
         self.captured: list[Callable[[], None]] = []
         self.current = -1
         self.milliseconds = 0.0
         self.cublas = FakeCublas(self._enqueue)
         self.modules = self._modules()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What imports CuPy, or loads cuBLAS, from here on gets this one."""
+        real = ctypes.CDLL
+        for name, module in self.modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.delitem(sys.modules, IMPORTER, raising=False)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, *more: self.cublas if name == "libcublas.so.13" else real(name, *more))
 
     def names(self) -> list[str]:
         """The names of the calls."""
@@ -66,7 +79,7 @@ class FakeCupy:
         cuda.get_elapsed_time = lambda begin, end: end.milliseconds - begin.milliseconds  # type: ignore[attr-defined]
         cupy.cuda, cupy.RawModule = cuda, self._raw_module  # type: ignore[attr-defined]
         libs = ModuleType("cupy_backends.cuda.libs")
-        libs.cublas = self.cublas  # type: ignore[attr-defined]
+        libs.cublas, libs.nvrtc = self.cublas, SimpleNamespace(getVersion=self._nvrtc_version)  # type: ignore[attr-defined]
         return {
             "cupy": cupy,
             "cupy_backends": ModuleType("cupy_backends"),
@@ -90,6 +103,11 @@ class FakeCupy:
             memcpyDeviceToDevice=3,
             streamCaptureModeThreadLocal=1,
         )
+
+    def _nvrtc_version(self) -> tuple[int, int]:
+        if self.without_nvrtc:
+            raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand where it was looked for')
+        return (13, 0)
 
     def _count(self) -> int:
         if self.gpus < 0:

@@ -109,7 +109,7 @@ class CupyDevice:
         candidates: plans of each convolution that `time_plans` chooses from; the workspace is enough for each.
 
     Raises:
-        BackendError: there is no such GPU, or it has no driver.
+        BackendError: there is no such GPU, it has no driver, or a library of CUDA is missing.
     """
 
     def __init__(self, index: int = 0, *, candidates: int = 1) -> None:
@@ -129,6 +129,7 @@ class CupyDevice:
         self._products: dict[int, MatrixProducts] = {}
         self._candidates = candidates
         self._plans: CudnnPlans | None = None
+        self._cublas = _load_libraries()
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         if not size_bytes:
@@ -227,10 +228,11 @@ class CupyDevice:
     ) -> None:
         pointer = _stream(stream).ptr
         if not a.size and not accumulate:  # sums over nothing, for which cuBLAS promises nothing
-            _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
+            if c.size:
+                _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
             return
         if pointer not in self._products:
-            self._products[pointer] = MatrixProducts(_cublas(), pointer, self.allocate(WORKSPACE_BYTES))
+            self._products[pointer] = MatrixProducts(self._cublas, pointer, self.allocate(WORKSPACE_BYTES))
         options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
         self._products[pointer].run(a, b, c, **options, precision=precision)
 
@@ -308,9 +310,22 @@ def _address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
 
-def _cublas() -> ctypes.CDLL:
-    """The cuBLAS that CuPy has loaded: it knows where wheels and toolkits keep it."""
-    from cupy_backends.cuda.libs import cublas
+def _load_libraries() -> ctypes.CDLL:
+    """Load NVRTC and cuBLAS, which gives the latter. CuPy knows where wheels and toolkits keep them; cuDNN, which uses both, asks
+    for them by name and finds those that are loaded.
 
-    assert cublas is not None
-    return ctypes.CDLL(f"libcublas.so.{_runtime.runtimeGetVersion() // 1000}")
+    Raises:
+        BackendError: one of them is missing.
+    """
+    try:
+        from cupy_backends.cuda.libs import cublas, nvrtc
+
+        nvrtc.getVersion()
+        assert cublas is not None
+        return ctypes.CDLL(f"libcublas.so.{_runtime.runtimeGetVersion() // 1000}")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BackendError(
+            f"CUDA's libraries cuBLAS and NVRTC cannot be loaded ({reason}); install hpctrain[gpu13], or hpctrain[gpu12] for "
+            "CUDA 12."
+        ) from error

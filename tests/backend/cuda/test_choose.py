@@ -13,10 +13,9 @@ from hpctrain.backend.cuda import choose
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.errors import BackendError, MissingLibraryError
-from tests.support.fake_cupy import FakeCupy
+from tests.support.fake_cupy import IMPORTER, FakeCupy
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_MODULE = "hpctrain.backend.cuda.cupy_device"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     _have(monkeypatch, cupy=False)
     yield
-    sys.modules.pop(_MODULE, None)
+    sys.modules.pop(IMPORTER, None)
 
 
 def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = True, **options: Any) -> FakeCupy:
@@ -38,9 +37,7 @@ def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = T
         return object()
 
     fake = FakeCupy(**options)
-    for name, module in fake.modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, _MODULE, raising=False)
+    fake.install(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
     monkeypatch.setattr(choose.cudnn_graphs, "library", library)
     return fake

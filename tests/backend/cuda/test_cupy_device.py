@@ -27,9 +27,8 @@ from hpctrain.bench.engine_step import workload
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.fake_cudnn import FakeCudnn, FakePlan
-from tests.support.fake_cupy import FakeCupy
+from tests.support.fake_cupy import IMPORTER, FakeCublas, FakeCupy
 
-MODULE = "hpctrain.backend.cuda.cupy_device"
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
 
 
@@ -39,19 +38,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
     def make(**options: Any) -> tuple[ModuleType, FakeCupy]:
         fake = FakeCupy(**options)
-        for name, module in fake.modules.items():
-            monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, MODULE, raising=False)
-        module = importlib.import_module(MODULE)
-        monkeypatch.setattr(module.ctypes, "CDLL", _only_cublas(module.ctypes.CDLL, fake))
-        return module, fake
+        fake.install(monkeypatch)
+        return importlib.import_module(IMPORTER), fake
 
     yield make
-    sys.modules.pop(MODULE, None)
-
-
-def _only_cublas(real: Any, fake: FakeCupy) -> Any:
-    return lambda name, *args: fake.cublas if name == "libcublas.so.13" else real(name, *args)
+    sys.modules.pop(IMPORTER, None)
 
 
 def test_the_device_is_the_one_of_the_index(load: Load) -> None:
@@ -76,6 +67,14 @@ def test_the_reason_why_no_gpu_is_seen(load: Load) -> None:
         module.gpu_count()
     module, _ = load(gpus=0)
     assert module.gpu_count() == 0
+
+
+def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
+    module, fake = load()
+    fake.without_nvrtc = True
+    message = r"cuBLAS and NVRTC cannot be loaded \(Failure finding \"libnvrtc.so.13\": No such file\); install hpctrain\[gpu13\]"
+    with pytest.raises(BackendError, match=message):
+        module.CupyDevice()
 
 
 def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
@@ -380,6 +379,21 @@ def test_the_calls_of_the_real_cupy() -> None:
     assert (*kinds, runtime.streamCaptureModeThreadLocal) == (1, 2, 3, 1)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
     assert runtime.runtimeGetVersion() // 1000 in (12, 13)
+
+
+@real
+@pytest.mark.job
+def test_the_real_cublas_has_the_functions_that_are_called() -> None:
+    module = importlib.import_module(IMPORTER)
+    try:
+        library = module._load_libraries()
+    except BackendError as error:
+        pytest.skip(str(error))
+    finally:
+        sys.modules.pop(IMPORTER)
+    for name in dir(FakeCublas):
+        if name.startswith("cublas"):
+            assert getattr(library, name)
 
 
 @real
