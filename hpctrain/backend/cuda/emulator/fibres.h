@@ -84,7 +84,7 @@ static inline void cpu_switch(void** from, void* to) {
 
 namespace cpu {
 
-constexpr size_t STACK_BYTES = 64 << 10, PAGE_BYTES = 16 << 10;  // a multiple of the system's page
+constexpr size_t STACK_BYTES = 64 << 10, PAGE_BYTES = 64 << 10;  // multiples of any system's page
 
 // Makes a stack whose first switch enters `entry`, which never returns. `top` is its upper end, a multiple of 64.
 static inline void* new_stack(char* top, void (*entry)()) {
