@@ -172,15 +172,44 @@ def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaK
             np.testing.assert_array_equal(one, other)
 
 
+def test_normalised_values_are_accurate_beside_a_large_mean(cuda_kernels: CudaKernelsFactory) -> None:
+    """With a mean of ten thousand deviations, whose own rounding would be felt in the fourth digit."""
+    x, dy, spec = (normal(257, 24) + 1e4).astype(np.float32).astype(np.float64), normal(257, 24, seed=1) + 1, BatchNormSpec(24)
+    y, expected, _ = results(make_bench(REFERENCE, spec, [x], "float64"), dy, None)
+    output, gradients, _ = results(make_bench(cuda_kernels("float32"), spec, [x], "float32"), dy, None)
+    assert_near(output, y, "float32", "output", rounded=False)
+    assert_near(gradients.inputs[0], expected.inputs[0], "float32", "gradient", rounded=False)
+    for role, want in expected.parameters.items():
+        assert_near(gradients.parameters[role], want, "float32", role, rounded=False)
+
+
+def affine(bench: OperatorBench, *, beta: np.ndarray) -> OperatorBench:
+    """The bench with weights of one."""
+    bench.parameters["weight"][...] = 1
+    bench.parameters["bias"][...] = beta
+    return bench
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_gradient_passes_at_zero(cuda_kernels: CudaKernelsFactory, dtype: str) -> None:
+    """The mean is exactly zero, and so is every third output."""
+    spec, x = BatchNormSpec(8, relu=True), np.tile(np.array([-1.0, 0.0, 1.0])[:, None], (5, 8))
+    bench = affine(make_bench(cuda_kernels(dtype), spec, [x], dtype), beta=np.zeros(8))
+    np.testing.assert_array_equal(bench.forward() > 0, x > 0)
+    np.testing.assert_array_equal(bench.backward(np.ones_like(x)).parameters["bias"], np.full(8, 5.0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_knows_what_the_relu_stopped_to_the_bit(cuda_kernels: CudaKernelsFactory, dtype: str) -> None:
-    """Where every output is close to 0: the gradient passes exactly where the output is positive."""
-    x = np.tile(normal(1, 8), (65, 1)) * (1 + 2.0**-7 * (np.arange(65) % 3 - 1)[:, None])
-    spec, zeros = BatchNormSpec(8, relu=True), np.zeros(8, "f8" if dtype == "float64" else "f4")
-    bench = make_bench(cuda_kernels(dtype), spec, [x], dtype)
-    bench.parameters["bias"][...] = zeros
-    y = bench.forward()
-    assert bench.backward(np.ones_like(x)).parameters["bias"].tolist() == (y > 0).sum(axis=0).tolist()
+    """A row of outputs that are nothing but rounding errors: the gradient passes where they happen to be positive."""
+    kernels, x, channels = cuda_kernels(dtype), normal(9, 512), 512
+    centred = affine(make_bench(kernels, BatchNormSpec(channels), [x], dtype), beta=np.zeros(channels)).forward()
+    bench = affine(make_bench(kernels, BatchNormSpec(channels, relu=True), [x], dtype), beta=-centred[0])
+    passed = bench.forward()[0] > 0
+    assert 0.2 < passed.mean() < 0.8
+    dy = np.zeros_like(x)
+    dy[0] = 1
+    np.testing.assert_array_equal(bench.backward(dy).parameters["bias"], passed)
 
 
 def test_not_a_number_stays_so(cuda_kernels: CudaKernelsFactory) -> None:
