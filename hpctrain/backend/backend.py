@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hpctrain.backend.cuda import choose
 from hpctrain.backend.cuda.choose import NodePlace
@@ -28,12 +29,14 @@ class Backend:
         dtype: of activations: "float32", "float64" or "bfloat16".
         kernels: makes the operators and allocates their memory.
         description: what computes, in words for people.
+        versions: of libraries that a run records beside those of all runs.
     """
 
     name: str
     dtype: str
     kernels: KernelSet
     description: str
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_backend(
@@ -98,11 +101,11 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
     if precision != "float32":
         raise BackendError(f"precision is {precision}, in which only backend cuda computes. {no_gpu}")
     reason = _onednn_missing()
-    if reason is None:
-        _log.info("Backend onednn.")
-        return "onednn"
-    _log.info("Backend numpy: %s", reason)
-    return "numpy"
+    name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])
+    if choose.cupy_is_installed():
+        remarks.append(no_gpu)
+    _log.info("Backend %s%s", name, ": " + " ".join(remarks) if remarks else ".")
+    return name
 
 
 def _onednn_missing() -> str | None:
@@ -135,4 +138,4 @@ def _cuda(dtype: str, precision: str, place: NodePlace) -> Backend:
     device = choose.make_device(wanted, place)
     runtime = CudaRuntime(device, device.stream("compute"), wanted)
     remark = f" ({UNPROVED})" if UNPROVED else ""
-    return Backend("cuda", runtime.dtype, CudaKernelSet(runtime), f"cuda on {device.name}, {wanted}{remark}")
+    return Backend("cuda", runtime.dtype, CudaKernelSet(runtime), f"cuda on {device.name}, {wanted}{remark}", device.versions)

@@ -268,4 +268,4 @@ def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> st
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:
     software = software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
-    return software | user_code.digests()
+    return software | dict(parts.backend.versions) | user_code.digests()

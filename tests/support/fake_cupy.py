@@ -77,7 +77,7 @@ class FakeCupy:
         cuda.alloc_pinned_memory = self._pinned  # type: ignore[attr-defined]
         cuda.Stream, cuda.Event = self._stream, self._event  # type: ignore[attr-defined]
         cuda.get_elapsed_time = lambda begin, end: end.milliseconds - begin.milliseconds  # type: ignore[attr-defined]
-        cupy.cuda, cupy.RawModule = cuda, self._raw_module  # type: ignore[attr-defined]
+        cupy.cuda, cupy.RawModule, cupy.__version__ = cuda, self._raw_module, "14.2.0"  # type: ignore[attr-defined]
         libs = ModuleType("cupy_backends.cuda.libs")
         libs.cublas, libs.nvrtc = self.cublas, SimpleNamespace(getVersion=self._nvrtc_version)  # type: ignore[attr-defined]
         return {
@@ -98,6 +98,7 @@ class FakeCupy:
             deviceSynchronize=lambda: self._do("deviceSynchronize", lambda: None),
             memcpyAsync=self._memcpy,
             runtimeGetVersion=lambda: 13020,
+            driverGetVersion=lambda: 13000,
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,
             memcpyDeviceToDevice=3,

@@ -68,6 +68,11 @@ def missing(place: NodePlace) -> str | None:
     return None
 
 
+def cupy_is_installed() -> bool:
+    """True where somebody may expect a GPU to be used."""
+    return importlib.util.find_spec("cupy") is not None
+
+
 def refuse_several_ranks(place: NodePlace) -> None:
     """Nothing on one rank. The one place that knows that gradients are not averaged between GPUs yet.
 
@@ -100,7 +105,7 @@ def emulated_seed(environ: MutableMapping[str, str]) -> int | None:
 
 
 def _gpu(place: NodePlace) -> Device:
-    if importlib.util.find_spec("cupy") is None:
+    if not cupy_is_installed():
         raise BackendError(
             "Backend cuda needs CuPy, which is not installed; install hpctrain[gpu13] for CUDA 13, or hpctrain[gpu12], "
             f"{_OTHERWISE}."
@@ -122,9 +127,10 @@ def _gpu(place: NodePlace) -> Device:
         )
     device = CupyDevice(gpu_index(count, place))
     try:
-        cudnn_graphs.library()
+        cudnn = cudnn_graphs.library()
     except MissingLibraryError as error:
         raise BackendError(str(error)) from error
+    device.versions = {**device.versions, "cudnn": str(cudnn.backend_version_string())}
     return device
 
 

@@ -130,6 +130,12 @@ class CupyDevice:
         self._candidates = candidates
         self._plans: CudnnPlans | None = None
         self._cublas = _load_libraries()
+        self.versions: Mapping[str, str] = {
+            "device": self.name,
+            "cupy": cupy.__version__,
+            "cuda": str(_runtime.runtimeGetVersion()),
+            "driver": str(_runtime.driverGetVersion()),
+        }
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         if not size_bytes:

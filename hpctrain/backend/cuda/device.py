@@ -148,6 +148,7 @@ class Device(Protocol):
     Attributes:
         name: as the vendor gives it. capability: (major, minor). multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
+        versions: of the libraries that it computes by, and its name as "device", for a run's records.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Device(Protocol):
     multiprocessors: int
     dtypes: tuple[str, ...]
     memory_bytes: int
+    versions: Mapping[str, str]
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""

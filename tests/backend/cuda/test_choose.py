@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = T
     def library() -> object:
         if not cudnn:
             raise MissingLibraryError("Convolutions on a GPU need cuDNN and its frontend; install hpctrain[gpu13].")
-        return object()
+        return SimpleNamespace(backend_version_string=lambda: "9.19.0")
 
     fake = FakeCupy(**options)
     fake.install(monkeypatch)
@@ -88,6 +89,8 @@ def test_no_gpu_can_be_used(there: Any, place: NodePlace, sentence: str, monkeyp
 def test_a_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch)
     assert choose.missing(NodePlace()) is None
+    versions = choose.make_device("float32", NodePlace()).versions
+    assert versions == {"device": "Fake GPU", "cupy": "14.2.0", "cuda": "13020", "driver": "13000", "cudnn": "9.19.0"}
     for precision in ("float32", "tf32", "bfloat16"):
         assert choose.make_device(precision, NodePlace()).name == "Fake GPU"  # type: ignore[arg-type]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class EmulatedDevice:
     capability = (9, 0)
     multiprocessors = 2
     memory_bytes = 1 << 40
+    versions: Mapping[str, str] = MappingProxyType({"device": name})
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def __init__(self, seed: int = 0, *, ignored_wait: int | None = None) -> None:
