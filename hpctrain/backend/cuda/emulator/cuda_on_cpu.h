@@ -41,7 +41,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define CPU_SYNCWARP(mask, ...) cpu::warp_barrier(CPU_PLACE("__syncwarp"), mask, cpu::Exchange::NONE, 0)
 #define __syncwarp(...) CPU_SYNCWARP(__VA_ARGS__ __VA_OPT__(,) 0xffffffffu)
 #define __shfl_sync(mask, value, lane) cpu::shuffled(CPU_PLACE("__shfl_sync"), mask, value, unsigned(lane) % 32)
-#define __shfl_xor_sync(mask, value, bits) cpu::shuffled(CPU_PLACE("__shfl_xor_sync"), mask, value, (cpu::lane_number() ^ (bits)) % 32)
+#define __shfl_xor_sync(mask, value, bits) cpu::shuffled(CPU_PLACE("__shfl_xor_sync"), mask, value, cpu::lane_beside(bits))
 #define __shfl_down_sync(mask, value, by) cpu::shuffled(CPU_PLACE("__shfl_down_sync"), mask, value, cpu::lane_below(by))
 #define __shfl_up_sync(mask, value, by) cpu::shuffled(CPU_PLACE("__shfl_up_sync"), mask, value, cpu::lane_above(by))
 #define __ballot_sync(mask, vote) cpu::ballot(CPU_PLACE("__ballot_sync"), mask, vote)
@@ -52,7 +52,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
   T* const name = cpu::shared<T, (n)>(&name##_declaration, CPU_PLACE("SHARED"))
 
 namespace cpu {
-// The lanes that shuffles by a distance take their values from: beyond the warp's ends their own.
+// The lanes that shuffles take their values from; by a distance beyond the warp's ends their own.
+inline unsigned lane_beside(unsigned bits) { return (lane_number() ^ bits) % WARP; }
 inline unsigned lane_below(unsigned by) { const unsigned lane = lane_number(); return lane + by < WARP ? lane + by : lane; }
 inline unsigned lane_above(unsigned by) { const unsigned lane = lane_number(); return by <= lane ? lane - by : lane; }
 template <class T, size_t n> T* shared(const void* declaration, const char* place) {
@@ -135,7 +136,8 @@ template <class T, class = void> struct Parameter {  // a structure
 template <class T> struct Parameter<T, std::enable_if_t<std::is_arithmetic_v<T>>> {
   static void write(char* out, size_t size) { snprintf(out, size, "%s", Name<T>::text()); }
 };
-template <class T> constexpr bool is_named = std::is_arithmetic_v<T> || std::is_void_v<T> || std::is_same_v<std::remove_const_t<T>, bf16>;
+template <class T>
+constexpr bool is_named = std::is_arithmetic_v<T> || std::is_void_v<T> || std::is_same_v<std::remove_const_t<T>, bf16>;
 template <class T> struct Parameter<T*> {
   static void write(char* out, size_t size) {
     if constexpr (is_named<T>) snprintf(out, size, "pointer %s", Name<T>::text());

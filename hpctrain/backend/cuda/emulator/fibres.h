@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Keeps the registers that a callee has to keep on the stack, leaves the stack's pointer in *from and goes on with the stack `to`.
+// Keeps the registers that a callee keeps on the stack, leaves the stack's pointer in *from and goes on with the stack `to`.
 #if defined(__x86_64__) && !defined(CPU_UCONTEXT)
 extern "C" __attribute__((visibility("hidden"))) void cpu_switch(void** from, void* to);
 asm(R"(

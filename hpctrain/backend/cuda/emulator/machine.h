@@ -13,7 +13,8 @@ struct dim3 { unsigned x = 1, y = 1, z = 1; };
 
 namespace cpu {
 
-constexpr unsigned WARP = 32, MOST_THREADS = 1024, MOST_ARRAYS = 16, MOST_SHARED_BYTES = 48 << 10, CANARY_BYTES = 256, VALUE_BYTES = 16;
+constexpr unsigned WARP = 32, MOST_THREADS = 1024, MOST_ARRAYS = 16, MOST_SHARED_BYTES = 48 << 10;
+constexpr unsigned CANARY_BYTES = 256, VALUE_BYTES = 16;
 
 enum class State { RUNS, AT_BARRIER, IN_WARP, ENDED };
 enum class Exchange { NONE, VALUES, BALLOT };
@@ -99,11 +100,13 @@ struct Walk {
 
 // Ends the launch with a message, from within a kernel.
 [[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* format, ...) {
-  const int used = snprintf(machine.message, machine.message_bytes, "Kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ", machine.name,
-                            block_index.x, block_index.y, block_index.z, thread_index.x, thread_index.y, thread_index.z);
+  const uint3 &b = block_index, &t = thread_index;
+  const char* const start = "Kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ";
+  const int used = snprintf(machine.message, machine.message_bytes, start, machine.name, b.x, b.y, b.z, t.x, t.y, t.z);
   va_list rest;
   va_start(rest, format);
-  if (used > 0 && size_t(used) < machine.message_bytes) vsnprintf(machine.message + used, machine.message_bytes - used, format, rest);
+  if (used > 0 && size_t(used) < machine.message_bytes)
+    vsnprintf(machine.message + used, machine.message_bytes - used, format, rest);
   va_end(rest);
   machine.broken = true;
   void* left;
@@ -122,7 +125,8 @@ static void* shared_array(const void* declaration, size_t bytes, const char* nam
   for (unsigned i = 0; i < machine.arrays; i++)
     if (machine.shared[i].declaration == declaration) return machine.shared[i].array;
   machine.shared_bytes += bytes;
-  if (machine.shared_bytes > MOST_SHARED_BYTES) fail("asks for %u bytes of shared memory; a block has %u.", machine.shared_bytes, MOST_SHARED_BYTES);
+  if (machine.shared_bytes > MOST_SHARED_BYTES)
+    fail("asks for %u bytes of shared memory; a block has %u.", machine.shared_bytes, MOST_SHARED_BYTES);
   if (machine.arrays == MOST_ARRAYS) fail("declares more than %u arrays of shared memory.", MOST_ARRAYS);
   SharedMemory& memory = machine.shared[machine.arrays++];
   const size_t room = MOST_SHARED_BYTES + CANARY_BYTES;
@@ -132,7 +136,8 @@ static void* shared_array(const void* declaration, size_t bytes, const char* nam
     memory.end = begin + (room + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
   }
   memory.declaration = declaration, memory.bytes = bytes, memory.array = memory.end - (bytes + 15) / 16 * 16;
-  memset(memory.array - CANARY_BYTES, 0xFF, size_t(memory.end - memory.array) + CANARY_BYTES);  // NaN: nobody may read what nobody wrote
+  // NaN: nobody may read what nobody wrote
+  memset(memory.array - CANARY_BYTES, 0xFF, size_t(memory.end - memory.array) + CANARY_BYTES);
   return memory.array;
 }
 
@@ -145,23 +150,28 @@ static bool untouched(const char* begin, const char* end) {
 static void check_shared() {
   for (unsigned i = 0; i < machine.arrays; i++) {
     const SharedMemory& memory = machine.shared[i];
-    if (!untouched(memory.array - CANARY_BYTES, memory.array)) fail("or another of its block writes in front of an array in shared memory.");
-    if (!untouched(memory.array + memory.bytes, memory.end)) fail("or another of its block writes behind an array in shared memory.");
+    if (!untouched(memory.array - CANARY_BYTES, memory.array))
+      fail("or another of its block writes in front of an array in shared memory.");
+    if (!untouched(memory.array + memory.bytes, memory.end))
+      fail("or another of its block writes behind an array in shared memory.");
   }
 }
 
 // ---- which fibre goes on ------------------------------------------------------------------------------------------------------
 
+static bool is_same(const char* place, const char* other) { return place == other || !strcmp(place, other); }
+
 static void release_block() {
   const Fibre* first = nullptr;
   for (unsigned i = 0; i < machine.threads; i++) {
     const Fibre& f = machine.fibres[i];
-    if (f.state != State::AT_BARRIER || (first && strcmp(first->place, f.place))) {
+    if (f.state != State::AT_BARRIER || (first && !is_same(first->place, f.place))) {
       const Fibre* other = first;
       for (unsigned j = 0; !other; j++) other = machine.fibres[j].state == State::AT_BARRIER ? &machine.fibres[j] : nullptr;
       thread_index = f.index;
-      if (f.state == State::ENDED) fail("has ended, and thread (%u, %u, %u) waits for it in %s.", other->index.x, other->index.y, other->index.z, other->place);
-      fail("waits in %s, and thread (%u, %u, %u) in %s.", f.place, other->index.x, other->index.y, other->index.z, other->place);
+      const uint3& o = other->index;
+      if (f.state == State::ENDED) fail("has ended, and thread (%u, %u, %u) waits for it in %s.", o.x, o.y, o.z, other->place);
+      fail("waits in %s, and thread (%u, %u, %u) in %s.", f.place, o.x, o.y, o.z, other->place);
     }
     first = &f;
   }
@@ -180,15 +190,16 @@ static void release_block() {
       if (other >= machine.threads) fail("waits in %s for lane %u, which its warp does not have.", f.place, lane);
       const Fibre& g = machine.fibres[other];
       if (g.state == State::ENDED) fail("waits in %s for lane %u, which has ended.", f.place, lane);
-      if (g.state == State::AT_BARRIER || strcmp(f.place, g.place)) fail("waits in %s for lane %u, which waits in %s.", f.place, lane, g.place);
+      if (g.state == State::AT_BARRIER || !is_same(f.place, g.place))
+        fail("waits in %s for lane %u, which waits in %s.", f.place, lane, g.place);
       if (g.mask != f.mask) fail("waits in %s with the mask %#x, and lane %u with the mask %#x.", f.place, f.mask, lane, g.mask);
     }
   }
   fail("waits without end.");
 }
 
-// The fibre that runs next; null when the block is done. In every other block, by chance, warps go ahead of the others: lanes that have exchanged
-// values run before threads that have not yet come so far; else all threads go from exchange to exchange together.
+// The fibre that runs next; null when the block is done. In half of all blocks, by chance, warps go ahead of the others: lanes that
+// have exchanged values run before threads that have not yet come so far; else all threads go from exchange to exchange together.
 static Fibre* next_fibre() {
   if (machine.warps_go_ahead && machine.woken_count) {
     const unsigned k = random_below(machine.woken_count), number = machine.woken[k];
@@ -271,7 +282,7 @@ static void warp_barrier(const char* place, unsigned mask, Exchange what, unsign
   for (unsigned lane = 0; complete && lane < WARP; lane++) {
     if (!(mask >> lane & 1)) continue;
     const Fibre& f = lanes[lane];
-    complete = f.number < machine.threads && f.state == State::IN_WARP && f.mask == mask && (f.place == place || !strcmp(f.place, place));
+    complete = f.number < machine.threads && f.state == State::IN_WARP && f.mask == mask && is_same(f.place, place);
   }
   if (complete) exchange(lanes, mask);
   hand_over();

@@ -1,7 +1,7 @@
 // Kernels with a mistake each, and what they are without it. For tests of the emulated device.
 #include "common.cuh"
 
-// The sum of each block's elements. WAITS: of the two barriers a block needs.
+// The sum of each block's elements.
 template <bool FIRST> __device__ __forceinline__ void block_sums(const float* x, float* y) {
   SHARED(float, sums, 8);
   const float sum = warp_sum(x[first_item()]);
@@ -33,7 +33,7 @@ EXPORT(reversed_twice)
 extern "C" __global__ void reversed_without_barrier(const float* x, float* y) { reverse_twice<false>(x, y); }
 EXPORT(reversed_without_barrier)
 
-// Sums of a block twice through one array, where a warp that goes ahead may write its second sum before others have read the first.
+// Sums of a block twice through one array: a warp that goes ahead may write its second sum before others have read the first.
 template <bool SECOND> __device__ __forceinline__ void sums_twice(const float* x, float* y) {
   SHARED(float, sums, 8);
   float value = x[first_item()];
@@ -185,6 +185,6 @@ EXPORT(places_of_fibres)
 
 struct Pair { int first; double second; };
 extern "C" __global__ void takes_all_types(
-    const float* a, double* b, const bf16* c, uint8_t* d, const int64_t* e, const Pair* f, bool g, int h, uint32_t i, int64_t j, float k,
-    double l, Pair m, const void* n, const bool* o) {}
+    const float* a, double* b, const bf16* c, uint8_t* d, const int64_t* e, const Pair* f, bool g, int h, uint32_t i, int64_t j,
+    float k, double l, Pair m, const void* n, const bool* o) {}
 EXPORT_INDEPENDENT(takes_all_types)
