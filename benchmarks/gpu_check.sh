@@ -14,7 +14,7 @@ OUT=${OUT:-gpu-check}
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 CUPY_CACHE_DIR=$work/cupy
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-4}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-8}
 mkdir -p "$work/site" "$OUT"
 
 # pip --target loses the folder of MPICH's libraries: that wheel is unpacked as it is. Where it is missing, nothing runs on ranks.

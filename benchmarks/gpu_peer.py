@@ -35,7 +35,7 @@ def available(device: str) -> str | None:
 class PeerStep:
     """Forward, loss, backward and momentum update of one network on made-up images that stay on the device."""
 
-    def __init__(self, model: str, batch: int, device: str, *, compiled: bool) -> None:
+    def __init__(self, model: str, batch: int, pixels: int, device: str, *, compiled: bool) -> None:
         import torch
 
         sys.path.insert(0, str(Path(__file__).parents[1] / "hpctrain" / "bench"))
@@ -44,11 +44,12 @@ class PeerStep:
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
         network, channels, classes = build(model)
-        pixels = 32 if model.startswith("resnet") and int(model[6:]) % 6 == 2 and model != "resnet50" else 224
         self._torch, self._device = torch, device
         network = network.to(device).to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(network.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=device == "cuda")
-        self._network = torch.compile(network) if compiled else network
+        if compiled:
+            torch._dynamo.reset()  # else another batch size is taken for one that changes from step to step
+        self._network = torch.compile(network, dynamic=False) if compiled else network
         self._images = torch.randn(batch, channels, pixels, pixels, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, classes, (batch,), device=device)
         self._loss = torch.nn.CrossEntropyLoss()
@@ -94,7 +95,7 @@ def one(chosen: argparse.Namespace, batch: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     try:
-        step = PeerStep(chosen.model, batch, chosen.device, compiled=chosen.compile)
+        step = PeerStep(chosen.model, batch, chosen.pixels, chosen.device, compiled=chosen.compile)
         step.run()
         step.wait()
         facts["first_step_seconds"] = time.perf_counter() - begin
@@ -111,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32])
+    parser.add_argument("--pixels", type=int, default=224, help="of both sides of an image")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--repeats", type=int, default=_REPEATS)

@@ -58,7 +58,7 @@ def _case(name: str, spec: Spec, *shapes: tuple[int, ...], library: bool = False
 
 def cases(*, small: bool) -> tuple[Case, ...]:
     """All cases; `small` ones are over in a moment on the emulated device."""
-    n, side, wide = (2, 9, 16) if small else (32, 28, 256)
+    n, side, wide = (2, 9, 16) if small else (16, 28, 128)
     image, odd = (n, side, side, wide), (3, 7, 5, 13)
     blocks = []
     for shape in (image, odd):

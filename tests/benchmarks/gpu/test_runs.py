@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.gpu import peer
-from benchmarks.gpu.facts import output_of, versions
+from benchmarks.gpu.facts import event_seconds, host_seconds, output_of, versions
 from benchmarks.gpu.ranks import compare
 from benchmarks.gpu.sanitizer import watch
 from benchmarks.gpu.settings import SkippedError
 from benchmarks.gpu.speed import figures_of, floor
 from benchmarks.gpu.stage_report import StageReport
-from benchmarks.gpu.training import digest
+from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from tests.support.emulated import EmulatedDeviceFactory
 
 TASK = Task("small", 6, 28, batches=2, rate=0.05, learnable=True)
 
@@ -40,6 +45,17 @@ def test_the_task_is_learnt_and_repeats_bit_by_bit() -> None:
     assert digest(first.values()) == digest(second.values())
     second.step()
     assert digest(first.values()) != digest(second.values())
+
+
+@pytest.mark.slow
+def test_a_curve_is_checked_with_its_repeats_and_memory(emulated_device: EmulatedDeviceFactory, report: StageReport) -> None:
+    task = Task("small", 2, 28, batches=1, rate=0.01, learnable=True)
+    curve = cpu_curve(task, "float64", 4)
+    check_precision(emulated_device(2), "float64", task, curve, report)
+    assert outcomes(report) == [True] * 6
+    check_precision(emulated_device(2), "float64", task, [*curve[:-1], curve[-1] + 1e-6], report)
+    names = [check["name"] for check in report.content["checks"] if not check["passed"]]
+    assert names == ["first losses in float64", "all losses in float64"]
 
 
 def test_resident_images_are_those_of_the_first_batch() -> None:
@@ -78,6 +94,35 @@ def test_trainings_are_compared_epoch_by_epoch(report: StageReport) -> None:
 def test_versions_and_programs_that_are_missing_are_said() -> None:
     assert versions(["numpy", "no-such-package"]) == {"numpy": np.__version__, "no-such-package": None}
     assert output_of(["no-such-program"]) == "no-such-program is not here"
+
+
+def test_times_are_medians_behind_a_warm_up() -> None:
+    """Times of the device come from its events, in milliseconds; those of the host end when everything is enqueued."""
+    milliseconds, synchronised = iter([900.0, 3.0, 1.0, 2.0]), []
+    stream = SimpleNamespace(synchronize=lambda: synchronised.append(1))
+    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: stream, Event=lambda: event, get_elapsed_time=lambda begin, end: next(milliseconds)
+    )
+    calls: list[int] = []
+    assert event_seconds(SimpleNamespace(cuda=cuda), lambda: calls.append(1), repeats=3) == 2e-3
+    assert len(calls) == 4
+    assert 0.0 < host_seconds(SimpleNamespace(cuda=cuda), lambda: calls.append(1), repeats=3) < 1.0
+    assert len(calls) == 8
+    assert len(synchronised) == 5  # before each turn, and at the end
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_the_shell_runs_where_nothing_is_carried(tmp_path: Path) -> None:
+    top = Path(__file__).parents[3]
+    paths = {"PYTHON": sys.executable, "WHEELS": str(tmp_path), "OUT": str(tmp_path / "results"), "TMPDIR": str(tmp_path)}
+    command = ["bash", str(top / "benchmarks" / "gpu_check.sh"), "--device", "emulated", "--only", "facts"]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (content,) = json.loads((tmp_path / "results" / "gpu-check.json").read_text())
+    assert content["status"] == "passed"
+    assert not list(tmp_path.glob("tmp.*")), "the temporary folder is left behind"
 
 
 @pytest.mark.job
