@@ -135,6 +135,7 @@ def test_the_runtime_compiler_takes_the_text(name: str) -> None:
     library = nvrtc.load()
     if library is None:
         pytest.skip("there is no NVRTC (package nvidia-cuda-nvrtc) to compile the kernels as a GPU's machine does")
-    size, log = nvrtc.compile_source(library, sources.text(name), "sm_90")
-    assert size > 0, log
-    assert log == ""
+    for architecture in ARCHITECTURES:
+        size, log = nvrtc.compile_source(library, sources.text(name), architecture)
+        assert size > 0, log
+        assert log == ""

@@ -155,21 +155,23 @@ __device__ __forceinline__ void backward(const T* __restrict__ dy, T* __restrict
 #define WINDOW DIM(h), DIM(w), int packs, int rows
 #define WINDOW_OF DIM_OF(h), DIM_OF(w), packs, rows
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 4) name
-#define MAKE_LARGEST(T, tag, W, TAPS, columns) \
-  KERNEL(max_pool_##columns##tag##_w##W)(const T* x, T* y, WINDOW) { max_forward<T, W, int, TAPS>(x, y, nullptr, WINDOW_OF); } \
-  KERNEL(max_pool_##columns##u8_##tag##_w##W)(const T* x, T* y, uint8_t* winners, WINDOW) { max_forward<T, W, uint8_t, TAPS>(x, y, winners, WINDOW_OF); } \
-  EXPORT_INDEPENDENT(max_pool_##columns##tag##_w##W) EXPORT_INDEPENDENT(max_pool_##columns##u8_##tag##_w##W)
+#define MAKE_SAVING(T, tag, W, TAPS, Tap, code) \
+  KERNEL(max_pool_##code##_##tag##_w##W)(const T* x, T* y, Tap* winners, WINDOW) { max_forward<T, W, Tap, TAPS>(x, y, winners, WINDOW_OF); } \
+  EXPORT_INDEPENDENT(max_pool_##code##_##tag##_w##W)
+#define MAKE_BACKWARD(T, tag, W, Tap, code) \
+  KERNEL(max_pool_backward_##code##_##tag##_w##W)(const T* dy, T* dx, const Tap* winners, WINDOW, int accumulate) { backward<T, W>(dy, dx, winners, WINDOW_OF, accumulate); } \
+  EXPORT_INDEPENDENT(max_pool_backward_##code##_##tag##_w##W)
 #define MAKE(T, tag, W) \
-  MAKE_LARGEST(T, tag, W, 0, ) \
-  KERNEL(max_pool_u16_##tag##_w##W)(const T* x, T* y, uint16_t* winners, WINDOW) { max_forward<T, W, uint16_t, 0>(x, y, winners, WINDOW_OF); } \
-  KERNEL(max_pool_backward_u8_##tag##_w##W)(const T* dy, T* dx, const uint8_t* winners, WINDOW, int accumulate) { backward<T, W>(dy, dx, winners, WINDOW_OF, accumulate); } \
-  KERNEL(max_pool_backward_u16_##tag##_w##W)(const T* dy, T* dx, const uint16_t* winners, WINDOW, int accumulate) { backward<T, W>(dy, dx, winners, WINDOW_OF, accumulate); } \
+  KERNEL(max_pool_##tag##_w##W)(const T* x, T* y, WINDOW) { max_forward<T, W, int, 0>(x, y, nullptr, WINDOW_OF); } \
   KERNEL(average_pool_##tag##_w##W)(const T* x, T* y, WINDOW) { average_forward<T, W>(x, y, WINDOW_OF); } \
   KERNEL(average_pool_backward_##tag##_w##W)(const T* dy, T* dx, WINDOW, int accumulate) { backward<T, W, int>(dy, dx, nullptr, WINDOW_OF, accumulate); } \
-  EXPORT_INDEPENDENT(max_pool_u16_##tag##_w##W) EXPORT_INDEPENDENT(max_pool_backward_u8_##tag##_w##W) \
-  EXPORT_INDEPENDENT(max_pool_backward_u16_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_backward_##tag##_w##W)
-#define MAKE_WIDE(T, tag, W) MAKE(T, tag, W) MAKE_LARGEST(T, tag, W, 2, columns2_) MAKE_LARGEST(T, tag, W, 3, columns3_)
-MAKE_WIDE(float, f32, 4) MAKE(float, f32, 1) MAKE_WIDE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
+  EXPORT_INDEPENDENT(max_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_backward_##tag##_w##W) \
+  MAKE_SAVING(T, tag, W, 0, uint8_t, u8) MAKE_BACKWARD(T, tag, W, uint8_t, u8)
+// Windows of many taps are rare: one element at a time does for them. Those of 2 and 3 columns are not.
+#define MAKE_ALL(T, tag, W) \
+  MAKE(T, tag, 1) MAKE_SAVING(T, tag, 1, 0, uint16_t, u16) MAKE_BACKWARD(T, tag, 1, uint16_t, u16) \
+  MAKE(T, tag, W) MAKE_SAVING(T, tag, W, 2, uint8_t, columns2_u8) MAKE_SAVING(T, tag, W, 3, uint8_t, columns3_u8)
+MAKE_ALL(float, f32, 4) MAKE_ALL(bf16, bf16, 8)
 #ifdef ON_CPU
-MAKE_WIDE(double, f64, 2) MAKE(double, f64, 1)
+MAKE_ALL(double, f64, 2)
 #endif

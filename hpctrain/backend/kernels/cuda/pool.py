@@ -16,7 +16,7 @@ from hpctrain.backend.kernels.specs import PoolSpec, TensorSpec
 from hpctrain.errors import BackendError
 
 _MOST_TAPS = 1 << 16
-#: columns of windows that have kernels of their own, where channels fit packs
+#: columns of windows that have kernels of their own in training, where channels fit packs
 _COLUMNS = (2, 3)
 
 
@@ -77,14 +77,18 @@ class CudaMaxPool(_Pool):
         self._code = "u8" if taps < 256 else "u16"
         self.declare(saved=[(self.output.shape, "uint8" if taps < 256 else "uint16")] if training else [])
 
+    def _width(self, *arrays: DeviceArray) -> int:
+        wide = self._code == "u8" or not self.training
+        return super()._width(*arrays) if wide else 1
+
     def forward(self, context: StepContext) -> None:
         arrays: tuple[DeviceArray, ...] = (self.buffers.inputs[0], self.buffers.output)
         width, columns = self._width(*arrays), self.pool.window.kernel[1]
-        special = width > 1 and columns in _COLUMNS and self._code == "u8"
-        kernel = f"max_pool_columns{columns}" if special else "max_pool"
-        if self.training:
-            kernel, arrays = f"{kernel}_{self._code}", (*arrays, self.saved[0])
-        self._launch(kernel, self.output, arrays, width)
+        if not self.training:
+            self._launch("max_pool", self.output, arrays, width)
+            return
+        special = f"columns{columns}_" if width > 1 and columns in _COLUMNS else ""
+        self._launch(f"max_pool_{special}{self._code}", self.output, (*arrays, self.saved[0]), width)
 
     def backward_input(self) -> None:
         grad = self.input_grad()
