@@ -79,13 +79,15 @@ __device__ __forceinline__ void moments_finish(const S* partial, const T* x, con
   double total = 0, squares = 0, first = 0;
   if (c < channels && parts) {
     first = value(x[c]);
+    const double whole = double(stretch), rest = double(rows - (parts - 1) * stretch);  // rows of all stretches but the last, and of that
+    const double of_whole = 1 / whole, of_rest = 1 / rest;
+#pragma unroll 8
     for (int p = threadIdx.x; p < parts; p += 32) {
-      const int64_t begin = p * stretch;
-      const double count = double(rows - begin < stretch ? rows - begin : stretch);
       const double sum = partial[int64_t(c) * parts + p], square = partial[(int64_t(channels) + c) * parts + p];
-      const double distance = value(x[begin * channels + c]) - first + sum / count;
-      total += count * distance;
-      squares += square - sum * sum / count + count * distance * distance;
+      const double mean = sum * (p < parts - 1 ? of_whole : of_rest), distance = value(x[p * stretch * channels + c]) - first + mean;
+      const double moment = (p < parts - 1 ? whole : rest) * distance;
+      total += moment;
+      squares += square - sum * mean + moment * distance;
     }
   }
   total = warp_sum(total);
@@ -184,6 +186,7 @@ template <class S> __device__ __forceinline__ void backward_finish(const S* part
   const int c = blockIdx.x * blockDim.y + threadIdx.y;
   double products = 0, sum = 0;
   if (c < channels)
+#pragma unroll 8
     for (int p = threadIdx.x; p < parts; p += 32) {
       products += partial[int64_t(c) * parts + p];
       sum += partial[(int64_t(channels) + c) * parts + p];
