@@ -43,9 +43,10 @@ def _head(task: PlannedRun) -> Iterator[str]:
     height, width, channels = task.image_shape
     samples = _span(micro_counts(task))
     micro = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    numbers = config.dtype if config.precision == "float32" else config.precision
     yield (
         f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
-        f"{channels}, batch {config.batch}{micro}: {samples} a rank; {config.dtype}, kernels {task.kernels.name}"
+        f"{channels}, batch {config.batch}{micro}: {samples} a rank; {numbers}, kernels {task.kernels.name}"
     )
     if task.assumption:
         yield task.assumption

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hpctrain.backend import dtypes
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import BatchNormSpec, Shape
@@ -179,7 +180,8 @@ class _GroupReporter:
         item = graph.tensors[0].item_bytes
         arena = compile_graph(graph, kernels, training=True).arena_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
-        return MemoryReport(arena, self._messages(rank) * item, parameters * item)
+        of_parameters = dtypes.item_bytes(dtypes.parameter_dtype(graph.tensors[0].dtype))
+        return MemoryReport(arena, self._messages(rank) * item, parameters * of_parameters)
 
     def _messages(self, rank: int) -> int:
         """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""

@@ -14,7 +14,9 @@ import pytest
 
 from hpctrain.backend.backend import UNPROVED
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.config.load import parse
 from hpctrain.data import format as data_format
+from hpctrain.experiment.dry_run import description, prepare
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import latest
@@ -154,3 +156,17 @@ def test_the_engine_is_timed_on_it(job: Callable[..., Outcome], folder: Path, em
     assert measured["backend"] == "cuda"
     assert not measured["stand_ins"]
     assert all(layer["forward_seconds"] > 0 for layer in measured["layers"] if layer["kind"] in ("Conv2d", "BatchNorm", "Linear"))
+
+
+def test_a_plan_counts_activations_in_their_precision_and_parameters_in_float32(
+    folder: Path, emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    reports = {}
+    for precision in ("float32", "bfloat16"):
+        config, _ = parse((folder / "tiny.yaml").read_text(), "tiny.yaml", [f"precision={precision}"])
+        task = prepare(config, 1)
+        (memory,) = description(task).memory or ()
+        reports[precision] = memory
+    assert reports["bfloat16"].parameters == reports["float32"].parameters
+    assert reports["bfloat16"].activations < 0.8 * reports["float32"].activations
