@@ -14,7 +14,8 @@ struct Dim {
 };
 
 // One thread a pack of outputs: for small windows.
-template <class T, int W> __device__ __forceinline__ void forward(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int rows) {
+template <class T, int W>
+__device__ __forceinline__ void forward(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int rows) {
   typedef typename Sum<T>::type S;
   const int channels = packs * W;
   for (int row = first_row(); row < rows; row += row_step()) {
@@ -40,8 +41,10 @@ template <class T, int W> __device__ __forceinline__ void forward(const T* __res
   }
 }
 
-// One block an output of 32 packs: its 8 rows of threads share the pixels of the window, for large windows. Grid (tiles of 32 packs, outputs).
-template <class T, int W> __device__ __forceinline__ void forward_shared(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int outputs) {
+// One block an output of 32 packs: its 8 rows of threads share the pixels of the window, for large windows. Grid (tiles of 32
+// packs, outputs).
+template <class T, int W>
+__device__ __forceinline__ void forward_shared(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int outputs) {
   typedef typename Sum<T>::type S;
   constexpr int V = W * sizeof(S) > 16 ? 16 / sizeof(S) : W;
   const int channels = packs * W, lane = threadIdx.x, part = threadIdx.y, tile = blockIdx.x * 32, pack = tile + lane;
@@ -83,7 +86,9 @@ template <class T, int W> __device__ __forceinline__ void forward_shared(const T
 }
 
 // dx gathers from the outputs that hold it.
-template <class T, int W> __device__ __forceinline__ void backward(const T* __restrict__ dy, T* __restrict__ dx, Dim h, Dim w, int packs, int rows, int accumulate) {
+template <class T, int W>
+__device__ __forceinline__ void backward(
+    const T* __restrict__ dy, T* __restrict__ dx, Dim h, Dim w, int packs, int rows, int accumulate) {
   typedef typename Sum<T>::type S;
   const int channels = packs * W;
   for (int row = first_row(); row < rows; row += row_step()) {
@@ -116,8 +121,11 @@ template <class T, int W> __device__ __forceinline__ void backward(const T* __re
 #define MAKE(T, tag, W) \
   KERNEL(adaptive_pool_##tag##_w##W)(const T* x, T* y, SIZES) { forward<T, W>(x, y, SIZES_OF); } \
   KERNEL(adaptive_pool_shared_##tag##_w##W)(const T* x, T* y, SIZES) { forward_shared<T, W>(x, y, SIZES_OF); } \
-  KERNEL(adaptive_pool_backward_##tag##_w##W)(const T* dy, T* dx, SIZES, int accumulate) { backward<T, W>(dy, dx, SIZES_OF, accumulate); } \
-  EXPORT_INDEPENDENT(adaptive_pool_##tag##_w##W) EXPORT(adaptive_pool_shared_##tag##_w##W) EXPORT_INDEPENDENT(adaptive_pool_backward_##tag##_w##W)
+  KERNEL(adaptive_pool_backward_##tag##_w##W)(const T* dy, T* dx, SIZES, int accumulate) { \
+    backward<T, W>(dy, dx, SIZES_OF, accumulate); \
+  } \
+  EXPORT_INDEPENDENT(adaptive_pool_##tag##_w##W) EXPORT(adaptive_pool_shared_##tag##_w##W) \
+  EXPORT_INDEPENDENT(adaptive_pool_backward_##tag##_w##W)
 MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
 #ifdef ON_CPU
 MAKE(double, f64, 2) MAKE(double, f64, 1)

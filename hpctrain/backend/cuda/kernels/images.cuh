@@ -8,11 +8,14 @@ __device__ __forceinline__ int row_step() { return int(gridDim.x * blockDim.y); 
 // Where pack `item` of a row lies: its column, and its first channel.
 template <int W> struct Place {
   int column, channel;
-  __device__ __forceinline__ Place(int item, int packs) : column(int(unsigned(item) / unsigned(packs))), channel((item - column * packs) * W) {}
+  __device__ __forceinline__ Place(int item, int packs)
+      : column(int(unsigned(item) / unsigned(packs))), channel((item - column * packs) * W) {}
 };
 
 // x / divisor for 0 <= x: the same for all threads, so that a stride of 1 or 2 costs no division.
-__device__ __forceinline__ int quotient(int x, int divisor) { return divisor == 1 ? x : divisor == 2 ? x >> 1 : int(unsigned(x) / unsigned(divisor)); }
+__device__ __forceinline__ int quotient(int x, int divisor) {
+  return divisor == 1 ? x : divisor == 2 ? x >> 1 : int(unsigned(x) / unsigned(divisor));
+}
 
 // Writes the gradient of W channels, added to what is there where `accumulate` is set; rounded once.
 template <class T, int W, class S> __device__ __forceinline__ void write_gradient(T* dx, S (&sum)[W], int accumulate) {

@@ -2,7 +2,8 @@
 #include "images.cuh"
 
 template <class T, int W>
-__device__ __forceinline__ void add_bias(const typename Sum<T>::type* sums, const typename Sum<T>::type* __restrict__ bias, T* y, int packs, int rows) {
+__device__ __forceinline__ void add_bias(
+    const typename Sum<T>::type* sums, const typename Sum<T>::type* __restrict__ bias, T* y, int packs, int rows) {
   typedef typename Sum<T>::type S;
   for (int row = first_row(); row < rows; row += row_step())
     for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
@@ -15,11 +16,11 @@ __device__ __forceinline__ void add_bias(const typename Sum<T>::type* sums, cons
     }
 }
 
-#define MAKE(T, tag, W)                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(256, 4)                                                                                   \
-      add_bias_##tag##_w##W(const Sum<T>::type* sums, const Sum<T>::type* bias, T* y, int packs, int rows) {                             \
-    add_bias<T, W>(sums, bias, y, packs, rows);                                                                                          \
-  }                                                                                                                                      \
+#define MAKE(T, tag, W) \
+  extern "C" __global__ void __launch_bounds__(256, 4) \
+      add_bias_##tag##_w##W(const Sum<T>::type* sums, const Sum<T>::type* bias, T* y, int packs, int rows) { \
+    add_bias<T, W>(sums, bias, y, packs, rows); \
+  } \
   EXPORT_INDEPENDENT(add_bias_##tag##_w##W)
 MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
 #ifdef ON_CPU

@@ -1,5 +1,5 @@
-// Max and average pooling over (N, H, W, C). Backward gathers: each element of dx looks at the windows that hold it, rows and then columns
-// ascending, so that sums have one order and nobody writes where another does.
+// Max and average pooling over (N, H, W, C). Backward gathers: each element of dx looks at the windows that hold it, rows and
+// then columns ascending, so that sums have one order and nobody writes where another does.
 #include "images.cuh"
 
 // One dim of a window over an image: output o reads position o * stride - before + tap * dilation through each tap.
@@ -30,14 +30,17 @@ struct Dim {
   }
 };
 
-#define DIM(d) int d##_size, int d##_outputs, int d##_taps, int d##_stride, int d##_before, int d##_dilation, int d##_low, int d##_high
+#define DIM(d) \
+  int d##_size, int d##_outputs, int d##_taps, int d##_stride, int d##_before, int d##_dilation, int d##_low, int d##_high
 #define DIM_OF(d) Dim{d##_size, d##_outputs, d##_taps, d##_stride, d##_before, d##_dilation, d##_low, d##_high}
 
-// The largest of each window. From the last tap to the first, "greater or equal" leaves the first of equals as the winner; what lies outside
-// of the image is -infinity and takes part; a NaN stays, and the winner is then the first before it in this order. winner: the tap's number
-// in row-major order, kept for backward where Tap is a type. TAPS: columns of the window, 0 where they are known at the launch only.
+// The largest of each window. From the last tap to the first, "greater or equal" leaves the first of equals as the winner; what
+// lies outside of the image is -infinity and takes part; a NaN stays, and the winner is then the first before it in this order.
+// winner: the tap's number in row-major order, kept for backward where Tap is smaller than int. TAPS: columns of the window, 0
+// where they are known at the launch only.
 template <class T, int W, class Tap, int TAPS>
-__device__ __forceinline__ void max_forward(const T* __restrict__ x, T* __restrict__ y, Tap* __restrict__ winners, Dim h, Dim w, int packs, int rows) {
+__device__ __forceinline__ void max_forward(
+    const T* __restrict__ x, T* __restrict__ y, Tap* __restrict__ winners, Dim h, Dim w, int packs, int rows) {
   typedef typename Sum<T>::type S;
   const int channels = packs * W, taps = TAPS ? TAPS : w.taps;
   for (int row = first_row(); row < rows; row += row_step()) {
@@ -82,7 +85,8 @@ __device__ __forceinline__ void max_forward(const T* __restrict__ x, T* __restri
 }
 
 // The mean of each window.
-template <class T, int W> __device__ __forceinline__ void average_forward(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int rows) {
+template <class T, int W>
+__device__ __forceinline__ void average_forward(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int rows) {
   typedef typename Sum<T>::type S;
   const int channels = packs * W;
   for (int row = first_row(); row < rows; row += row_step()) {
@@ -114,9 +118,11 @@ template <class T, int W> __device__ __forceinline__ void average_forward(const 
   }
 }
 
-// dx from the windows that hold it: of max pooling those that it won, of average pooling (Tap is void's stand-in, int) each with its divisor.
+// dx from the windows that hold it: of max pooling those that it won, of average pooling (Tap is int) each with its divisor.
 template <class T, int W, class Tap>
-__device__ __forceinline__ void backward(const T* __restrict__ dy, T* __restrict__ dx, const Tap* __restrict__ winners, Dim h, Dim w, int packs, int rows, int accumulate) {
+__device__ __forceinline__ void backward(
+    const T* __restrict__ dy, T* __restrict__ dx, const Tap* __restrict__ winners,
+    Dim h, Dim w, int packs, int rows, int accumulate) {
   typedef typename Sum<T>::type S;
   constexpr bool largest = sizeof(Tap) < sizeof(int);
   const int channels = packs * W;
@@ -156,16 +162,23 @@ __device__ __forceinline__ void backward(const T* __restrict__ dy, T* __restrict
 #define WINDOW_OF DIM_OF(h), DIM_OF(w), packs, rows
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 4) name
 #define MAKE_SAVING(T, tag, W, TAPS, Tap, code) \
-  KERNEL(max_pool_##code##_##tag##_w##W)(const T* x, T* y, Tap* winners, WINDOW) { max_forward<T, W, Tap, TAPS>(x, y, winners, WINDOW_OF); } \
+  KERNEL(max_pool_##code##_##tag##_w##W)(const T* x, T* y, Tap* winners, WINDOW) { \
+    max_forward<T, W, Tap, TAPS>(x, y, winners, WINDOW_OF); \
+  } \
   EXPORT_INDEPENDENT(max_pool_##code##_##tag##_w##W)
 #define MAKE_BACKWARD(T, tag, W, Tap, code) \
-  KERNEL(max_pool_backward_##code##_##tag##_w##W)(const T* dy, T* dx, const Tap* winners, WINDOW, int accumulate) { backward<T, W>(dy, dx, winners, WINDOW_OF, accumulate); } \
+  KERNEL(max_pool_backward_##code##_##tag##_w##W)(const T* dy, T* dx, const Tap* winners, WINDOW, int accumulate) { \
+    backward<T, W>(dy, dx, winners, WINDOW_OF, accumulate); \
+  } \
   EXPORT_INDEPENDENT(max_pool_backward_##code##_##tag##_w##W)
 #define MAKE(T, tag, W) \
   KERNEL(max_pool_##tag##_w##W)(const T* x, T* y, WINDOW) { max_forward<T, W, int, 0>(x, y, nullptr, WINDOW_OF); } \
   KERNEL(average_pool_##tag##_w##W)(const T* x, T* y, WINDOW) { average_forward<T, W>(x, y, WINDOW_OF); } \
-  KERNEL(average_pool_backward_##tag##_w##W)(const T* dy, T* dx, WINDOW, int accumulate) { backward<T, W, int>(dy, dx, nullptr, WINDOW_OF, accumulate); } \
-  EXPORT_INDEPENDENT(max_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_backward_##tag##_w##W) \
+  KERNEL(average_pool_backward_##tag##_w##W)(const T* dy, T* dx, WINDOW, int accumulate) { \
+    backward<T, W, int>(dy, dx, nullptr, WINDOW_OF, accumulate); \
+  } \
+  EXPORT_INDEPENDENT(max_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_##tag##_w##W) \
+  EXPORT_INDEPENDENT(average_pool_backward_##tag##_w##W) \
   MAKE_SAVING(T, tag, W, 0, uint8_t, u8) MAKE_BACKWARD(T, tag, W, uint8_t, u8)
 // Windows of many taps are rare: one element at a time does for them. Those of 2 and 3 columns are not.
 #define MAKE_ALL(T, tag, W) \
