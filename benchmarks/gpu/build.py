@@ -54,7 +54,12 @@ def build_kernels(device: Device, report: StageReport) -> None:
     """Every source, by asking for one kernel of it after another."""
     seconds = {}
     for source in sources.names():
-        begin, failure, names = time.perf_counter(), "", kernel_names(source, on_cpu="float64" in device.dtypes)
+        begin, failure = time.perf_counter(), ""
+        try:
+            names = kernel_names(source, on_cpu="float64" in device.dtypes)
+        except SkippedError as error:  # plans are still made
+            report.note(str(error))
+            return
         for name in names:
             try:
                 device.kernel(source, name)

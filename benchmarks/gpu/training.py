@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -64,7 +65,7 @@ def check_precision(device: Device, precision: Precision, task: Task, curve: Seq
     again, _ = train(device, precision, task, len(curve), graphs=True)
     report.check(f"a repeat changes no bit in {precision}", again == captured, "losses and parameters of all steps")
     growth = memory[-1] - memory[min(_WARM_STEPS, len(memory) - 1)]
-    report.check(f"no step takes memory in {precision}", growth == 0, f"{growth} bytes behind step {_WARM_STEPS}")
+    report.check(f"no step takes memory in {precision}", growth <= 0, f"{growth} bytes behind step {_WARM_STEPS}")
     report.note(f"{precision} {losses[0]:.3f} to {losses[-1]:.3f}, off by {every:.1e}")
 
 
@@ -72,6 +73,7 @@ def train(
     device: Device, precision: Precision, task: Task, steps: int, *, graphs: bool
 ) -> tuple[list[tuple[float, str]], list[int]]:
     """The loss and a digest of all parameters and statistics behind each step, and the device's memory in use."""
+    gc.collect()  # what the run before held is free before this one counts
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
     run, results, memory = TrainingRun(task, kernels, kernels.runtime.dtype), [], []
     for _ in range(steps):
