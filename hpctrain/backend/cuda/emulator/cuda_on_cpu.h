@@ -50,6 +50,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define SHARED(T, name, n) \
   static char name##_declaration; \
   T* const name = cpu::shared<T, (n)>(&name##_declaration, CPU_PLACE("SHARED"))
+#define REQUIRE_ALIGNED(p, bytes) cpu::require_aligned(p, bytes)
 
 namespace cpu {
 // The lanes that shuffles take their values from; by a distance beyond the warp's ends their own.

@@ -198,8 +198,8 @@ static void release_block() {
   fail("waits without end.");
 }
 
-// The fibre that runs next; null when the block is done. In half of all blocks, by chance, warps go ahead of the others: lanes that
-// have exchanged values run before threads that have not yet come so far; else all threads go from exchange to exchange together.
+// The fibre that runs next; null when the block is done. In half of all blocks, by chance, warps go ahead of the others: lanes
+// that have exchanged values run before threads that have not yet come so far; else all go from exchange to exchange together.
 static Fibre* next_fibre() {
   if (machine.warps_go_ahead && machine.woken_count) {
     const unsigned k = random_below(machine.woken_count), number = machine.woken[k];
@@ -305,6 +305,10 @@ static inline unsigned ballot(const char* place, unsigned mask, bool vote) {
   machine.current->offered[0] = vote;
   warp_barrier(place, mask, Exchange::BALLOT, 0);
   return machine.current->ballot;
+}
+
+static inline void require_aligned(const void* p, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) fail("loads or stores %zu bytes at once at %p, no multiple of it.", bytes, p);
 }
 
 // ---- faults -------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 #define SHARED(T, name, n) __shared__ T name[n]
 #define EXPORT(name)
 #define EXPORT_INDEPENDENT(name)
+#define REQUIRE_ALIGNED(p, bytes)
 #ifdef __CUDACC_RTC__  // has no standard headers
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -43,8 +44,14 @@ template <> struct Round<bf16> {
 
 // W neighbours that one thread loads and stores at once: 16 bytes of them, or one element.
 template <class T, int W> struct alignas(W * sizeof(T)) Pack { T at[W]; };
-template <class T, int W> __device__ __forceinline__ Pack<T, W> load(const T* p) { return *reinterpret_cast<const Pack<T, W>*>(p); }
-template <class T, int W> __device__ __forceinline__ void store(T* p, const Pack<T, W>& v) { *reinterpret_cast<Pack<T, W>*>(p) = v; }
+template <class T, int W> __device__ __forceinline__ Pack<T, W> load(const T* p) {
+  REQUIRE_ALIGNED(p, W * sizeof(T));
+  return *reinterpret_cast<const Pack<T, W>*>(p);
+}
+template <class T, int W> __device__ __forceinline__ void store(T* p, const Pack<T, W>& v) {
+  REQUIRE_ALIGNED(p, W * sizeof(T));
+  *reinterpret_cast<Pack<T, W>*>(p) = v;
+}
 
 // The first item of this thread and the step to its next, in a kernel that strides over items along x.
 __device__ __forceinline__ int64_t first_item() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }

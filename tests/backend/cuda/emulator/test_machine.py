@@ -126,12 +126,14 @@ def test_none_is_no_place(bench: Callable[[int], Bench]) -> None:
         bench(0).run("filled", None, np.int64(0), np.int64(100))
 
 
-def test_loads_of_packs_are_aligned(bench: Callable[[int], Bench]) -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), [("aligned_loads", "float32"), ("aligned_loads_of_halves", "bfloat16")])
+def test_loads_of_packs_are_aligned(bench: Callable[[int], Bench], kernel: str, dtype: str) -> None:
     run = bench(0)
-    x, y = run.array(16), run.array(4)
-    run.run("aligned_loads", x[4:], y, block=(1,))
-    with pytest.raises(EmulatedDeviceError, match="not aligned"):
-        run.run("aligned_loads", x[1:], y, block=(1,))
+    x, y = run.array(64, dtype), run.array(4)
+    run.run(kernel, x[8:], y, block=(1,))
+    for first in (1, 2, 9):
+        with pytest.raises(EmulatedDeviceError, match=r"loads or stores 16 bytes at once at 0x\w+, no multiple of it"):
+            run.run(kernel, x[first:], y, block=(1,))
 
 
 def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:

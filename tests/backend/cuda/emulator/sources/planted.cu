@@ -71,6 +71,13 @@ EXPORT(filled_by_fibres)
 
 extern "C" __global__ void aligned_loads(const float* x, float* y) { store(y, load<float, 4>(x)); }
 EXPORT_INDEPENDENT(aligned_loads)
+extern "C" __global__ void aligned_loads_of_halves(const bf16* x, float* y) {
+  const Pack<bf16, 8> pack = load<bf16, 8>(x);
+  float sum = 0;
+  for (int i = 0; i < 8; i++) sum += value(pack.at[i]);
+  y[0] = sum;
+}
+EXPORT_INDEPENDENT(aligned_loads_of_halves)
 extern "C" __global__ void quotient(const int* x, int* y) { y[0] = x[0] / x[1]; }
 EXPORT_INDEPENDENT(quotient)
 
