@@ -91,7 +91,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     layers = time_layers(step if device is None else _stepwise(step, precision), steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
-    own_operators, others = stand_ins(step.program)
+    own_operators, others = stand_ins(step.program, on_host=step.kernels.arithmetic.on_host)
     return Measurement(
         model=task.model,
         backend=step.backend,

@@ -193,13 +193,17 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
     return found
 
 
-def stand_ins(program: Program) -> tuple[int, dict[str, list[str]]]:
-    """How many operators are the kernel set's own, and the layers of those that are not, by the reason. Views compute nothing."""
+def stand_ins(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
+    """How many operators are the kernel set's own, and the layers of those that are not, by the reason. Views compute nothing.
+
+    on_host: the arrays of the kernel set are NumPy's. Elsewhere a layer that brings its own operator has it computed by the set's
+    arithmetic service, and so by the set.
+    """
     own, others = 0, dict[str, list[str]]()
     for step in program.plan.steps:
         if step.is_view:
             continue
-        users = step.node is not None and isinstance(step.node.spec, SelfMade)
+        users = on_host and step.node is not None and isinstance(step.node.spec, SelfMade)
         reason = "its layer brings its own" if users else step.operator.stands_in_because
         if reason:
             others.setdefault(reason, []).append(step.name)

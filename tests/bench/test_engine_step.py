@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hpctrain.bench.engine_step import EngineStep, Laps, LayerTime, gemm_peak, time_layers, workload
+from hpctrain.bench.engine_step import EngineStep, Laps, LayerTime, gemm_peak, stand_ins, time_layers, workload
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.testing.models import parameter_count
@@ -49,6 +49,14 @@ def test_layers_are_timed_in_forward_order_with_their_floating_point_operations(
     assert first.flops == 2 * first.forward_flops, "nobody needs the gradient of the images"
     assert second.flops == 3 * second.forward_flops
     assert all(layer.forward_seconds == 1.0 for layer in convolutions)
+
+
+def test_layers_that_bring_their_operators_are_computed_in_numpy_on_the_host_only() -> None:
+    program = EngineStep(workload("resnet20", 1, 8, {"width": 0.125}), "numpy").program
+    own, others = stand_ins(program)
+    pads = ["layer2.0.downsample.pad", "layer3.0.downsample.pad"]
+    assert others == {"its layer brings its own": pads}
+    assert stand_ins(program, on_host=False) == (own + len(pads), {})
 
 
 def test_a_rate_needs_a_time() -> None:

@@ -111,8 +111,8 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
         operator.use(kernels.arithmetic)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
-            f"{type(spec).__name__} computes with NumPy, and arrays of the {kernels.name} kernel set are not on the host; "
-            f"backends numpy and onednn can do it."
+            f"Its code computes with NumPy, and arrays of the {kernels.name} kernel set are not on the host; "
+            "backends numpy and onednn can do it."
         )
     return operator
 
