@@ -96,7 +96,7 @@ class CudaArithmetic(Arithmetic):
         return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._table(arrays).finite() if arrays else _Nothing()
+        return self._table(arrays).finite(arrays) if arrays else _Nothing()
 
     def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
         key = tuple((array.pointer, array.size, array.dtype) for array in arrays)

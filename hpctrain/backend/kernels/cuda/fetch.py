@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,10 +19,11 @@ class CudaFetch:
 
     Args:
         buffer: that the elements of `source` are copied to. reading: is applied to them.
+        kept: arrays that the work before the copy reads by address; their memory is not given back before the fetch is.
     """
 
-    def __init__(self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading) -> None:
-        self._buffer, self._source, self._reading = buffer, source, reading
+    def __init__(self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading, kept: Sequence[DeviceArray] = ()) -> None:
+        self._buffer, self._source, self._reading, self._kept = buffer, source, reading, tuple(kept)
 
     def result(self) -> np.ndarray:
         """Wait for the copy and give the elements in the source's shape (bfloat16 as float32), read only, after the reading."""
@@ -39,8 +40,8 @@ class FetchBuffers:
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._first, self._second = (PinnedBuffer(runtime, size_bytes) for _ in range(2))
 
-    def fetch(self, source: DeviceArray, reading: Reading = np.asarray) -> CudaFetch:
-        """Enqueue the copy of at most the buffers' size."""
+    def fetch(self, source: DeviceArray, reading: Reading = np.asarray, kept: Sequence[DeviceArray] = ()) -> CudaFetch:
+        """Enqueue the copy of at most the buffers' size; `reading` and `kept` as in `CudaFetch`."""
         self._first, self._second = self._second, self._first
         self._first.download(source.reshape(-1))
-        return CudaFetch(self._first, source, reading)
+        return CudaFetch(self._first, source, reading, kept)

@@ -47,11 +47,15 @@ class ArrayTable:
         self._runtime.launch("sums", "finish_sums", (self._count,), (_THREADS,), self._table, self._partial, self._sums)
         return self._fetch_sums.fetch(self._sums)
 
-    def finite(self) -> CudaFetch:
-        """Enqueue the answers whether all elements of each array are finite: bool."""
+    def finite(self, arrays: Sequence[DeviceArray] = ()) -> CudaFetch:
+        """Enqueue the answers whether all elements of each array are finite: bool.
+
+        Args:
+            arrays: those of the table, where the caller may drop them before the answers are there.
+        """
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
         self._look("find_not_finite", self._flags)
-        return self._fetch_flags.fetch(self._flags, np.logical_not)
+        return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
 
     def _look(self, kernel: str, out: DeviceArray) -> None:
         grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)

@@ -147,6 +147,19 @@ def test_large_arrays_travel_by_pieces(cuda_kernels: CudaKernelsFactory, monkeyp
         arrived[0] = 1
 
 
+def test_arrays_may_be_dropped_before_it_is_known_whether_they_are_finite(cuda_kernels: CudaKernelsFactory) -> None:
+    for seed in range(10):
+        kernels = cuda_kernels("float32", seed)
+        answers = []
+        for value in (1.0, np.inf):
+            array = kernels.arithmetic.zeros(8, "float32")
+            kernels.arithmetic.fill(array, value)
+            answers.append(kernels.arithmetic.fetch_finite([array]))
+            del array
+        assert [bool(answer.result()[0]) for answer in answers] == [True, False]
+        kernels.runtime.device.finish()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bfloat16_arrives_rounded_piece_by_piece(
     cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch, dtype: str
