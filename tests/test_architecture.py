@@ -64,7 +64,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.backend.kernels.onednn.reorder",
     "hpctrain.backend.kernels.onednn.tiles",
     "hpctrain.backend.kernels.specs",
-    "hpctrain.bench.engine",
     "hpctrain.cli.bench",
     "hpctrain.comm.base",
     "hpctrain.comm.mpi",

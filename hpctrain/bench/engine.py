@@ -173,7 +173,7 @@ def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]]
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
     console.print(_totals(found), highlight=False)
-    console.print(_layer_table(found))
+    console.print(layer_table(found))
     if compared is not None:
         console.print(_comparison_table(compared))
 
@@ -207,10 +207,15 @@ def _whose(found: Measurement) -> Sequence[str]:
     return (f"{found.own_operators} operators run on {found.backend}; in NumPy: {'; '.join(others)}",)
 
 
-def _layer_table(found: Measurement) -> Any:
+def layer_table(found: Measurement) -> Any:
+    """A line for each operator. In a narrow terminal names go on in the next line, and nothing is cut off."""
     from rich.table import Table
 
-    table = Table("operator", "kind", *(("forward ms", "weights ms", "input ms", "GFLOP/s", "of peak", "of step")))
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("operator", overflow="fold", min_width=20)
+    table.add_column("kind", overflow="fold", min_width=9)
+    for title in ("forward\nms", "weights\nms", "input\nms", "GFLOP/s", "of\npeak", "of\nstep"):
+        table.add_column(title, justify="right", no_wrap=True)
     total = sum(layer.seconds for layer in found.layers)
     for layer in found.layers:
         times = (layer.forward_seconds, layer.parameters_seconds, layer.input_seconds)
@@ -219,8 +224,6 @@ def _layer_table(found: Measurement) -> Any:
         dense = layer.kind in ("Conv2d", "Linear")
         rates = (f"{rate:.1f}", f"{rate / found.peak_gflops:.0%}") if dense else ("", "")
         table.add_row(layer.name, layer.kind, *(f"{one * 1e3:.3f}" for one in times), *rates, f"{layer.seconds / total:.1%}")
-    for column in table.columns[2:]:
-        column.justify = "right"
     return table
 
 

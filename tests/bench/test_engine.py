@@ -1,0 +1,27 @@
+"""Tables of the engine's bench."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hpctrain.bench.engine import layer_table, measure
+from hpctrain.bench.engine_step import workload
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+def test_the_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(columns: int) -> None:
+    measured = measure(workload("resnet20", 1, 8, {"width": 0.125}), "numpy", 1, 1)
+    text = io.StringIO()
+    Console(file=text, width=columns).print(layer_table(measured))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text.getvalue()
+    shares = [line.split()[-1] for line in lines if line.rstrip().endswith("%")]
+    assert len(shares) == len(measured.layers)
+    if columns == 130:
+        assert all(layer.name in text.getvalue() for layer in measured.layers)
+    else:
+        assert all(layer.name[:20] in text.getvalue() for layer in measured.layers)
