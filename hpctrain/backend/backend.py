@@ -99,7 +99,7 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
         _log.info("Backend cuda.")
         return "cuda"
     if precision != "float32":
-        raise BackendError(f"precision is {precision}, in which only backend cuda computes. {no_gpu}")
+        raise BackendError(f"precision is {precision}, in which only backend cuda computes; others do with float32. {no_gpu}")
     reason = _onednn_missing()
     name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])
     if choose.cupy_is_installed():

@@ -44,6 +44,8 @@ class Optimizer(ABC):
     Options common to all are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).
     """
 
+    #: it computes by the arithmetic of its group alone, wherever the arrays lie, and not by NumPy, which knows those of the host
+    any_arrays: ClassVar[bool] = False
     #: the update of one layer needs that layer's norms (LARS)
     layer_norms: ClassVar[bool] = False
     clip_norm: float | None = None

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
 from hpctrain.errors import OptionError
@@ -100,6 +100,8 @@ class MomentumOptimizer(Optimizer):
     Raises:
         OptionError: a value outside its range.
     """
+
+    any_arrays: ClassVar[bool] = True
 
     momentum: float = 0.9
     nesterov: bool = False

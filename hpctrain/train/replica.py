@@ -15,6 +15,7 @@ from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
+from hpctrain.errors import BackendError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
@@ -32,6 +33,16 @@ from hpctrain.train.tracing import traced_optimizer
 _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
+def _usable(optimizer: Optimizer, network: Network) -> Optimizer:
+    if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
+        raise BackendError(
+            f"The optimizer {type(optimizer).__name__} computes with NumPy, which does not reach arrays of backend "
+            f"{network.kernels.name}; let it compute by group.arithmetic and say any_arrays = True, or set backend to onednn or "
+            "numpy."
+        )
+    return optimizer
 
 
 def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
@@ -77,7 +88,8 @@ class Replica:
         global_step: steps done. lr: the learning rate of the last of them.
 
     Raises:
-        ConfigError: a strategy that cannot do what is asked for.
+        ConfigError: a strategy that cannot do what is asked for. BackendError: an optimiser that cannot compute where the arrays
+            of the network lie.
     """
 
     def __init__(
@@ -103,7 +115,7 @@ class Replica:
         self._optimizers: dict[str, Optimizer] = {}
         if strategy is not None and optimizer is not None:
             for name, group in network.groups.items():
-                unbound = self._optimizers[name] = traced_optimizer(optimizer(), progress.trace)
+                unbound = self._optimizers[name] = traced_optimizer(_usable(optimizer(), network), progress.trace)
                 self.strategies[name] = strategy(
                     PlannedGroup(
                         group,

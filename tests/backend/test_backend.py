@@ -129,5 +129,7 @@ def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
 
 def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.choose, "missing", lambda place: "There is no GPU.")
-    with pytest.raises(BackendError, match=r"precision is tf32, in which only backend cuda computes\. There is no GPU\."):
+    with pytest.raises(
+        BackendError, match=r"precision is tf32, in which only backend cuda computes; others do with float32\. There is no GPU\."
+    ):
         make_backend("auto", "float32", "tf32")

@@ -24,7 +24,7 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import DivergedError
+from hpctrain.errors import BackendError, DivergedError
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
@@ -167,3 +167,16 @@ def _fails(task: Task, device: EmulatedDevice, expected: dict[str, np.ndarray]) 
     except (EmulatedDeviceError, DivergedError, ValueError):  # the device, the step's own look, a count that is NaN
         return True
     return any(not np.array_equal(result[name], values) for name, values in expected.items())
+
+
+class _InNumpy(Sgd):
+    """An optimiser that says nothing of arrays elsewhere."""
+
+    any_arrays = False
+
+
+def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
+    task = replace(_task(0), optimizer=_InNumpy)
+    _replica(task, NumpyKernelSet(), Sharded)
+    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
+        _replica(task, _kernels(emulated_device()), Sharded)
