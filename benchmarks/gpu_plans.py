@@ -66,10 +66,10 @@ def plan(plans: CudnnPlans, key: ConvolutionKey) -> Outcome:
     """The outcome for one convolution."""
     start = time.perf_counter()
     try:
-        made = plans.plan(key)
+        chosen = plans.plan(key)
     except BackendError as error:
         return Outcome(key, time.perf_counter() - start, failure=str(error))
-    return Outcome(key, time.perf_counter() - start, made.name, made.workspace_bytes)
+    return Outcome(key, time.perf_counter() - start, chosen.name, chosen.workspace_bytes)
 
 
 def row(device: str, precision: str, of: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:

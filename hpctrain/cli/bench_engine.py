@@ -70,10 +70,10 @@ def engine(
     from hpctrain.storage.atomic_write import write_json
 
     task = workload(model, batch, pixels)
-    found = measure(task, backend, steps, plan.threads, precision)
-    if versus is not None and found.backend == "cuda":
+    measurement = measure(task, backend, steps, plan.threads, precision)
+    if versus is not None and measurement.backend == "cuda":
         raise BackendError("--vs torch compares on the CPU, and backend cuda computes on a GPU; give --backend onednn or numpy.")
-    compared = compare(task, found.backend, peer_python, plan.threads, steps) if versus is not None else None
-    print_tables(found, compared)
+    compared = compare(task, measurement.backend, peer_python, plan.threads, steps) if versus is not None else None
+    print_tables(measurement, compared)
     if out is not None:
-        write_json(out, {**found.as_dict(), "comparison": compared})
+        write_json(out, {**measurement.as_dict(), "comparison": compared})

@@ -142,8 +142,8 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards) ->
             f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        part = _part(content, parameter_key(name), name, network, shards)
-        network.kernels.arithmetic.from_host(parameter.data, part)
+        values = _part(content, parameter_key(name), name, network, shards)
+        network.kernels.arithmetic.from_host(parameter.data, values)
     for name, statistic in network.statistics.views.items():
         statistic[...] = restore(content, statistic_key(name), statistic.shape, network.parameter_dtype)
     network.parameters_changed()

@@ -57,12 +57,12 @@ def test_tensors_are_nhwc_and_krsc_memory_in_the_order_of_run(kind: str) -> None
 @pytest.mark.parametrize(("kind", "out"), [("forward", KEY.y), ("input", KEY.x), ("weight", KEY.w)])
 def test_the_output_has_all_that_gradients_need_said(monkeypatch, kind: str, out: tuple[int, ...]) -> None:
     """cuDNN infers the dims of no gradient."""
-    made = []
+    operations = []
     plain = FakeGraph._operation
-    monkeypatch.setattr(FakeGraph, "_operation", lambda *args, **keys: made.append(plain(*args, **keys)) or made[-1])
+    monkeypatch.setattr(FakeGraph, "_operation", lambda *args, **keys: operations.append(plain(*args, **keys)) or operations[-1])
     built(replace(KEY, kind=kind, fused=""))
     n, h, w, c = out
-    assert made[-1].settings == {
+    assert operations[-1].settings == {
         "uid": cudnn_graphs.OUT,
         "dim": [n, c, h, w],
         "stride": [h * w * c, 1, w * c, c],

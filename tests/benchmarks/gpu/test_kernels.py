@@ -56,9 +56,11 @@ def test_large_cases_have_the_operations_of_small_ones() -> None:
 
 def test_differences_are_relative_to_the_largest_element_and_infinite_where_there_is_no_number() -> None:
     values = np.array([1.0, -4.0])
-    found = differences({"a": np.array([1.0, -4.4]), "b": np.array([np.nan, 1.0]), "c": values[:1]}, dict.fromkeys("abc", values))
-    assert found["a"] == pytest.approx(0.1)
-    assert (found["b"], found["c"]) == (np.inf, np.inf)
+    distances = differences(
+        {"a": np.array([1.0, -4.4]), "b": np.array([np.nan, 1.0]), "c": values[:1]}, dict.fromkeys("abc", values)
+    )
+    assert distances["a"] == pytest.approx(0.1)
+    assert (distances["b"], distances["c"]) == (np.inf, np.inf)
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])

@@ -144,11 +144,11 @@ def test_a_gradient_that_nobody_wants_is_not_computed(emulated_device, kind: str
 
 
 def test_evaluation_saves_nothing(emulated_device) -> None:
-    made = [
+    operators = [
         emulated_kernels("bfloat16").make(PoolSpec("max", STEM), (TensorSpec((4, 8, 8, 64)),), training=training)
         for training in (0, 1)
     ]
-    assert [operator.saved_bytes for operator in made] == [0, 4 * 4 * 4 * 64]
+    assert [operator.saved_bytes for operator in operators] == [0, 4 * 4 * 4 * 64]
 
 
 def test_windows_that_codes_cannot_count_are_refused(emulated_device) -> None:
