@@ -129,7 +129,7 @@ def test_steps_allocate_nothing_and_wait_where_it_is_said(
     waits: list[set[str]] = []
 
     def after_step(step: int) -> None:
-        if step == 1:  # the first step has run, and the second was captured
+        if step == 0:  # the second step is captured
             device.seal()
         waits.append({function for _, function in device.counters.synchronisations})
         device.counters.synchronisations.clear()
