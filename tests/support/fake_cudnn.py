@@ -15,7 +15,7 @@ Note = Enum(
 
 
 class NotSupportedError(Exception):
-    """What cuDNN raises for graphs and plans that it does not have."""
+    """The error of cuDNN for graphs and plans that it does not have."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class FakeCupy:
         self.modules = self._modules()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What imports CuPy, or loads cuBLAS, from here on gets this one."""
+        """Make imports of CuPy, and loads of cuBLAS, give this one from here on."""
         real = ctypes.CDLL
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -130,7 +130,7 @@ class FakeCupy:
         return SimpleNamespace(use=use)
 
     def _do(self, name: str, work: Callable[[], object], *details: object) -> None:
-        """What CUDA does at once, and refuses inside a capture."""
+        """A call that CUDA carries out at once, and refuses inside a capture."""
         self.calls.append((name, *details))
         if self.capturing:
             raise CUDARuntimeError(900, "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")

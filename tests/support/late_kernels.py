@@ -38,7 +38,7 @@ def wrapped(array: np.ndarray) -> DeviceArray:
 
 
 def unwrapped(value: Any) -> Any:
-    """What the memory holds, as an array of NumPy; also in mappings and tuples. All else as it is."""
+    """The contents of the memory as an array of NumPy; also in mappings and tuples. All else as it is."""
     if isinstance(value, DeviceArray):
         memory = (ctypes.c_uint8 * max(1, value.nbytes)).from_address(value.pointer)
         return np.frombuffer(memory, np.uint8, value.nbytes).view(value.dtype).reshape(value.shape)

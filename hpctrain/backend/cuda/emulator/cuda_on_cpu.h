@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#include "machine.h"
+#include "launches.h"
 
 #define __global__
 #define __device__

@@ -30,7 +30,7 @@ class Enqueue(Protocol):
 
 
 class _Request(ctypes.Structure):
-    """cpu::Launch of machine.h."""
+    """cpu::Launch of launches.h."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
