@@ -1,0 +1,50 @@
+"""The job that is planned, and a candidate for how to run it. Pure data and functions; no configuration, no ranks, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.graph import Graph
+from hpctrain.nn.parameter import ParameterSpec
+from hpctrain.parallel.parallel_plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training whose grid, plan and averager may still be open.
+
+    Attributes:
+        model: its name. graph_of: gives the model lowered for a number of samples, batch norms as the training has them.
+        specs: all parameters by full name. kernels: the set that computes. dtype: of activations and parameters.
+        image_shape: (H, W, C). batch: samples of a step over all ranks.
+        needs_norms: the optimiser needs norms (LARS, clipping).
+        strategy: (name, options, group) -> the averaging strategy; raises ConfigError where they do not fit.
+    """
+
+    model: str
+    graph_of: Callable[[int], Graph]
+    specs: Mapping[str, ParameterSpec]
+    kernels: KernelSet
+    dtype: str
+    image_shape: tuple[int, int, int]
+    batch: int
+    needs_norms: bool
+    strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a job on plan.rows x plan.cols ranks."""
+
+    plan: ParallelPlan
+    averager: str = "sharded"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.rows * self.plan.cols

@@ -1,0 +1,113 @@
+"""The machine that a plan is made for, as data: nodes, cores, memory, links and rates. Pure; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+
+class OperatorClass(StrEnum):
+    """Operators whose time follows from the same rate."""
+
+    CONVOLUTION = "convolution"
+    PRODUCT = "product"  # linear layers
+    MEMORY = "memory"  # batch norm, ReLU, pooling, additions, copies, updates: bound by bytes
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The rate of a class of operators on one rank while all ranks of a node compute.
+
+    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second).
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    call_seconds: float
+
+
+@dataclass(frozen=True)
+class LinkSegment:
+    """Messages of `from_bytes` and more: alpha_seconds + n beta_seconds_per_byte each, until the next segment begins."""
+
+    from_bytes: int
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the network: what a rank's messages cost there.
+
+    Attributes:
+        segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
+        operation_seconds: of a core, to post one operation and to see it complete.
+        byte_seconds: of a core, per byte that a rank sends or receives; 0 where a card moves them.
+        unattended_bytes: that an operation moves between two looks of the program at it; None: all of them (the transport needs
+            no help).
+    """
+
+    segments: tuple[LinkSegment, ...]
+    operation_seconds: float = 0.0
+    byte_seconds: float = 0.0
+    unattended_bytes: int | None = None
+
+    def segment(self, n_bytes: float) -> LinkSegment:
+        """The segment of messages of so many bytes."""
+        return max((one for one in self.segments if one.from_bytes <= n_bytes), key=lambda one: one.from_bytes)
+
+    def message_seconds(self, n_bytes: float) -> float:
+        """alpha + n beta of one message."""
+        segment = self.segment(n_bytes)
+        return segment.alpha_seconds + n_bytes * segment.beta_seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal ranks.
+
+    Attributes:
+        name, description: for people. nodes: that there are. ranks_per_node: ranks of a job on each.
+        cores_per_rank: below 1 where ranks share a core. memory_bytes: of a rank.
+        within: the link among ranks of a node. between: a rank's link to other nodes, when it has the node's card to itself.
+        ranks_per_card: ranks of a node that share one network card and its rate.
+        rates: by class, of one rank. concurrency: by class, how many times longer an operator takes while all ranks of the node
+            compute than on a rank alone; rates hold it already.
+        sources: by dotted key ("between.segments"), "measured" with date and processor, or where the number is from; every key has
+            one.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    cores_per_rank: float
+    memory_bytes: int
+    within: Link
+    between: Link
+    ranks_per_card: int
+    rates: Mapping[OperatorClass, Rate]
+    concurrency: Mapping[OperatorClass, float] = field(default_factory=dict)
+    description: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def nodes_of(self, ranks: int) -> int:
+        """Nodes that so many ranks take."""
+        return -(-ranks // self.ranks_per_node)
+
+    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, compute: float = 1.0) -> Machine:
+        """The same machine with links of so many times the bandwidth and latency, and compute of so many times the rate."""
+        rates = {
+            name: Rate(rate.flops_per_second * compute, rate.bytes_per_second * compute, rate.call_seconds / compute)
+            for name, rate in self.rates.items()
+        }
+        within, between = (_scaled(link, bandwidth, latency) for link in (self.within, self.between))
+        return replace(self, within=within, between=between, rates=rates)
+
+
+def _scaled(link: Link, bandwidth: float, latency: float) -> Link:
+    segments = tuple(
+        replace(one, alpha_seconds=one.alpha_seconds * latency, beta_seconds_per_byte=one.beta_seconds_per_byte / bandwidth)
+        for one in link.segments
+    )
+    return replace(link, segments=segments)
