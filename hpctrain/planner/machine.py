@@ -74,8 +74,8 @@ class Machine:
         ranks_per_card: ranks of a node that share one network card and its rate.
         rates: by class, of one rank. concurrency: by class, how many times longer an operator takes while all ranks of the node
             compute than on a rank alone; rates hold it already.
-        sources: by dotted key ("between.segments"), "measured" with date and processor, or where the number is from; every key has
-            one.
+        sources: by dotted key ("between.segments"), "measured" with date and processor, or where the number is from; all keys
+            have one.
     """
 
     name: str
