@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hpctrain.nn.compile.plan import Action, PlannedStep
+from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 
 
 class ComputeCosts(Protocol):
     """Seconds of computation on one rank while all ranks of its node compute."""
 
-    def seconds(self, step: PlannedStep, action: Action) -> float:
-        """Of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); of a move's, packing and unpacking alone."""
+    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
+        """Seconds of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); 0 for BEGIN and FREE.
+
+        A move's is packing and unpacking alone, all of it in the phase that it ends in; see `move_traffic` for the shares.
+        memory: the step's, `plan.memory[k]`: whose gradients are asked for and added to, and what lies in place. Without it
+        the gradients of all inputs are written.
+        """
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Of the optimiser's update of so many elements."""
+        """Seconds of the optimiser's update of so many elements, and of looking whether they are finite numbers."""
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Of what a step does beside operators: the input's copy, the loss, looking at finite numbers, the program itself."""
+        """Seconds of all that a step does beside operators and updates: the input's copy, the loss, sums, the program itself."""
         ...
 
     def measured_share(self) -> float:
