@@ -13,7 +13,7 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.errors import ConfigError
-from hpctrain.experiment import collective_schedules, compute_only
+from hpctrain.experiment import collective_schedules, compute_only, step_account
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
@@ -31,7 +31,7 @@ from hpctrain.train.metrics import Reporter
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Outcome
+from hpctrain.train.trainer import Outcome, Trainer
 
 
 def run_training(
@@ -83,6 +83,7 @@ def run_training(
         if report is not None:
             for line in report.finish(directory.path, _about(session, parts), reporter.width):
                 reporter.say(line)
+        _account(session, trainer, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
@@ -226,6 +227,16 @@ def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, re
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())
+
+
+def _account(session: Session, trainer: Trainer, outcome: Outcome, reporter: Reporter) -> None:
+    """Say and record how long steps took, in a run of several ranks. Collective."""
+    if session.world.size == 1:
+        return
+    measured = step_account.over_ranks(session.world, trainer.step_times.measured())
+    if measured is not None:
+        reporter.record("steps", step_account.facts(measured, outcome.position.global_step))
+        reporter.say(step_account.line(measured))
 
 
 def _about(session: Session, parts: Parts) -> dict[str, object]:

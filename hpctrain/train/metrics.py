@@ -55,7 +55,7 @@ class Reporter:
         """Training ends inside an epoch: the latest step is recorded, too."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics: kind "interval", "epoch", "evaluation", "progress" or "resume"."""
+        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume" or "steps"."""
 
     def say(self, text: str) -> None:
         """One line for people."""

@@ -13,6 +13,7 @@ from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
+from hpctrain.train.step_times import StepTimes
 from hpctrain.train.tracing import traced_steps
 
 
@@ -52,6 +53,9 @@ class Trainer:
         replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
         schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position (drained before).
         stop_requested: this rank was asked to stop.
+
+    Attributes:
+        step_times: of this rank's steps so far.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Trainer:
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._trace = replica.progress.trace
         self._rate = Rate()
+        self.step_times = StepTimes(replica.progress)
         self._stop = False
         self._saved_step = -1
         self._steps_run = 0
@@ -112,10 +117,12 @@ class Trainer:
     def _run_epoch(self, position: Position) -> bool:
         """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
+        self.step_times.begin()
         batches = traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace)
         try:
             for batch in batches:
                 self._run_step(batch, position)
+                self.step_times.end_step()
                 if self._stop:
                     break
         finally:
@@ -124,6 +131,8 @@ class Trainer:
         return self._stop
 
     def _run_step(self, batch: Batch, position: Position) -> None:
+        if batch.global_count < self._loader.sampler.batch:  # an epoch's last one
+            self.step_times.leave_out()
         self._replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
@@ -202,6 +211,7 @@ class Trainer:
             self._save(position)
             self._saved_step = position.global_step
             self._rate.restart()
+            self.step_times.leave_out()
             if self._trace is not None:
                 self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())
 

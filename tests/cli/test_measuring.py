@@ -50,6 +50,24 @@ def _train(job: Job, ranks: int, folder: Path, *more: str) -> tuple[Outcome, Run
     return outcome, run
 
 
+def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Job, folder: Path) -> None:
+    outcome, run = _train(job, 2, folder, "epochs=5")
+    (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
+    assert (record["step"], record["steps"]) == (30, 19)
+    seconds, exposed = record["measured_step_seconds"], record["measured_exposed_seconds"]
+    assert isinstance(seconds, float)
+    assert isinstance(exposed, float)
+    assert seconds > exposed > 0
+    assert f"measured {seconds:.3g} s a step, of which {exposed:.3g} s waited for messages\n" in outcome.stdout
+
+
+@pytest.mark.parametrize(("ranks", "epochs"), [(0, 5), (2, 3)])
+def test_one_rank_and_a_short_run_have_no_account_of_their_steps(job: Job, folder: Path, ranks: int, epochs: int) -> None:
+    outcome, run = _train(job, ranks, folder, f"epochs={epochs}")
+    assert "measured" not in outcome.stdout
+    assert "steps" not in [line["kind"] for line in run.metrics()]
+
+
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_a_traced_run_prints_and_keeps_where_its_time_went(job: Job, folder: Path, ranks: int) -> None:
     outcome, run = _train(job, ranks, folder, "trace=true")
