@@ -58,7 +58,8 @@ def test_gradients_of_a_batch_are_sums_over_its_parts(name: str) -> None:
 def test_names_are_families_and_variants() -> None:
     names = catalogue.names()
     assert list(names) == sorted(names)
-    assert {"vgg", "vgg16", "vgg19_bn", "resnet", "resnet152", "resnet_small", "resnet110", "small"} <= set(names)
+    assert {"alexnet", "alexnet2014", "vgg", "vgg16", "vgg19_bn"} <= set(names)
+    assert {"resnet", "resnet152", "resnet_small", "resnet110", "small"} <= set(names)
     assert not {"catalogue", "interchange", "parts"} & set(names)
 
 

@@ -21,7 +21,7 @@ class Conv2d(Leaf):
         padding: zeros around the image: one number, (rows, columns) or (top, bottom, left, right).
         groups: divides C and K; C for a depthwise convolution.
         bias: whether a bias is added; leave it out before a batch norm, which cancels it.
-        weight_values: first values of the weight; He's normal with fan out by default (the bias starts at 0).
+        weight_values, bias_values: first values; by default He's normal with fan out, and 0.
 
     Raises:
         ShapeError: sizes below 1, a negative padding, groups that do not divide the channels.
@@ -39,11 +39,13 @@ class Conv2d(Leaf):
         bias: bool = True,
         *,
         weight_values: Initializer | None = None,
+        bias_values: Initializer | None = None,
     ) -> None:
         self.window = window(kernel, stride, padding, dilation)
         self._spec = Conv2dSpec(channels_in, channels_out, self.window, groups, bias)
         fan_out = channels_out * math.prod(self.window.kernel)
         self._weight_values = initialise.kaiming_normal(fan_out) if weight_values is None else weight_values
+        self._bias_values = initialise.constant(0.0) if bias_values is None else bias_values
 
     def spec(self, name: str) -> Conv2dSpec:
         return self._spec
@@ -52,5 +54,5 @@ class Conv2d(Leaf):
         weight = ParameterSpec(self._spec.weight_shape, self._weight_values, interchange=Interchange(axes=(0, 3, 1, 2)))
         if not self._spec.bias:
             return {"weight": weight}
-        bias = ParameterSpec((self._spec.channels_out,), initialise.constant(0.0), decay=False)
+        bias = ParameterSpec((self._spec.channels_out,), self._bias_values, decay=False)
         return {"weight": weight, "bias": bias}

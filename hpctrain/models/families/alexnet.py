@@ -1,0 +1,113 @@
+"""AlexNet (Krizhevsky, Sutskever and Hinton, NIPS 2012) as one tower, and its narrower form of 2014, which torchvision has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.errors import OptionError
+from hpctrain.models.parts import check_dropout, scaled
+from hpctrain.nn import initialise
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.dropout import Dropout
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+
+IMAGE_SHAPE = (227, 227, 3)
+
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    # Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014: torchvision's `alexnet`
+    "alexnet2014": {"channels": (64, 192, 384, 256, 256), "padding": 2},
+}
+
+_KERNELS = (11, 5, 3, 3, 3)
+_PADDINGS = (0, 2, 1, 1, 1)  # the first one is an option
+_FIRST_BIASES = (0.0, 1.0, 0.0, 1.0, 1.0)
+_POOLED = (0, 1, 4)  # convolutions that a max pool follows
+_STRIDE = 4
+_GRID = 6
+_HIDDEN = 4096
+_DEVIATION = 0.01
+
+
+def build(
+    *,
+    classes: int = 1000,
+    channels_in: int = 3,
+    channels: Sequence[int] = (96, 256, 384, 384, 256),
+    padding: int = 0,
+    width: float = 1.0,
+    dropout: float = 0.5,
+    seed: int = 0,
+) -> Layer:
+    """AlexNet as one tower, without local response normalisation, for images of 227 px; others of 67 px and more fit.
+
+    Args:
+        channels: Channels out of each of the five convolutions.
+        padding: Zeros around the images.
+        width: Factor on all channels and hidden features; 1 is the published network.
+        dropout: Probability of dropping a feature in front of each of the first two linear layers, in [0, 1).
+
+    Raises:
+        OptionError: not five channels, negative padding, a width that is not positive, or a dropout outside [0, 1).
+    """
+    check_dropout(dropout)
+    if len(channels) != len(_KERNELS):
+        raise OptionError(f"AlexNet has five convolutions, so channels must be five numbers, not {len(channels)}.", "channels")
+    if padding < 0:
+        raise OptionError(f"A padding of {padding} is not possible; the smallest is 0.", "padding")
+    outside = [scaled(published, width, "channels") for published in channels]
+    hidden = scaled(_HIDDEN, width)
+    return Sequential(
+        {
+            "features": _features(channels_in, outside, padding),
+            "avgpool": AdaptiveAveragePool(_GRID),
+            "flatten": Flatten(),
+            "classifier": _classifier((_GRID, _GRID, outside[-1]), hidden, classes, dropout, seed),
+        }
+    )
+
+
+def _features(channels_in: int, channels: Sequence[int], padding: int) -> Layer:
+    layers: list[Layer] = []
+    for number, (channels_out, kernel) in enumerate(zip(channels, _KERNELS, strict=True)):
+        layers.append(
+            Conv2d(
+                channels_in,
+                channels_out,
+                kernel,
+                1 if number else _STRIDE,
+                padding=_PADDINGS[number] if number else padding,
+                weight_values=initialise.normal(_DEVIATION),
+                bias_values=initialise.constant(_FIRST_BIASES[number]),
+            )
+        )
+        layers.append(ReLU())
+        if number in _POOLED:
+            layers.append(MaxPool(3, 2))
+        channels_in = channels_out
+    return Sequential(layers)
+
+
+def _classifier(image_shape: tuple[int, int, int], hidden: int, classes: int, dropout: float, seed: int) -> Layer:
+    rows, columns, channels = image_shape
+    return Sequential(
+        [
+            Dropout(dropout, seed),
+            _linear(rows * columns * channels, hidden, 1.0, image_shape),
+            ReLU(),
+            Dropout(dropout, seed),
+            _linear(hidden, hidden, 1.0),
+            ReLU(),
+            _linear(hidden, classes, 0.0),
+        ]
+    )
+
+
+def _linear(features_in: int, features_out: int, first_bias: float, image_shape: tuple[int, int, int] | None = None) -> Linear:
+    weight, bias = initialise.normal(_DEVIATION), initialise.constant(first_bias)
+    return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=bias)
