@@ -24,6 +24,7 @@ OF_ARRAYS = {
     "comm/progress_mode.py": "of a matrix product",
     "config/schema.py": "the keys grid.rows and grid.cols",
     "data/augmentations/": "of images",
+    "experiment/candidate_keys.py": "the keys grid.rows and grid.cols",
     "experiment/grid.py": "of images",
     "experiment/trace_report.py": "of a table",
     "models/": "of images",
