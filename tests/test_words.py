@@ -28,6 +28,7 @@ OF_ARRAYS = {
     "experiment/grid.py": "of images",
     "experiment/trace_report.py": "of a table",
     "models/": "of images",
+    "planner/formulas.py": "of images; the arguments rows and cols, named as the keys",
     "nn/layers/": "of images and weights",
     "nn/windows.py": "of windows",
     "parallel/interior.py": "of images",
