@@ -16,7 +16,7 @@ class OperatorClass(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rate:
+class OperatorRate:
     """The rate of a class of operators on one rank while all ranks of a node compute.
 
     A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second).
@@ -44,7 +44,7 @@ class Link:
         segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
         operation_seconds: of a core, to post one operation and to see it complete.
         byte_seconds: of a core, per byte that a rank sends or receives; 0 where a card moves them.
-        unattended_bytes: that an operation moves between two looks of the program at it; None: all of them (the transport needs
+        unattended_bytes: that an operation moves between two polls; None: all of them (the transport needs
             no help).
     """
 
@@ -86,7 +86,7 @@ class Machine:
     within: Link
     between: Link
     ranks_per_card: int
-    rates: Mapping[OperatorClass, Rate]
+    rates: Mapping[OperatorClass, OperatorRate]
     concurrency: Mapping[OperatorClass, float] = field(default_factory=dict)
     description: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Machine:
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, compute: float = 1.0) -> Machine:
         """The same machine with links of so many times the bandwidth and latency, and compute of so many times the rate."""
         rates = {
-            name: Rate(rate.flops_per_second * compute, rate.bytes_per_second * compute, rate.call_seconds / compute)
+            name: OperatorRate(rate.flops_per_second * compute, rate.bytes_per_second * compute, rate.call_seconds / compute)
             for name, rate in self.rates.items()
         }
         within, between = (_scaled(link, bandwidth, latency) for link in (self.within, self.between))

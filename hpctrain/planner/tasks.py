@@ -93,7 +93,7 @@ Task = Compute | Happens | NeedsParameters | BeginExchange | EndExchange | Merge
 
 
 @dataclass(frozen=True)
-class Placement:
+class GroupPlacement:
     """The places of a group's ranks. ranks: of the group; they lie on `nodes` nodes, at most `per_node` on each.
 
     alike: groups of this kind with ranks on the same node, this one included: they use its links at the same time.
@@ -135,7 +135,7 @@ class AveragedGroup:
     elements: int
     item_bytes: int
     schedule: CollectiveSchedule | None
-    placement: Placement
+    placement: GroupPlacement
     members: tuple[str, ...]
     samples: tuple[int, ...]
     levels: Levels | None = None
@@ -150,6 +150,6 @@ class StepProgram:
 
     classes: tuple[RankClass, ...]
     groups: Mapping[str, AveragedGroup]
-    all_ranks: Placement
-    split: Placement
-    data: Placement
+    all_ranks: GroupPlacement
+    split: GroupPlacement
+    data: GroupPlacement

@@ -9,15 +9,15 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.network import Network
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, Rate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_work import work_of
 from hpctrain.planner.rate_costs import RateCosts
 
 LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
 RATES = {
-    OperatorClass.CONVOLUTION: Rate(1e10, 1e10, 1e-5),
-    OperatorClass.PRODUCT: Rate(5e9, 1e10, 2e-5),
-    OperatorClass.MEMORY: Rate(1e9, 5e9, 3e-6),
+    OperatorClass.CONVOLUTION: OperatorRate(1e10, 1e10, 1e-5),
+    OperatorClass.PRODUCT: OperatorRate(5e9, 1e10, 2e-5),
+    OperatorClass.MEMORY: OperatorRate(1e9, 5e9, 3e-6),
 }
 MACHINE = Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, RATES)
 
