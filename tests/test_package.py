@@ -49,9 +49,9 @@ def test_everything_that_is_used_is_installed(installed: Path) -> None:
     modules = {path.relative_to(TOP / "hpctrain") for path in (TOP / "hpctrain").rglob("*.py")}
     assert {path.relative_to(packaged) for path in packaged.rglob("*.py")} == modules
     assert (packaged / "py.typed").is_file()
-    for folder, ending in (("configs", "*.yaml"), ("jobs", "*.sbatch")):
+    for folder, ending in (("configs", "*.yaml"), ("configs/machines", "*.yaml"), ("jobs", "*.sbatch")):
         originals = {path.name: path.read_bytes() for path in (TOP / folder).glob(ending)}
-        assert {path.name: path.read_bytes() for path in (packaged / "examples" / folder).iterdir()} == originals
+        assert {path.name: path.read_bytes() for path in (packaged / "examples" / folder).glob("*.*")} == originals
 
 
 def test_the_fast_kernels_are_installed_where_they_run(installed: Path) -> None:

@@ -1,4 +1,4 @@
-"""The configurations and job scripts that are installed with hpctrain, for users without a copy of its repository."""
+"""The configurations, machines and job scripts that are installed with hpctrain, for users without a copy of its repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
 _ROOT = Path(__file__).parents[1] / "examples"
-_PATTERNS = ("configs/*.yaml", "jobs/*.sbatch")
+_PATTERNS = ("configs/*.yaml", "configs/machines/*.yaml", "jobs/*.sbatch")
 
 
 def names() -> list[str]:

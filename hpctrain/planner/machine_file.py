@@ -1,0 +1,252 @@
+"""Machine files: YAML in which every number says where it is from, as {value: ..., source: ...} or in a section with a source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.config import examples
+from hpctrain.config.faults import show
+from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
+from hpctrain.errors import ConfigError
+from hpctrain.nearest import choices, nearest
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.machine_schema import MachineFields
+from hpctrain.rules import rule
+from hpctrain.storage.atomic_write import replacing
+
+_FOLDER = "configs/machines/"
+_WORDS = ("name", "description")  # that need no source
+
+
+def names() -> list[str]:
+    """The machines that are installed with hpctrain."""
+    return [Path(name).stem for name in examples.names() if name.startswith(_FOLDER)]
+
+
+def read(path: str | Path) -> Machine:
+    """The machine in a file, or an installed one.
+
+    Args:
+        path: of a file, or an installed machine's name, such as "xc40".
+
+    Raises:
+        ConfigError: one sentence for each fault, with its file and line.
+    """
+    file = Path(path)
+    if not file.exists():
+        if str(path) not in names():
+            raise ConfigError(
+                f"There is no machine file {str(path)!r}; as for installed machines, {choices(file.stem, names())}."
+            )
+        file = examples.path_of(f"{_FOLDER}{path}.yaml")
+    try:
+        return parse(file.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: The machine file cannot be read: {error.strerror}.") from None
+
+
+def parse(text: str, label: str = "machine") -> Machine:
+    """As `read`, from text; `label` stands for the file's path in messages.
+
+    Raises:
+        ConfigError: one sentence for each fault.
+    """
+    data, places = read_yaml(text, label)
+    reader = _Reader(places)
+    values = reader.section(MachineFields, data, (), "")
+    source = Source(label, places)
+    faults: list[tuple[KeyPath, str]] = []
+    try:
+        fields = MachineFields.model_validate(values)
+    except ValidationError as error:
+        faults = list(_faults(error))
+    # A number without a source is told once the number itself is right.
+    faults = faults or [(path, _no_source(path)) for path in reader.without_source]
+    if faults:
+        raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
+    return fields.machine(reader.sources)
+
+
+def write(path: str | Path, machine: Machine) -> None:
+    """Write a machine file that `read` gives back as it is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with replacing(Path(path)) as partial:
+        partial.write_text(text(machine), encoding="utf-8")
+
+
+def text(machine: Machine) -> str:
+    """A machine as the text of its file."""
+    values = {key: value for key, value in asdict(machine).items() if key != "sources"}
+    for key in ("rates", "concurrency"):
+        values[key] = {str(name): value for name, value in values[key].items()}
+    if not values["concurrency"]:
+        del values["concurrency"]
+    order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
+    with_sources = _with_sources(MachineFields, order, machine, "")
+    return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def source_of(machine: Machine, key: str) -> str:
+    """Where a number is from: its own source, or that of the nearest section around it; "not said" where there is none."""
+    while key:
+        if key in machine.sources:
+            return machine.sources[key]
+        key = key.rpartition(".")[0]
+    return "not said"
+
+
+class _Reader:
+    """Takes values and sources apart.
+
+    Attributes:
+        sources: by dotted key of a number, where it is from. without_source: paths of numbers that do not say it.
+    """
+
+    def __init__(self, places: Mapping[KeyPath, str]) -> None:
+        self.sources: dict[str, str] = {}
+        self.without_source: list[KeyPath] = []
+        self._places = places
+        self._wrapped: set[KeyPath] = set()
+
+    def section(self, schema: type[BaseModel], data: Any, path: KeyPath, source: str) -> Any:
+        """The values of a section by its schema, its own and all inner sources taken out; what is no mapping stays."""
+        if not isinstance(data, Mapping):
+            return data
+        values = dict(data)
+        source = _words(values.pop("source", source), source)
+        for key, value in values.items():
+            inner = _section_in(schema, key)
+            if inner is not None:
+                values[key] = self.section(inner, value, (*path, key), source)
+            elif key in schema.model_fields and (path or key not in _WORDS):
+                values[key] = self._number(value, (*path, key), source)
+        return values
+
+    def _number(self, data: Any, path: KeyPath, source: str) -> Any:
+        if isinstance(data, Mapping) and set(data) <= {"value", "source"} and "value" in data:
+            self._wrapped.add(path)
+            source, data = _words(data.get("source"), source), data["value"]
+        if source:
+            self.sources[dotted(path)] = source
+        else:
+            self.without_source.append(path)
+        return data
+
+    def place(self, path: KeyPath) -> KeyPath:
+        """The path in the file of a value at a path of the schema."""
+        for length in range(1, len(path) + 1):
+            if path[:length] in self._wrapped:
+                return (*path[:length], "value", *path[length:])
+        return path
+
+
+def _words(value: Any, otherwise: str) -> str:
+    return value.strip() if isinstance(value, str) and value.strip() else otherwise
+
+
+def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
+    field = schema.model_fields.get(key)
+    kind = field.annotation if field is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _schema_at(path: KeyPath) -> type[BaseModel] | None:
+    """The section of the schema at a path; items of lists are of their list's type."""
+    kind: Any = MachineFields
+    for key in path:
+        if isinstance(key, int):
+            kind = get_args(kind)[0]
+        else:
+            field = kind.model_fields.get(key) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+            kind = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
+    """(path, sentence) of each fault; a key that is missing because it is misspelt beside is one fault."""
+    items = error.errors(include_url=False)
+    paths = [tuple(item["loc"]) for item in items]
+    meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
+    for item, path in zip(items, paths, strict=True):
+        if item["type"] == "missing" and path in meant:
+            continue
+        yield path, _sentence(dict(item), path)
+
+
+def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
+    schema = _schema_at(path[:-1])
+    fields = schema.model_fields if schema is not None else {}
+    if item["type"] == "extra_forbidden":
+        return f'Unknown key "{dotted(path)}"; {choices(str(path[-1]), fields)}.'
+    if item["type"] == "missing":
+        return f'The key "{dotted(path)}" is missing: {fields[str(path[-1])].description}'
+    if item["type"] == "ranks_per_card":
+        return f"ranks_per_card {item['msg']}."
+    if not path:
+        return f"A machine file must be a mapping of keys such as name, nodes, within; it is {show(item['input'])}."
+    context = item.get("ctx", {})
+    bound = context.get("ge")
+    hint = "" if bound is None else f"; the nearest legal value is {show(bound)}"
+    return f"{dotted(path)} is {show(item['input'])}, but {rule(item)}{hint}."
+
+
+def _meant(path: KeyPath) -> KeyPath | None:
+    schema = _schema_at(path[:-1])
+    near = nearest(str(path[-1]), schema.model_fields if schema is not None else ())
+    return None if near is None else (*path[:-1], near)
+
+
+def _no_source(path: KeyPath) -> str:
+    return (
+        f'{dotted(path)} does not say where it is from; write {{value: ..., source: ...}} with "measured" or the place, '
+        f"or give its section a source."
+    )
+
+
+def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
+    """Values with their sources: a section whose most usual source is the section's, all others beside their numbers."""
+    leaves = {
+        key: source_of(machine, prefix + key) for key in values if not _section_in(schema, key) and (prefix or key not in _WORDS)
+    }
+    written: dict[str, Any] = {}
+    usual = Counter(leaves.values()).most_common(1)[0][0] if prefix and leaves else None
+    if usual is not None:
+        written["source"] = usual
+    for key, value in values.items():
+        inner = _section_in(schema, key)
+        if inner is not None:
+            written[key] = _with_sources(inner, value, machine, f"{prefix}{key}.")
+        elif key not in leaves or leaves[key] == usual:
+            written[key] = value
+        else:
+            written[key] = {"value": value, "source": leaves[key]}
+    return written
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, all the way down: YAML knows no tuple."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """A mapping that holds no mapping lies in one line."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        scalars = all(isinstance(value, yaml.ScalarNode) for _, value in node.value)
+        node.flow_style = scalars and "alpha_seconds" in {key.value for key, _ in node.value}
+        return node
