@@ -45,9 +45,10 @@ class ChromeTrace:
         """Add to the file's metadata."""
         self._metadata.update(values)
 
-    def add_rank(self, rank: int, events: Events) -> None:
-        """Write the events of one rank, whose times are rank 0's."""
-        self._write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+    def add_rank(self, rank: int, events: Events, name: str | None = None) -> None:
+        """Write the events of one rank, whose times are rank 0's. name: of its process in viewers; None: "rank 3"."""
+        label = f"rank {rank}" if name is None else name
+        self._write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": label}})
         self._write({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         for thread, track in enumerate(("program", *events.tracks[1:])):
             self._write({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
@@ -64,8 +65,8 @@ class ChromeTrace:
             length_us.tolist(),
             strict=True,
         )
-        for category, name, track, number, begin, length in rows:
-            head = f'"name":{labels[name]},"cat":"{kinds[category]}","pid":{rank}'
+        for category, label_index, track, number, begin, length in rows:
+            head = f'"name":{labels[label_index]},"cat":"{kinds[category]}","pid":{rank}'
             if category == Category.COMMUNICATION:
                 common = f'{head},"tid":{track},"id":"{rank}.{track}.{number}"'
                 self._line(f'{{"ph":"b",{common},"ts":{begin:.3f},"args":{{"sequence":{number}}}}}')

@@ -51,3 +51,12 @@ def test_a_rank_without_events_is_a_rank(tmp_path: Path) -> None:
         file.add_rank(0, Tracer(1).events())
     events = json.loads(path.read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["rank 0"]
+
+
+def test_a_rank_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTrace(path, base_ns=0) as file:
+        file.add_rank(0, _events(0).events(), name="ranks 0 to 7")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["ranks 0 to 7"]
+    assert 'a "quoted" layer' in {event["name"] for event in events}
