@@ -1,0 +1,55 @@
+"""Points as the program knows them: a configuration, and the job and candidate that the planner predicts from it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.planner_points import AVERAGERS, NETWORKS, Point
+from hpctrain.config.schema import Config
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.loader import Batch, Place
+from hpctrain.data.sampler import Sampler
+from hpctrain.experiment.dry_run import PlannedRun, prepare
+
+
+def configuration(point: Point, *, trace: bool = False) -> Config:
+    """The configuration of a run that trains at this point. There is no such file of images: they are made up."""
+    network = NETWORKS[point.network]
+    averager, averager_options = AVERAGERS[point.averager]
+    return Config.model_validate(
+        {
+            "name": "planner-accuracy",
+            "backend": "onednn",
+            "threads": 1,
+            "model": {"name": network.model, **network.options},
+            "data": {"train": "made-up.h5"},
+            "batch": network.batch,
+            "epochs": 1,
+            "optimizer": {"name": "sgd", "lr": 1e-4, "momentum": 0.9},
+            "schedule": "constant",
+            "averager": {"name": averager, **averager_options},
+            "grid": {"rows": point.rows, "cols": point.cols},
+            "plan": {"default": point.default, **point.use},
+            "progress": "test",
+            "trace": trace,
+        }
+    )
+
+
+def image_shape(point: Point) -> tuple[int, int, int]:
+    """(H, W, C) of the images."""
+    side = NETWORKS[point.network].pixels
+    return side, side, 3
+
+
+def planned_run(point: Point) -> PlannedRun:
+    """The point without ranks and images."""
+    return prepare(configuration(point), point.ranks, image_shape(point), NETWORKS[point.network].classes)
+
+
+def made_up_batch(point: Point, place: Place) -> Batch:
+    """One rank's share of a step on made-up images, the same ones on every rank."""
+    network, random = NETWORKS[point.network], np.random.default_rng(0)
+    images = random.standard_normal((network.batch, *image_shape(point)), np.float32)
+    labels = random.integers(0, network.classes, network.batch)
+    return next(ArrayLoader(images, labels, Sampler(network.batch, network.batch, shuffle=False), **place).epoch(0))
