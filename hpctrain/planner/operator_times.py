@@ -1,0 +1,174 @@
+"""Measured times of operators, and the file that keeps them from one run to the next.
+
+Between times at neighbouring sizes of the same operator it is interpolated; far from all of them there is no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.log import get_logger
+from hpctrain.planner.operator_key import OperatorKey
+from hpctrain.storage import atomic_write
+
+_log = get_logger(__name__)
+
+FORMAT = 1
+#: how far from a measured size a time still follows from the rate there
+REACH = 2.0
+_DIMS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where times hold.
+
+    processor: model and instruction sets. kernels: name of the set, with versions. threads: of a rank. concurrency: ranks that
+    compute at the same time on the node, this one included.
+    """
+
+    processor: str
+    kernels: str
+    threads: int = 1
+    concurrency: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.processor} | {self.kernels} | {self.threads} threads | {self.concurrency} ranks"
+
+
+def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """The file in the user's cache directory: below XDG_CACHE_HOME, by default ~/.cache."""
+    base = environment.get("XDG_CACHE_HOME", "")
+    directory = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return directory / "hpctrain" / "operator-times.json"
+
+
+class OperatorTimes:
+    """Seconds of operators' phases in one setting.
+
+    Args:
+        setting: where they hold. path: of the file that keeps them; None: they are kept in memory alone.
+    """
+
+    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+        self.setting, self._path = setting, path
+        self._exact: dict[OperatorKey, float] = {}
+        self._families: dict[str, dict[tuple[int, int, int], float]] = {}
+        if path is not None:
+            for key, seconds in _times_in(_read(path), setting):
+                self.put(key, seconds)
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def put(self, key: OperatorKey, seconds: float) -> None:
+        """Keep a time; an older one of the same key is forgotten."""
+        self._exact[key] = seconds
+        self._families.setdefault(key.family, {})[key.extents] = seconds
+
+    def measured(self, key: OperatorKey) -> bool:
+        """This very operator was measured."""
+        return key in self._exact
+
+    def seconds(self, key: OperatorKey) -> float | None:
+        """The measured time; else one that follows from other extents in one of the dims, N before H before W; else None."""
+        if key in self._exact:
+            return self._exact[key]
+        samples = self._families.get(key.family)
+        if samples is None:
+            return None
+        if key.extents in samples:
+            return samples[key.extents]
+        for dim in range(_DIMS):
+            points = sorted((extents[dim], seconds) for extents, seconds in samples.items() if _alike(extents, key.extents, dim))
+            seconds = interpolated(points, key.extents[dim])
+            if seconds is not None:
+                return seconds
+        return None
+
+    def nearest(self, key: OperatorKey) -> tuple[int, float] | None:
+        """(N, seconds) of the measured operator of the same family whose N is nearest; None where there is none."""
+        samples = self._families.get(key.family, {})
+        points = [(extents[0], seconds) for extents, seconds in samples.items()]
+        return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
+
+    def save(self) -> None:
+        """Write the file, with what others have written there in the meantime. One process at a time.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._path is None:
+            return
+        content = _read(self._path)
+        settings = content.setdefault("times", {})
+        times: dict[OperatorKey, float] = dict(_times_in(content, self.setting)) | self._exact
+        settings[str(self.setting)] = [
+            [key.family, list(key.extents), key.details, seconds] for key, seconds in sorted(times.items(), key=_order)
+        ]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write.write_json(self._path, content | {"format": FORMAT})
+
+
+def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
+    """Seconds at a size from (size, seconds), sorted: piecewise linear, and by the rate of the nearest point outside.
+
+    None where there are no points, or none within a factor of `REACH`.
+    """
+    if not points:
+        return None
+    place = bisect_left([point[0] for point in points], size)
+    if 0 < place < len(points):
+        (low, low_seconds), (high, high_seconds) = points[place - 1 : place + 1]
+        return low_seconds + (high_seconds - low_seconds) * (size - low) / (high - low)
+    nearest, seconds = points[0] if place == 0 else points[-1]
+    if nearest == size:
+        return seconds
+    if not (min(size, nearest) > 0 and max(size, nearest) <= REACH * min(size, nearest)):
+        return None
+    slope = seconds / nearest
+    if len(points) > 1:  # a call has a cost of its own: no more than the rate, and no less than nothing, is added for each
+        other, other_seconds = points[1] if place == 0 else points[-2]
+        slope = min(slope, max(0.0, (seconds - other_seconds) / (nearest - other)))
+    return seconds + slope * (size - nearest)
+
+
+def _alike(extents: tuple[int, int, int], wanted: tuple[int, int, int], dim: int) -> bool:
+    return all(extents[other] == wanted[other] for other in range(_DIMS) if other != dim)
+
+
+def _order(entry: tuple[OperatorKey, float]) -> tuple[str, tuple[int, int, int], str]:
+    return entry[0].family, entry[0].extents, entry[0].details
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's content; empty, with a note, where it is none of ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("The operator times in %s cannot be read and are measured again (%s).", path, error)
+        return {}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
+        _log.warning("The operator times in %s are not of format %d and are measured again.", path, FORMAT)
+        return {}
+    return content
+
+
+def _times_in(content: Mapping[str, Any], setting: Setting) -> Iterator[tuple[OperatorKey, float]]:
+    """The times of one setting; entries that are damaged are left out."""
+    for entry in content.get("times", {}).get(str(setting), []):
+        try:
+            family, extents, details, seconds = entry
+            n, h, w = (int(extent) for extent in extents)
+            if float(seconds) >= 0.0:
+                yield OperatorKey(str(family), (n, h, w), str(details)), float(seconds)
+        except (TypeError, ValueError):
+            continue

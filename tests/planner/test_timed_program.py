@@ -1,0 +1,68 @@
+"""Timed steps, by a clock that counts its calls: every lap is in the sum once."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.models import catalogue
+from hpctrain.nn.compile.plan import Action
+from hpctrain.nn.network import Network
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.planner.stand_ins import StandInGroup, stand_in_mergers
+from hpctrain.planner.timed_program import TimedProgram, clock_of
+
+NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
+
+
+def _timed(use: Parallelism | None) -> TimedProgram:
+    ticks = count()
+    graph, shards, rows = NETWORK.graph(4), {}, 1
+    if use is not None:
+        overlapped = frozenset({"layer1.0.conv1"}) if use is Parallelism.DOMAIN else frozenset()
+        partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use, overlapped=overlapped), (2, 2))
+        graph, shards, rows = partitioned.local(1, StandInGroup(1, 2)), partitioned.shards_of(1), 2
+    return TimedProgram(
+        graph,
+        NETWORK.kernels,
+        NETWORK.parameter_specs,
+        shards=shards,
+        mergers=stand_in_mergers(rows, 1),
+        clock=lambda: float(next(ticks)),
+    )
+
+
+@pytest.mark.parametrize("use", [None, *Parallelism], ids=str)
+def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
+    timed = _timed(use)
+    plan = timed.plan
+    times = timed.measure(1, wholes=True)
+    actions = [*plan.forward, *plan.backward]
+    assert times.sum == len(actions) + 5  # input, loss, look, sums, update: each lap is one tick of the clock
+    early = [(action, k) for action, k in actions if action is Action.BEGIN]
+    assert bool(early) == (use in (Parallelism.DOMAIN, Parallelism.MODEL))
+    assert times.actions.keys() == {phase for phase in actions if phase[0] is not Action.BEGIN}
+    assert sum(times.actions.values()) == len(actions)
+    assert times.step > 0.0
+
+
+def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
+    timed = _timed(Parallelism.DOMAIN)
+    before = timed._group.data.copy()
+    timed.measure(2)
+    assert np.isfinite(timed._group.grad).all()
+    np.testing.assert_array_equal(before, timed._group.data)
+
+
+def test_others_are_waited_for_before_every_step() -> None:
+    calls = []
+    _timed(None).measure(3, lambda: calls.append(1), wholes=True)
+    assert len(calls) == 10
+
+
+def test_one_thread_is_timed_by_its_work() -> None:
+    assert clock_of(1) is not clock_of(2)
