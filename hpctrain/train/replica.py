@@ -21,6 +21,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.trace.tracer import Tracer
 from hpctrain.train import snapshot
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.metrics import RunningSums
@@ -160,6 +161,11 @@ class Replica:
     def _training_step(self) -> TrainingStep:
         counts_of = self.groups.counts_of
         return TrainingStep(self.network, self.averagers, self.progress, self._reduction, self._micro_batches, counts_of)
+
+    def record_operators(self, trace: Tracer | None) -> None:
+        """Record the operators of steps from now on; None: no longer. Where the engine has a tracer, that has them already."""
+        assert self.progress.trace is None
+        self._step.record_operators(trace)
 
     @property
     def place(self) -> Place:

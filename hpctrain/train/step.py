@@ -16,7 +16,7 @@ from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
-from hpctrain.trace.tracer import Category
+from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import HOOKS, TracingHooks
@@ -141,7 +141,12 @@ class TrainingStep:
         self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
-        self._tracing = TracingHooks(self._hooks, progress.trace) if progress.trace is not None else None
+        self._tracing: TracingHooks | None = None
+        self.record_operators(progress.trace)
+
+    def record_operators(self, trace: Tracer | None) -> None:
+        """From now on record the operators of a step, and what lies between them; None: nothing is recorded."""
+        self._tracing = None if trace is None else TracingHooks(self._hooks, trace)
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
         """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""

@@ -10,6 +10,7 @@ from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
@@ -52,7 +53,7 @@ class Trainer:
     Args:
         replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
         schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position (drained before).
-        stop_requested: this rank was asked to stop.
+        stop_requested: this rank was asked to stop. sample: records operators of a few steps; None: none are recorded.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -69,11 +70,13 @@ class Trainer:
         reporter: Reporter,
         save: Callable[[Position], None],
         stop_requested: Callable[[], bool] = lambda: False,
+        sample: OperatorSample | None = None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._trace = replica.progress.trace
+        self._sample = sample
         self._rate = Rate()
         self.step_times = StepTimes(replica.progress)
         self._stop = False
@@ -131,8 +134,11 @@ class Trainer:
         return self._stop
 
     def _run_step(self, batch: Batch, position: Position) -> None:
-        if batch.global_count < self._loader.sampler.batch:  # an epoch's last one
+        whole = batch.global_count == self._loader.sampler.batch  # not an epoch's last one
+        if not whole:
             self.step_times.leave_out()
+        if self._sample is not None:
+            self._sample.begin_step(whole=whole)
         self._replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
