@@ -50,6 +50,8 @@ class Stage:
             where the rank waits for it, and in addition to what the rank computes where it does not.
         rounds: that follow each other; the program has to look at a collective once for each.
         sharers: ranks whose wire_bytes go through the same card when all groups alike do this at once; 1 within a node.
+        unattended_bytes: of wire_bytes, that move between two polls of the rank; None: all of a round.
+        polls: that each round needs before its first byte moves.
     """
 
     between: bool
@@ -59,6 +61,8 @@ class Stage:
     cpu_seconds: float
     rounds: int
     sharers: float = 1.0
+    unattended_bytes: float | None = None
+    polls: int = 0
 
     @property
     def wire_seconds(self) -> float:
@@ -126,6 +130,7 @@ class _Round:
 
     distance: in ranks, to the one that gets it. count: such rounds. ring: it goes to the rank behind; else two ranks exchange.
     peers: so many messages instead, to the nearest ranks on both sides. at_once: its messages do not wait for each other.
+    sums: what arrives is added up.
     """
 
     n_bytes: float
@@ -134,6 +139,7 @@ class _Round:
     ring: bool = False
     peers: int = 0
     at_once: bool = False
+    sums: bool = False
 
     @property
     def messages(self) -> int:
@@ -161,12 +167,12 @@ class _Round:
 
 def _reduce_scatter(n_bytes: float, ranks: int) -> list[_Round]:
     if n_bytes >= _LONG_BYTES:
-        return [_Round(n_bytes / ranks, peers=ranks - 1)]
+        return [_Round(n_bytes / ranks, peers=ranks - 1, sums=True)]
     power = _power_below(ranks)
-    halving = _halving(n_bytes, power)
+    halving = _halving(n_bytes, power, sums=True)
     if power == ranks:
         return halving
-    return [_Round(n_bytes, 1), *halving, _Round(n_bytes / ranks, 1)]
+    return [_Round(n_bytes, 1, sums=True), *halving, _Round(n_bytes / ranks, 1)]
 
 
 def _allgather(n_bytes: float, ranks: int) -> list[_Round]:
@@ -182,19 +188,21 @@ def _allgather(n_bytes: float, ranks: int) -> list[_Round]:
 def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
     power = _power_below(ranks)
     if n_bytes <= _SHORT_ALLREDUCE_BYTES:
-        middle = [_Round(n_bytes, distance) for distance in _powers(power)]
+        middle = [_Round(n_bytes, distance, sums=True) for distance in _powers(power)]
     else:
         # MPICH's allreduce halves from the nearest rank on, so that most bytes stay near.
-        shares = _halving(n_bytes, power)
-        near = [_Round(share.n_bytes, distance) for share, distance in zip(shares, _powers(power), strict=True)]
-        middle = [*near, *near[::-1]]
-    extra = [_Round(n_bytes, 1)] if power < ranks else []
-    return [*extra, *middle, *extra]
+        shares = [one.n_bytes for one in _halving(n_bytes, power)]
+        near = list(zip(shares, _powers(power), strict=True))
+        middle = [_Round(share, distance, sums=True) for share, distance in near]
+        middle += [_Round(share, distance) for share, distance in reversed(near)]
+    if power == ranks:
+        return middle
+    return [_Round(n_bytes, 1, sums=True), *middle, _Round(n_bytes, 1)]
 
 
-def _halving(n_bytes: float, power: int) -> list[_Round]:
+def _halving(n_bytes: float, power: int, *, sums: bool = False) -> list[_Round]:
     """Half of the buffer to the farthest rank, then a quarter to one half as far, ..."""
-    return [_Round(n_bytes * distance / power, distance) for distance in reversed(_powers(power))]
+    return [_Round(n_bytes * distance / power, distance, sums=sums) for distance in reversed(_powers(power))]
 
 
 def _powers(power: int) -> list[int]:
@@ -222,19 +230,34 @@ def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacemen
 def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> Stage:
     """The stage of rounds, each with its share of messages that leave their node: all of the shares are 0, or none."""
     rounds = [one for one, _ in run]
-    count = sum(one.rounds for one in rounds)
     sent = sum(one.messages * one.n_bytes for one in rounds)
     crossing = sum(one.messages * one.n_bytes * share for one, share in run)
     link = machine.between if crossing else machine.within
     cpu = 2 * (crossing * machine.between.byte_seconds + (sent - crossing) * machine.within.byte_seconds)
-    cpu += link.operation_seconds * posts
+    summed = link.sum_seconds * sum(one.messages * one.n_bytes for one in rounds if one.sums)
     latency, beta = _message_costs(link, rounds)
     _, within_beta = _message_costs(machine.within, rounds)
     sharers = _sharers(machine, placement, crossing / sent if any(one.ring for one in rounds) else 1.0)
     # A ring in which one rank of a node sends to the next node may be held up by the copies of the other ranks.
     if crossing and (sent - crossing) * within_beta <= crossing * sharers * beta:
-        return Stage(True, latency, crossing, beta, cpu, count, sharers)
-    return Stage(False, latency, sent - crossing, within_beta, cpu, count)
+        between, wire = True, crossing
+    else:
+        between, wire, beta, sharers = False, sent - crossing, within_beta, 1.0
+    largest = link.segment(max(one.n_bytes for one in rounds))
+    unattended = None
+    if largest.unattended_bytes is not None:  # messages of a round move side by side
+        unattended = largest.unattended_bytes * max(one.messages / one.rounds for one in rounds) * wire / sent
+    return Stage(
+        between=between,
+        latency_seconds=latency + summed,
+        wire_bytes=wire,
+        beta_seconds_per_byte=beta,
+        cpu_seconds=cpu + summed + link.operation_seconds * posts,
+        rounds=sum(one.rounds for one in rounds),
+        sharers=sharers,
+        unattended_bytes=unattended,
+        polls=largest.polls,
+    )
 
 
 def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:

@@ -29,11 +29,18 @@ class OperatorRate:
 
 @dataclass(frozen=True)
 class LinkSegment:
-    """Messages of `from_bytes` and more: alpha_seconds + n beta_seconds_per_byte each, until the next segment begins."""
+    """Messages of `from_bytes` and more: alpha_seconds + n beta_seconds_per_byte each, until the next segment begins.
+
+    Attributes:
+        unattended_bytes: of such a message, that move between two polls; None: all of them. polls: that it needs before its
+            first byte moves, as in a handshake.
+    """
 
     from_bytes: int
     alpha_seconds: float
     beta_seconds_per_byte: float
+    unattended_bytes: int | None = None
+    polls: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,15 @@ class Link:
         segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
         operation_seconds: of a core, to post one operation and to see it complete.
         byte_seconds: of a core, per byte that a rank sends or receives; 0 where a card moves them.
-        unattended_bytes: that an operation moves between two polls; None: all of them (the transport needs
-            no help).
+        sum_seconds: of a core, per byte that a reduction adds up, beside that.
+        burst_bytes: that pass at once after a pause, before the link's rate holds; they come back at that rate.
     """
 
     segments: tuple[LinkSegment, ...]
     operation_seconds: float = 0.0
     byte_seconds: float = 0.0
-    unattended_bytes: int | None = None
+    sum_seconds: float = 0.0
+    burst_bytes: int = 0
 
     def segment(self, n_bytes: float) -> LinkSegment:
         """The segment of messages of so many bytes."""

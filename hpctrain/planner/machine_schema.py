@@ -15,6 +15,10 @@ class SegmentFields(Section):
     from_bytes: Integer = Field(ge=0, description="Least size of such messages, in bytes.")
     alpha_seconds: Number = Field(ge=0, description="Time of a message beside its bytes, in seconds.")
     beta_seconds_per_byte: Number = Field(ge=0, description="Time of a byte, in seconds.")
+    unattended_bytes: Integer | None = Field(
+        default=None, ge=0, description="Number of bytes of such a message that move between two polls; null for all of them."
+    )
+    polls: Integer = Field(default=0, ge=0, description="Number of polls that such a message needs before its first byte moves.")
 
 
 class LinkFields(Section):
@@ -25,9 +29,8 @@ class LinkFields(Section):
     )
     operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and to see it complete, in seconds.")
     byte_seconds: Number = Field(ge=0, description="Time of a core for a byte that is sent or received, in seconds.")
-    unattended_bytes: Integer | None = Field(
-        ge=0, description="Number of bytes that an operation moves between two polls; null where it needs none."
-    )
+    sum_seconds: Number = Field(ge=0, description="Time of a core for a byte that a reduction adds up, in seconds.")
+    burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass at once after a pause.")
 
     @field_validator("segments")
     @classmethod
@@ -41,8 +44,8 @@ class LinkFields(Section):
 
     def link(self) -> Link:
         """The same as planners use it."""
-        segments = tuple(LinkSegment(one.from_bytes, one.alpha_seconds, one.beta_seconds_per_byte) for one in self.segments)
-        return Link(segments, self.operation_seconds, self.byte_seconds, self.unattended_bytes)
+        segments = tuple(LinkSegment(**dict(one)) for one in self.segments)
+        return Link(segments, self.operation_seconds, self.byte_seconds, self.sum_seconds, self.burst_bytes)
 
 
 class RateFields(Section):

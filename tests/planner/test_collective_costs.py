@@ -204,3 +204,28 @@ def test_more_bytes_never_cost_less(kind: Kind, placement: GroupPlacement) -> No
     large = [unhindered_seconds(stages(host, kind, n_bytes, placement)) for n_bytes in (LONG, 2 * LONG, 64 * LONG)]
     assert large == sorted(large)
     assert large[0] > 0
+
+
+def test_what_a_reduction_adds_up_takes_the_core_and_delays_it() -> None:
+    link = Link((LinkSegment(0, ALPHA, BETA),), sum_seconds=1e-9)
+    placement = GroupPlacement(4, 4, 1)
+    plain, summing = (stages(machine(between=one), OperationKind.REDUCE_SCATTER, LONG, placement) for one in (None, link))
+    added = 1e-9 * LONG * 3 / 4
+    assert unhindered_seconds(summing) == pytest.approx(unhindered_seconds(plain) + added)
+    assert summing[0].cpu_seconds == pytest.approx(added)
+    assert stages(machine(between=link), OperationKind.ALLGATHER, LONG, placement) == stages(
+        machine(), OperationKind.ALLGATHER, LONG, placement
+    )
+    (both,) = stages(machine(between=link), OperationKind.ALLREDUCE, LONG, placement)
+    assert both.cpu_seconds == pytest.approx(added)
+
+
+def test_the_largest_message_says_how_much_moves_between_polls() -> None:
+    link = Link((LinkSegment(0, ALPHA, BETA), LinkSegment(1000, ALPHA, BETA, unattended_bytes=500, polls=2)))
+    host = machine(between=link)
+    (short,) = stages(host, OperationKind.ALLGATHER, 1998, GroupPlacement(2, 2, 1))
+    assert (short.unattended_bytes, short.polls) == (None, 0)
+    (long,) = stages(host, OperationKind.ALLGATHER, 2000, GroupPlacement(2, 2, 1))
+    assert (long.unattended_bytes, long.polls) == (500, 2)
+    (several,) = stages(host, "exchange", 3000, GroupPlacement(4, 4, 1), peers=3)
+    assert several.unattended_bytes == 1500

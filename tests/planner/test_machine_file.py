@@ -53,8 +53,11 @@ SOURCES = st.sampled_from(["measured", "not measured; guessed", "a: b # c", "yes
 @st.composite
 def links(draw: st.DrawFn) -> Link:
     begins = sorted(draw(st.sets(st.integers(1, 2**30), max_size=3)))
-    segments = tuple(LinkSegment(begin, draw(SECONDS), draw(SECONDS)) for begin in (0, *begins))
-    return Link(segments, draw(SECONDS), draw(SECONDS), draw(st.none() | st.integers(0, 2**40)))
+    unattended = st.none() | st.integers(0, 2**40)
+    segments = tuple(
+        LinkSegment(begin, draw(SECONDS), draw(SECONDS), draw(unattended), draw(st.integers(0, 9))) for begin in (0, *begins)
+    )
+    return Link(segments, draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(st.integers(0, 2**30)))
 
 
 @st.composite
