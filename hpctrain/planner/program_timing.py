@@ -162,13 +162,17 @@ def _parameter_bytes(job: Job) -> int:
     return sum(int(np.prod(spec.shape)) for spec in job.specs.values()) * np.dtype(np.float32).itemsize
 
 
-def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The model and the instruction sets that kernels are chosen by."""
+def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """The processor's name, as machine files give it as the source of what was measured."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            model = next(models, platform.machine())
+            return next(models, platform.machine())
     except OSError:
-        model = platform.machine()
+        return platform.machine()
+
+
+def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """The model and the instruction sets that kernels are chosen by."""
     known = processor_flags(cpuinfo)
-    return " ".join([model, *(flag for flag in _INSTRUCTION_SETS if flag in known)])
+    return " ".join([processor_model(cpuinfo), *(flag for flag in _INSTRUCTION_SETS if flag in known)])
