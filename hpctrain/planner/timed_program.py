@@ -97,7 +97,10 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(dtype)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        self._context = StepContext(sample_ids=np.arange(max(shape[0], samples)), global_count=max(1, samples))
+        # Operators that draw numbers by sample read the ids of the split group's samples, of which theirs may be any.
+        first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
+        ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
+        self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
         self._marks: list[float] = []
 
     @property

@@ -58,6 +58,21 @@ def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
     np.testing.assert_array_equal(before, timed._group.data)
 
 
+@pytest.mark.parametrize("use", Parallelism, ids=str)
+def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism) -> None:
+    network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
+    partitioned = partition_graph(network.graph(4), ParallelPlan(2, 1, default=use), (2, 2))
+    timed = TimedProgram(
+        partitioned.local(1, StandInGroup(1, 2)),
+        network.kernels,
+        network.parameter_specs,
+        shards=partitioned.shards_of(1),
+        mergers=stand_in_mergers(2, 1),
+    )
+    timed.measure(1)
+    assert np.isfinite(timed._group.grad).all()
+
+
 def test_others_are_waited_for_before_every_step() -> None:
     calls = []
     _timed(None).measure(3, lambda: calls.append(1), wholes=True)
