@@ -9,7 +9,8 @@ from hpctrain.config.schema import Config
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, Place
 from hpctrain.data.sampler import Sampler
-from hpctrain.experiment.dry_run import PlannedRun, prepare
+from hpctrain.experiment.dry_run import prepare
+from hpctrain.experiment.planned_run import PlannedRun
 
 
 def configuration(point: Point, *, trace: bool = False) -> Config:

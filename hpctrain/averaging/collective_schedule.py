@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from hpctrain.averaging.slices import Slice, layer_slices
@@ -141,6 +142,30 @@ class CollectiveSchedule:
             elements[operation.kind] += others
         return elements
 
+    def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """Elements that each rank exchanges with others in a step, of all kinds; norms left out.
+
+        The same as the sums of `exchanged`, in a time that grows as the operations and the ranks do, one beside the other.
+
+        Args:
+            samples: of the step, by rank.
+        """
+        of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
+        for operation in self.operations:
+            if operation.kind is OperationKind.NORMS:
+                continue
+            piece = self.slices[operation.slice]
+            if operation.kind is OperationKind.INPUTS:  # of each sample, the columns that others own
+                for k in layer_slices(self.slices, operation.slice):
+                    of_sample.add_not_owned(self.slices[k].units, 1)
+            elif operation.kind is OperationKind.ERRORS:
+                of_rank.of_all += sum(samples) * piece.unit
+                of_sample.of_all -= piece.unit
+            else:
+                of_rank.add_not_owned(piece.units, piece.unit * (2 if operation.kind is OperationKind.ALLREDUCE else 1))
+        per_sample = of_sample.by_rank()
+        return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
+
     def table(self) -> str:
         """For people: position, stream, operation, slice, elements, priority."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
@@ -159,6 +184,26 @@ class CollectiveSchedule:
         )
         head = f"{self.request}: {self.ranks} ranks, {len(self.slices)} slices, window {self.window}, {self.digest()[:16]}"
         return "\n".join([head, *aligned])
+
+
+class _Elements:
+    """A sum of elements by rank. of_all: what each rank has; ranks below a limit have less by what lies at and above it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.of_all = 0
+        self._less = [0] * (ranks + 1)
+
+    def add_not_owned(self, units: int, weight: int) -> None:
+        """`weight` times the units that a rank does not own; the first ranks may own one more."""
+        least, longer = divmod(units, len(self._less) - 1)
+        self.of_all += weight * (units - least)
+        self._less[longer] += weight
+
+    def by_rank(self) -> list[int]:
+        # What lies at limits above a rank: all of it, less what lies at or below.
+        below = accumulate(self._less[:-1])
+        total = sum(self._less)
+        return [self.of_all - (total - passed) for passed in below]
 
 
 def _slice(stored: Mapping[str, Any]) -> Slice:

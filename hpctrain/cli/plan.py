@@ -14,7 +14,7 @@ from hpctrain.cli.loading import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
-    from hpctrain.experiment.dry_run import PlannedRun
+    from hpctrain.experiment.planned_run import PlannedRun
 
 
 class _Seconds(click.FloatRange):

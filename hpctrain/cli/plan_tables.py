@@ -14,10 +14,12 @@ from rich.table import Table
 
 from hpctrain.boxes import Box, Interval
 from hpctrain.comm.link import LinkModel
-from hpctrain.experiment.dry_run import GroupSchedule, PlannedRun, averaging_bytes, micro_counts
+from hpctrain.experiment.dry_run import averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
+from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
+from hpctrain.planner.group_schedules import GroupSchedule
 
 _COLUMNS = 100  # where there is no terminal; more where the layers need more
 _WIDEST = 1000

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.slices import Slice
-from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.backend import dtypes
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.cuda.choose import NodePlace
-from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.grid import check_grid, coordinates
@@ -24,73 +20,16 @@ from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError
-from hpctrain.experiment import grid
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment import grid, planned_job
 from hpctrain.experiment.model import model_options
+from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.models import catalogue
-from hpctrain.nn.distribution import Shard
-from hpctrain.nn.network import ALL, MODEL, declared, local_spec
-from hpctrain.nn.parameter import GroupLayout, ParameterSpec
-from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import PlanReport
 from hpctrain.parallel.plan_reporter import report_plan
-
-Image = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
-
-    assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
-    """
-
-    config: Config
-    plan: ParallelPlan
-    image_shape: Image
-    counts: tuple[int, ...]
-    graph_of: Callable[[int], Graph]
-    specs: Mapping[str, ParameterSpec]
-    kernels: KernelSet
-    assumption: str = ""
-
-
-@dataclass(frozen=True)
-class GroupSchedule:
-    """The operations that the averager of one parameter group posts. split_ranks: the ranks of a split group that post them.
-    schedule: None for a strategy that has none: one allreduce of all gradients after backward.
-
-    samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
-    exchanged: elements that each rank of the group exchanges in a step.
-    """
-
-    group: str
-    split_ranks: tuple[int, ...]
-    ranks: int
-    elements: int
-    samples: tuple[int, ...]
-    schedule: CollectiveSchedule | None
-    order: tuple[int, ...] | None = None
-
-    @property
-    def exchanged(self) -> tuple[int, ...]:
-        if self.schedule is None:
-            shares = counts_over(self.elements, self.ranks)
-            return tuple(2 * (self.elements - share) for share in shares)
-        order = self.order or tuple(range(self.ranks))
-        samples = [self.samples[rank] for rank in order]
-        return self._by_rank([sum(self.schedule.exchanged(place, samples).values()) for place in range(self.ranks)])
-
-    def owned(self, piece: Slice) -> tuple[int, ...]:
-        """Elements of a slice that each rank of the group owns."""
-        return self._by_rank(piece.counts(self.ranks))
-
-    def _by_rank(self, by_place: Sequence[int]) -> tuple[int, ...]:
-        """Numbers that the schedule counts in `order`, in the ranks' own order."""
-        numbers = dict(zip(self.order or range(self.ranks), by_place, strict=True))
-        return tuple(numbers[rank] for rank in range(self.ranks))
+from hpctrain.planner import group_schedules as schedules
+from hpctrain.planner.group_schedules import GroupSchedule
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
@@ -192,65 +131,13 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
     Raises:
         ConfigError: an averager that a run would refuse.
     """
-    partitioned = partition_graph(task.graph_of(1), task.plan, (1, *(0,) * (task.plan.rows - 1)))
-    ranks_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all ranks of a split group that post them
-    for rank in range(task.plan.rows):
-        for schedule in _schedules_of(task, _layouts(task, partitioned.shards_of(rank)), rank, link, ranks_per_node):
-            ranks_of.setdefault(schedule, []).append(rank)
-    schedules = (replace(schedule, split_ranks=tuple(ranks)) for schedule, ranks in ranks_of.items())
-    return tuple(sorted(schedules, key=lambda schedule: schedule.group))
+    return schedules.group_schedules(planned_job.job(task), planned_job.candidate(task), link, ranks_per_node)
 
 
-def _schedules_of(
-    task: PlannedRun, layouts: Mapping[str, GroupLayout], split_rank: int, link: LinkModel, ranks_per_node: int | None
-) -> list[GroupSchedule]:
-    config, plan = task.config, task.plan
-    node_of = {(r, c): node for r, c, node in rank_map(plan, ranks_per_node)}
-    needs_norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
-    schedules = []
-    for name, layout in layouts.items():
-        places = sorted(node_of, key=lambda place: place[::-1]) if name == ALL else [(split_rank, c) for c in range(plan.cols)]
-        group = PlannedGroup(
-            layout,
-            len(places),
-            [node_of[place] for place in places],
-            config.batch,
-            config.micro_batches,
-            needs_norms=needs_norms,
-            several_groups=MODEL in layouts,
-        )
-        strategy = make_strategy(config.averager.name, config.averager.options, group)
-        samples = task.counts if name == ALL else _by_split_group(task.counts, plan.rows)
-        order = None if strategy.levels is None else strategy.levels.order
-        schedules.append(GroupSchedule(name, (), len(places), layout.size, samples, strategy.plan(link), order))
-    return schedules
-
-
-def _layouts(task: PlannedRun, shards: Mapping[str, Shard]) -> dict[str, GroupLayout]:
-    """The parameter groups of a rank that has these parts of split parameters."""
-    members: dict[str, dict[str, ParameterSpec]] = {}
-    for name, spec in task.specs.items():
-        shard = shards.get(name)
-        members.setdefault(ALL if shard is None else MODEL, {})[name] = local_spec(spec, shard)
-    orders = {name: order for order, name in enumerate(task.specs)}
-    return {name: GroupLayout(inside, task.config.dtype, orders=orders) for name, inside in members.items()}
-
-
-def _by_split_group(counts: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(sum(counts[first : first + size]) for first in range(0, len(counts), size))
-
-
-def averaging_bytes(task: PlannedRun, schedules: Sequence[GroupSchedule]) -> tuple[int, ...]:
+def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:
     """Bytes that each position exchanges in a step to average gradients, norms left out."""
-    item_bytes = np.dtype(task.config.dtype).itemsize
-    size = task.plan.rows
-    total = [0] * len(task.counts)
-    for schedule in schedules:
-        for position in range(len(total)):
-            split_rank, data_rank = position % size, position // size
-            if split_rank in schedule.split_ranks:
-                total[position] += item_bytes * schedule.exchanged[position if schedule.group == ALL else data_rank]
-    return tuple(total)
+    item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
+    return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)
 
 
 def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.experiment.dry_run import PlannedRun
+from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_costs import MeasuredCosts

@@ -11,10 +11,8 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import BatchNormSpec, Shape
 from hpctrain.boxes import Interval, intersect, shape_of, size_of, whole
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout, LayoutKind
+from hpctrain.parallel.local_graph import LocalGraph, local_graphs, training_plan
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph
 from hpctrain.parallel.plan_report import (
@@ -28,7 +26,6 @@ from hpctrain.parallel.plan_report import (
     add_words,
     nothing,
 )
-from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.parallel.transfer import moved, moved_back
 
 
@@ -84,7 +81,10 @@ class _GroupReporter:
         self._readers = _readers(self._partitioned)
         self.shards = self._partitioned.shards()
         self.entries = dict(self._entries())
-        self.memory = tuple(self._memory(rank, kernels) for rank in range(self.ranks)) if kernels is not None else ()
+        self.memory: tuple[MemoryReport, ...] = ()
+        if kernels is not None:
+            graphs = local_graphs(self._partitioned, range(self.ranks))
+            self.memory = tuple(self._memory(rank, graph, kernels) for rank, graph in enumerate(graphs))
 
     def _entries(self) -> Iterator[tuple[_Key, _Entry]]:
         halos: dict[str, list[PartitionStep]] = {}
@@ -175,26 +175,19 @@ class _GroupReporter:
     def _held(self, node: Node, rank: int) -> int:
         return sum(held(self._parameters[name], self.shards.get(name), rank) for name in node.parameters.values())
 
-    def _memory(self, rank: int, kernels: KernelSet) -> MemoryReport:
-        graph = self._partitioned.local(rank, _unused_group())
-        item = graph.tensors[0].item_bytes
-        arena = compile_graph(graph, kernels, training=True).arena_bytes
+    def _memory(self, rank: int, local: LocalGraph, kernels: KernelSet) -> MemoryReport:
+        item = local.graph.tensors[0].item_bytes
+        arena = training_plan(local, kernels).arena_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
-        of_parameters = dtypes.item_bytes(dtypes.parameter_dtype(graph.tensors[0].dtype))
-        return MemoryReport(arena, self._messages(rank) * item, parameters * of_parameters)
+        of_parameters = dtypes.item_bytes(dtypes.parameter_dtype(local.graph.tensors[0].dtype))
+        return MemoryReport(arena, message_words(local) * item, parameters * of_parameters)
 
-    def _messages(self, rank: int) -> int:
-        """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""
-        shared, separate = 0, 0
-        for step in self._partitioned.steps:
-            if step.move is None:
-                continue
-            size = moved(*step.move)[rank] + moved_back(*step.move)[rank]
-            if step.early:
-                separate += size
-            else:
-                shared = max(shared, size)
-        return shared + separate
+
+def message_words(local: LocalGraph) -> int:
+    """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""
+    shared = [words.sent + words.received for words in local.moves.values() if not words.early]
+    separate = [words.sent + words.received for words in local.moves.values() if words.early]
+    return max(shared, default=0) + sum(separate)
 
 
 def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
@@ -303,11 +296,6 @@ def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
     """Elements of `wanted` inside of 0 .. size that are not in `owned`."""
     start, stop = max(0, wanted[0]), min(size, wanted[1])
     return max(0, stop - start) - max(0, min(stop, owned[1]) - max(start, owned[0]))
-
-
-def _unused_group() -> SplitGroup:
-    """A group for graphs that are planned and never run."""
-    return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
 
 
 def _chain(of_groups: Iterator[Words]) -> Words:

@@ -6,14 +6,16 @@ move sends every element's gradient back to its owner, where the parts are added
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from hpctrain.boxes import intersect, relative, shape_of, size_of
+from hpctrain.boxes import Box, intersect, relative, shape_of, size_of, whole
 from hpctrain.comm.progress import Ticket
-from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.split_group import SplitGroup
 
 Slices = tuple[slice, ...]
@@ -83,20 +85,55 @@ def _append(pieces: list[Piece], peer: int, box: tuple[tuple[int, int], ...] | N
 
 
 def moved(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Elements that each rank hands to the communicator in one move; its adjoint hands over what the move received."""
-    ranks = range(len(source.boxes))
-    return tuple(sum(_shared(source, target, rank, peer) for peer in ranks if peer != rank) for rank in ranks)
+    """Elements that each rank hands to the communicator in one move; its adjoint hands over what the move received.
+
+    In a time that grows as the ranks do, beside the neighbours that share something.
+    """
+    if target.is_partition:  # every element has one reader
+        return tuple(size_of(owned) - kept for owned, kept in zip(source.boxes, _kept(source, target), strict=True))
+    box = target.boxes[0]
+    if all(other == box for other in target.boxes):
+        others = len(target.boxes) - 1
+        return tuple(others * _common_size(owned, box) for owned in source.boxes)
+    sent = [0] * len(source.boxes)
+    owners_of = _Owners(source)
+    for reader, wanted in enumerate(target.boxes):
+        for owner in owners_of(wanted):
+            if owner != reader:
+                sent[owner] += _common_size(source.boxes[owner], wanted)
+    return tuple(sent)
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
     """Elements that each rank hands over in the adjoint: those that it received in the move."""
-    ranks = range(len(source.boxes))
-    return tuple(sum(_shared(source, target, peer, rank) for peer in ranks if peer != rank) for rank in ranks)
+    tensor = whole(source.shape)  # what lies beyond has no owner
+    return tuple(_common_size(wanted, tensor) - kept for wanted, kept in zip(target.boxes, _kept(source, target), strict=True))
 
 
-def _shared(source: Layout, target: Layout, owner: int, reader: int) -> int:
-    box = intersect(source.boxes[owner], target.boxes[reader])
+def _kept(source: Layout, target: Layout) -> list[int]:
+    """Elements that each rank has in both. `source` is a partition."""
+    assert source.is_partition
+    return [_common_size(owned, wanted) for owned, wanted in zip(source.boxes, target.boxes, strict=True)]
+
+
+def _common_size(a: Box, b: Box) -> int:
+    box = intersect(a, b)
     return 0 if box is None else size_of(box)
+
+
+class _Owners:
+    """The ranks that may own some element of a box, of a partition that is split along `_DIMS[kind]` in rank order."""
+
+    _DIMS: ClassVar[Mapping[LayoutKind, int]] = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}
+
+    def __init__(self, partition: Layout) -> None:
+        self._dim = self._DIMS[partition.kind]
+        self._starts = [box[self._dim][0] for box in partition.boxes]
+        self._stops = [box[self._dim][1] for box in partition.boxes]
+
+    def __call__(self, box: Box) -> range:
+        start, stop = box[self._dim]
+        return range(bisect_right(self._stops, start), bisect_left(self._starts, stop))
 
 
 class TransferRunner:

@@ -14,7 +14,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A training whose grid, plan and averager may still be open.
 
     Attributes:
@@ -36,9 +36,12 @@ class Job:
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
 
 
+Job = PlannedJob  # beside a candidate; the one of the public interface, which runs, is another
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a job on plan.rows x plan.cols ranks."""
+    """A way to run a job, on the ranks of the grid of its plan."""
 
     plan: ParallelPlan
     averager: str = "sharded"

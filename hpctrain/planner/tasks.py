@@ -16,7 +16,7 @@ from hpctrain.trace.tracer import Category
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of the program that nothing interrupts. row, category: as traces name it. A poll follows where `polls`."""
+    """Work of the program that nothing interrupts, under its name and category in traces. A poll follows where `polls`."""
 
     row: str
     category: Category
@@ -26,7 +26,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Happens:
-    """An event that operations of a group's schedule come after; a poll follows."""
+    """An event that operations of a group's schedule come after; a poll follows, unless it is a LAST_READ."""
 
     group: str
     event: LocalEventKey
@@ -110,7 +110,8 @@ class RankClass:
     """Ranks whose steps are alike. ranks: how many. split_rank: r of the first of them. samples: of a rank.
 
     tasks: of one step. update_seconds: by group, seconds to update one element that is owned.
-    memory_bytes: the most that a rank of the class holds.
+    product_seconds: by weight of a layer that exchanges inputs and errors, seconds to make one element of its gradient that is
+    owned, before the update. memory_bytes: the most that a rank of the class holds.
     """
 
     name: str
@@ -119,6 +120,7 @@ class RankClass:
     samples: int
     tasks: tuple[Task, ...]
     update_seconds: Mapping[str, float] = field(default_factory=dict)
+    product_seconds: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: int = 0
 
 

@@ -20,6 +20,10 @@ _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
+#: name of what averager and progress engine do between operators
+HOOKS = "posting and progress"
+
+
 class Category(IntEnum):
     """The kind of an event. COMMUNICATION runs beside the program; all others are the program's own time and nest."""
 

@@ -16,10 +16,10 @@ from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
-from hpctrain.trace.tracer import Category, Tracer
+from hpctrain.trace.tracer import HOOKS, Category, Tracer
 from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.step_reduction import StepReduction
-from hpctrain.train.tracing import HOOKS, TracingHooks
+from hpctrain.train.tracing import TracingHooks
 
 
 class AveragingHooks(StepHooks):

@@ -12,15 +12,13 @@ from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms, Optimizer
-from hpctrain.trace.tracer import Category, Tracer
+from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 _PHASES: Mapping[str, Category] = {
     "forward": Category.FORWARD,
     "parameters": Category.PARAMETERS,
     "input": Category.INPUT,
 }
-#: name of what averager and progress engine do between operators
-HOOKS = "posting and progress"
 
 
 class TracingHooks(StepHooks):

@@ -10,7 +10,8 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.dry_run import PlannedRun, averaging_bytes, group_schedules, prepare
+from hpctrain.experiment.dry_run import averaging_bytes, group_schedules, prepare
+from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups

@@ -46,7 +46,7 @@ class CudnnQueue:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BuiltPlan:
     """One plan of a graph. index: its place in cuDNN's list. name: its engine and knobs."""
 
     index: int
@@ -62,7 +62,7 @@ class ConvolutionPlan:
         timed: the choice was made by times, here or elsewhere. seconds: by name, of the candidates that were timed here.
     """
 
-    def __init__(self, key: ConvolutionKey, graph: Graph, candidates: Sequence[Candidate], queue: CudnnQueue) -> None:
+    def __init__(self, key: ConvolutionKey, graph: Graph, candidates: Sequence[BuiltPlan], queue: CudnnQueue) -> None:
         self.key, self.names = key, tuple(candidate.name for candidate in candidates)
         self.workspace_bytes = max(candidate.workspace_bytes for candidate in candidates)
         self.timed = False
@@ -201,9 +201,9 @@ class CudnnPlans:
         graph.deselect_workspace_greater_than(self._limit)
         graph.check_support()
 
-    def _build(self, graph: Graph, wanted: str | None) -> list[Candidate]:
+    def _build(self, graph: Graph, wanted: str | None) -> list[BuiltPlan]:
         """The first plans that can be built; of the one wanted, where one is."""
-        built: dict[str, Candidate] = {}
+        built: dict[str, BuiltPlan] = {}
         for index in range(graph.get_execution_plan_count()):
             name = graph.get_plan_name_at_index(index)
             if name in built or (wanted is not None and name != wanted):
@@ -212,7 +212,7 @@ class CudnnPlans:
                 graph.build_plan_at_index(index)
             except self._cudnn.cudnnGraphNotSupportedError:  # left out, or not for this device
                 continue
-            built[name] = Candidate(index, name, graph.get_workspace_size_plan_at_index(index))
+            built[name] = BuiltPlan(index, name, graph.get_workspace_size_plan_at_index(index))
             if len(built) == (self._candidates if wanted is None else 1):
                 break
         return list(built.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,14 @@ class Block:
         """In how many time slots it is live."""
         return sum(last - first + 1 for first, last in self.spans)
 
+    @property
+    def live(self) -> int:
+        """Its time slots as the bits of a number: two blocks meet in the bits that both have."""
+        return sum(((1 << (last - first + 1)) - 1) << first for first, last in self.spans)
+
     def meets(self, other: Block) -> bool:
         """True where some time slot belongs to both."""
-        return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
+        return bool(self.live & other.live)
 
 
 def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
@@ -63,24 +69,24 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
 
 def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]], alignment_bytes: int) -> tuple[list[int], int]:
     offsets = [0] * len(blocks)
-    placed: list[tuple[int, int, Block]] = []  # (offset, end, block), by offset
+    placed: list[tuple[int, int, int]] = []  # (offset, end, its time slots), by offset, then in order
     arena = 0
     for index in sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)):
         block = blocks[index]
         size = aligned(block.size_bytes, alignment_bytes)
-        offset = _best_gap(placed, block, size)
+        live = block.live
+        offset = _best_gap(placed, live, size)
         offsets[index] = offset
-        placed.append((offset, offset + size, block))
-        placed.sort(key=lambda entry: entry[0])
+        insort(placed, (offset, offset + size, live), key=lambda entry: entry[0])
         arena = max(arena, offset + size)
     return offsets, arena
 
 
-def _best_gap(placed: Sequence[tuple[int, int, Block]], block: Block, size: int) -> int:
+def _best_gap(placed: Sequence[tuple[int, int, int]], live: int, size: int) -> int:
     best_offset, best_room = -1, 0
     cursor = 0
     for offset, end, other in placed:
-        if not block.meets(other):
+        if not live & other:
             continue
         room = offset - cursor
         if room >= size and (best_offset < 0 or room < best_room):

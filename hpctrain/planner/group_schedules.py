@@ -1,0 +1,208 @@
+"""The averaging of a job's gradients as data: by parameter group, the strategy, the ranks and the schedule of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.boxes import Interval
+from hpctrain.comm.link import LinkModel
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.nn.distribution import Shard
+from hpctrain.nn.network import ALL, MODEL, local_spec
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.planner.job import Candidate, Job
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """The operations that the averager of one parameter group posts. split_ranks: the ranks of a split group that post them.
+    schedule: None for a strategy that has none: one allreduce of all gradients after backward.
+
+    samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
+    exchanged: elements that each rank of the group exchanges in a step.
+    """
+
+    group: str
+    split_ranks: tuple[int, ...]
+    ranks: int
+    elements: int
+    samples: tuple[int, ...]
+    schedule: CollectiveSchedule | None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def exchanged(self) -> tuple[int, ...]:
+        return exchanged(self.schedule, self.elements, self.samples, self.order)
+
+    def owned(self, piece: Slice) -> tuple[int, ...]:
+        """Elements of a slice that each rank of the group owns."""
+        return _by_rank(piece.counts(self.ranks), self.order)
+
+
+@dataclass(frozen=True)
+class GroupStrategy:
+    """The strategy of a parameter group on the ranks that hold it alike. samples: of the step, by rank of the group."""
+
+    group: str
+    split_ranks: tuple[int, ...]
+    strategy: Strategy
+    samples: tuple[int, ...]
+
+    @property
+    def planned(self) -> PlannedGroup:
+        return self.strategy.group
+
+    def schedule(self, link: LinkModel) -> GroupSchedule:
+        """The schedule of the first steps over a link."""
+        levels, planned = self.strategy.levels, self.planned
+        order = None if levels is None else levels.order
+        schedule = self.strategy.plan(link)
+        return GroupSchedule(self.group, self.split_ranks, planned.ranks, planned.layout.size, self.samples, schedule, order)
+
+
+def exchanged(
+    schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
+    if schedule is None:
+        return tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
+    in_order = samples if order is None else [samples[rank] for rank in order]
+    return _by_rank(schedule.exchanged_by_rank(in_order), order)
+
+
+def group_schedules(
+    job: Job, candidate: Candidate, link: LinkModel, ranks_per_node: int | None = None
+) -> tuple[GroupSchedule, ...]:
+    """The schedule of each averager's first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+
+    Raises:
+        ConfigError: an averager that a run would refuse.
+    """
+    ranks_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all ranks of a split group that post them
+    for of_group in group_strategies(job, candidate, ranks_per_node):
+        schedule = replace(of_group.schedule(link), split_ranks=())
+        ranks_of.setdefault(schedule, []).extend(of_group.split_ranks)
+    schedules = (replace(schedule, split_ranks=tuple(sorted(ranks))) for schedule, ranks in ranks_of.items())
+    return tuple(sorted(schedules, key=lambda schedule: (schedule.group, schedule.split_ranks)))
+
+
+def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None = None) -> tuple[GroupStrategy, ...]:
+    """The strategies of all parameter groups; ranks of a split group that hold alike parameters on alike nodes have the same one.
+
+    Raises:
+        ConfigError: an averager that a run would refuse.
+    """
+    plan, counts = candidate.plan, counts_over(job.batch, candidate.ranks, candidate.plan.rows)
+    strategies: list[GroupStrategy] = []
+    for kind in _kinds(job, candidate.plan):
+        several_groups = any(interval is not None for interval in kind.intervals)
+        for name, layout in kind.layouts(job).items():
+            if name == ALL and strategies and strategies[0].group == ALL:
+                continue  # of what is not split all ranks hold the same
+            for split_ranks, nodes in _places(name, plan, kind.split_ranks, ranks_per_node):
+                group = PlannedGroup(
+                    layout,
+                    len(nodes),
+                    nodes,
+                    job.batch,
+                    candidate.micro_batches,
+                    needs_norms=job.needs_norms,
+                    several_groups=several_groups,
+                )
+                samples = counts if name == ALL else _by_split_group(counts, plan.rows)
+                strategy = job.strategy(candidate.averager, candidate.options, group)
+                strategies.append(GroupStrategy(name, split_ranks, strategy, samples))
+    return tuple(strategies)
+
+
+def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: int, item_bytes: int) -> tuple[int, ...]:
+    """Bytes that each position exchanges in a step to average gradients, norms left out. split_size: Pr."""
+    total = np.zeros((ranks // split_size, split_size), np.int64)  # (c, r)
+    for schedule in schedules:
+        elements = np.array(schedule.exchanged, np.int64)
+        if schedule.group == ALL:
+            total += elements.reshape(total.shape)
+        else:
+            total[:, list(schedule.split_ranks)] += elements[:, None]
+    return tuple((item_bytes * total).reshape(-1).tolist())
+
+
+def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
+    """A partitioned graph that tells the parts of split parameters; None where nothing can be split."""
+    if plan.rows == 1:
+        return None
+    # Shards depend on the plan and the layers alone, so any samples will do.
+    return partition_graph(job.graph_of(1), plan, (1, *(0,) * (plan.rows - 1)))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Ranks of a split group whose parts of split parameters have the same sizes. intervals: by parameter, one such part."""
+
+    split_ranks: tuple[int, ...]
+    shards: Mapping[str, Shard]
+    intervals: tuple[Interval | None, ...]
+
+    def layouts(self, job: Job) -> dict[str, GroupLayout]:
+        """The parameter groups of such a rank."""
+        members: dict[str, dict[str, ParameterSpec]] = {}
+        for name, spec in job.specs.items():
+            shard = self.shards.get(name)
+            members.setdefault(ALL if shard is None else MODEL, {})[name] = local_spec(spec, shard)
+        orders = {name: order for order, name in enumerate(job.specs)}
+        dtype = parameter_dtype(job.dtype)
+        return {name: GroupLayout(inside, dtype, orders=orders) for name, inside in members.items()}
+
+
+def _kinds(job: Job, plan: ParallelPlan) -> list[_Kind]:
+    partitioned = parameter_shards(job, plan)
+    intervals = {} if partitioned is None else partitioned.shards()
+    split = [intervals.get(name) for name in job.specs]
+    ranks_of: dict[tuple[int | None, ...], list[int]] = {}
+    for rank in range(plan.rows):
+        sizes = tuple(None if of_ranks is None else of_ranks[rank][1] - of_ranks[rank][0] for of_ranks in split)
+        ranks_of.setdefault(sizes, []).append(rank)
+    kinds = []
+    for ranks in ranks_of.values():
+        parts = tuple(None if of_ranks is None else of_ranks[ranks[0]] for of_ranks in split)
+        shards = {} if partitioned is None else partitioned.shards_of(ranks[0])
+        kinds.append(_Kind(tuple(ranks), shards, parts))
+    return kinds
+
+
+def _places(
+    group: str, plan: ParallelPlan, split_ranks: Sequence[int], ranks_per_node: int | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(split ranks, the node of each rank of their group): nodes hold consecutive ranks, and are counted as they come."""
+    per_node = ranks_per_node or plan.rows * plan.cols
+    if group == ALL:
+        yield tuple(range(plan.rows)), tuple(position // per_node for position in range(plan.rows * plan.cols))
+        return
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for split_rank in split_ranks:
+        numbers: dict[int, int] = {}
+        nodes = ((column * plan.rows + split_rank) // per_node for column in range(plan.cols))
+        alike.setdefault(tuple(numbers.setdefault(node, len(numbers)) for node in nodes), []).append(split_rank)
+    for nodes_of_group, ranks in alike.items():
+        yield tuple(ranks), nodes_of_group
+
+
+def _by_split_group(counts: Sequence[int], size: int) -> tuple[int, ...]:
+    return tuple(sum(counts[first : first + size]) for first in range(0, len(counts), size))
+
+
+def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
+    """Numbers that a schedule counts in `order`, in the ranks' own order."""
+    if order is None:
+        return tuple(by_place)
+    numbers = dict(zip(order, by_place, strict=True))
+    return tuple(numbers[rank] for rank in range(len(order)))

@@ -1,0 +1,251 @@
+"""The tasks of one rank's step, in the order in which its program and its training step do them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from hpctrain.averaging.dependencies import EventKind, LocalEventKey
+from hpctrain.backend.kernels.abilities import SufficientFactors
+from hpctrain.backend.kernels.specs import BatchNormSpec
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep
+from hpctrain.parallel.redistribute import ReduceScatterSpec
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.move_traffic import is_move, move_traffic, transfer_of
+from hpctrain.planner.tasks import (
+    BeginExchange,
+    Compute,
+    EndBackward,
+    EndExchange,
+    Exchange,
+    Happens,
+    Merge,
+    NeedsParameters,
+    StepMessage,
+    Task,
+)
+from hpctrain.trace.tracer import HOOKS, Category
+
+_CATEGORIES = {
+    Action.FORWARD: Category.FORWARD,
+    Action.PARAMETERS: Category.PARAMETERS,
+    Action.INPUT: Category.INPUT,
+}
+# Batch norm measures, merges and normalises: about as many passes over memory before the merge as behind it.
+_BEFORE_MERGE = 0.5
+# An addition reads two arrays and writes one; an update and the look at what it made read four and write two.
+_SUM_OF_UPDATE = 0.5
+_COPY_OF_UPDATE = 1 / 3
+_MOMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Facts of a rank's step beside its execution plans.
+
+    groups: by parameter, the key of its averaging. sizes: by parameter, elements that the rank holds.
+    exchanging: by parameter of a layer that exchanges inputs and errors, the layer's weight.
+    merging: the numbers of ranks that merge batch statistics, by the groups' names. message_bytes: of the step's message.
+    """
+
+    groups: Mapping[str, str]
+    sizes: Mapping[str, int]
+    exchanging: Mapping[str, str]
+    merging: Mapping[str, int]
+    message_bytes: int
+
+
+def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts) -> tuple[Task, ...]:
+    """All tasks of a step. plans: of the program of each micro-batch, in order."""
+    several = len(plans) > 1
+    elements = sum(facts.sizes.values())
+    sums = Compute(HOOKS, Category.AVERAGING, _SUM_OF_UPDATE * costs.update_seconds(elements), polls=False)
+    numbers = count()
+    tasks: list[Task] = []
+    for position, plan in enumerate(plans):
+        last = position == len(plans) - 1
+        tasks += _PassTasks(plan, facts, costs, numbers, announces=last, adds=several and last).tasks()
+        if not last:
+            tasks.append(sums)
+    return (*tasks, EndBackward(), StepMessage(facts.message_bytes))
+
+
+def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
+    """By weight of a layer that exchanges inputs and errors: seconds of one element of its gradient over all samples.
+
+    The product of depth `batch` costs what this rank's own would, sample by sample.
+    """
+    seconds = {}
+    for k, step in enumerate(plan.steps):
+        names = [] if step.node is None else [name for name in step.node.parameters.values() if name in facts.exchanging]
+        samples = plan.tensors[step.output].shape[0]
+        if names and samples:
+            weight = facts.exchanging[names[0]]
+            own = costs.seconds(step, Action.PARAMETERS, plan.memory[k])
+            seconds[weight] = own * batch / samples / max(1, facts.sizes[weight])
+    return seconds
+
+
+class _PassTasks:
+    """The tasks of one micro-batch.
+
+    Args:
+        numbers: of exchanges, counted over the step. announces: gradients are final behind it.
+        adds: the gradients of micro-batches before are added to each.
+    """
+
+    def __init__(
+        self, plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, numbers: Iterator[int], *, announces: bool, adds: bool
+    ) -> None:
+        self._plan, self._facts, self._costs = plan, facts, costs
+        self._numbers, self._announces, self._adds = numbers, announces, adds
+        self._begun: dict[int, int] = {}  # by step, the number of its exchange under way
+        self._held_seconds = 0.0  # of work that traces count with the operator behind it
+        self._tasks: list[Task] = []
+
+    def tasks(self) -> list[Task]:
+        """All, from the copy of the input on."""
+        input_bytes, operators = self._plan.tensors[0].bytes, len(self._plan.steps)
+        rest = self._costs.step_seconds(0, operators)
+        copy = self._costs.step_seconds(input_bytes, operators) - rest
+        self._tasks.append(Compute("input copy", Category.WORK, copy, polls=False))
+        for action, k in self._plan.forward:
+            self._forward(action, k)
+        self._tasks.append(Compute("loss", Category.WORK, rest, polls=False))
+        for action, k in self._plan.backward:
+            self._backward(action, k)
+        return self._tasks
+
+    def _forward(self, action: Action, k: int) -> None:
+        step = self._plan.steps[k]
+        if action is Action.BEGIN:
+            self._begin_move(k, Action.FORWARD)
+            return
+        names = self._parameters(step)
+        if names:
+            self._tasks.append(NeedsParameters(self._facts.groups[names[0]], names))
+        if self._gives_factors(k):
+            self._pack(k, EventKind.INPUTS, self._plan.tensors[step.inputs[0]].size)
+        merge = self._merge(step, "batch statistics", 1)
+        if is_move(step.operator):
+            self._end_move(k, Action.FORWARD)
+        elif merge is not None:
+            seconds = self._seconds(k, Action.FORWARD)
+            self._compute(step, Action.FORWARD, _BEFORE_MERGE * seconds, polls=False)
+            self._tasks.append(merge)
+            self._compute(step, Action.FORWARD, (1 - _BEFORE_MERGE) * seconds)
+        else:
+            self._compute(step, Action.FORWARD, self._seconds(k, Action.FORWARD))
+
+    def _backward(self, action: Action, k: int) -> None:
+        step = self._plan.steps[k]
+        match action:
+            case Action.PARAMETERS:
+                self._parameter_gradients(k)
+            case Action.INPUT:
+                self._input_gradient(k)
+            case Action.FREE:
+                self._tasks += self._announced(EventKind.LAST_READ, self._parameters(step)) if self._announces else ()
+            case Action.BEGIN:
+                self._begin_move(k, Action.INPUT)
+            case _:  # no operator's end follows
+                self._held_seconds += self._seconds(k, action)
+
+    def _parameter_gradients(self, k: int) -> None:
+        step = self._plan.steps[k]
+        names = self._parameters(step)
+        if self._gives_factors(k):
+            self._pack(k, EventKind.GRADIENT, self._plan.tensors[step.output].size)
+            return
+        self._compute(step, Action.PARAMETERS, self._seconds(k, Action.PARAMETERS))
+        if not self._announces or (step.node is not None and step.node.shared):
+            return
+        for name in reversed(names):
+            size = self._facts.sizes[name]
+            if self._adds and size:
+                seconds = _SUM_OF_UPDATE * self._costs.update_seconds(size)
+                self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))
+            self._tasks += self._announced(EventKind.GRADIENT, (name,))
+
+    def _input_gradient(self, k: int) -> None:
+        step = self._plan.steps[k]
+        if is_move(step.operator):
+            self._end_move(k, Action.INPUT)
+            return
+        merge = self._merge(step, "sums of batch norm's backward", 0)
+        if merge is not None:
+            self._tasks.append(merge)
+        self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
+
+    def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
+        """Parameters of which this rank holds nothing are not announced."""
+        return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
+
+    # -- moves within the split group ------------------------------------------------------------------------------------------
+
+    def _begin_move(self, k: int, action: Action) -> None:
+        """Packing, and the post of the exchange."""
+        packing, _, _ = self._move_seconds(k, action)
+        step = self._plan.steps[k]
+        self._compute(step, action, packing, polls=False)
+        number = self._begun[k] = next(self._numbers)
+        self._tasks.append(BeginExchange(number, self._exchange(step, action)))
+
+    def _end_move(self, k: int, action: Action) -> None:
+        """Begun before, or now: local copies, the wait, and unpacking."""
+        step = self._plan.steps[k]
+        if k not in self._begun:
+            self._begin_move(k, action)
+        _, copying, unpacking = self._move_seconds(k, action)
+        self._compute(step, action, copying, polls=False)
+        self._tasks.append(EndExchange(self._begun.pop(k)))
+        self._compute(step, action, unpacking)
+
+    def _move_seconds(self, k: int, action: Action) -> tuple[float, float, float]:
+        memory = self._plan.memory[k]
+        traffic = move_traffic(self._plan.steps[k].operator, action, accumulate=any(memory.accumulate))
+        byte_seconds = self._costs.seconds(self._plan.steps[k], action, memory) / max(1, traffic.total)
+        return traffic.packing * byte_seconds, traffic.copying * byte_seconds, traffic.unpacking * byte_seconds
+
+    def _exchange(self, step: PlannedStep, action: Action) -> Exchange:
+        spec, share = step.operator.spec, transfer_of(step.operator)
+        item_bytes = step.operator.inputs[0].item_bytes
+        sent, received = share.send_size * item_bytes, share.receive_size * item_bytes
+        peers = len({piece.peer for piece in (*share.sends, *share.receives)})
+        # A sum's forward pass is the adjoint of a move from the owners to everybody.
+        if (action is Action.FORWARD) != isinstance(spec, ReduceScatterSpec):
+            return Exchange(step.name, sent, received, peers)
+        return Exchange(f"gradient of {step.name}", received, sent, peers)
+
+    # -- pieces ----------------------------------------------------------------------------------------------------------------
+
+    def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
+        """The merge of a synchronised batch norm; None where there is nobody to merge with. counts: numbers beside the two by
+        channel."""
+        spec = None if step.node is None else step.operator.spec
+        if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:
+            return None
+        return Merge(purpose, spec.merge, _MOMENT_BYTES * (2 * spec.channels + counts))
+
+    def _gives_factors(self, k: int) -> bool:
+        step = self._plan.steps[k]
+        gives = isinstance(step.operator, SufficientFactors) and self._plan.memory[k].output_grad is not None
+        return gives and any(name in self._facts.exchanging for name in self._parameters(step))
+
+    def _pack(self, k: int, kind: EventKind, elements: int) -> None:
+        """Inputs or errors are copied to where they are sent from."""
+        weight = self._facts.exchanging[self._parameters(self._plan.steps[k])[0]]
+        seconds = _COPY_OF_UPDATE * self._costs.update_seconds(elements)
+        self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))
+        self._tasks.append(Happens(self._facts.groups[weight], LocalEventKey(kind, weight)))
+
+    def _parameters(self, step: PlannedStep) -> tuple[str, ...]:
+        return () if step.node is None else tuple(step.node.parameters.values())
+
+    def _seconds(self, k: int, action: Action) -> float:
+        return self._costs.seconds(self._plan.steps[k], action, self._plan.memory[k])
+
+    def _compute(self, step: PlannedStep, action: Action, seconds: float, *, polls: bool = True) -> None:
+        held, self._held_seconds = self._held_seconds, 0.0
+        self._tasks.append(Compute(step.name, _CATEGORIES[action], held + seconds, polls))
