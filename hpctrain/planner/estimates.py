@@ -1,0 +1,246 @@
+"""Estimates: lower bounds of a step's time for all grids, uses, averagers and micro-batches, without a simulation.
+
+By grid and averager, the uses follow from a shortest path through the network's segments; see `shortest_path`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import BackendError
+from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.planner.averaging_costs import AveragerChoice, AveragingCosts
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.layer_costs import (
+    SegmentCost,
+    SegmentCosts,
+    UseOf,
+    layout_key,
+    parameter_item_bytes,
+    parameter_memory_bytes,
+)
+from hpctrain.planner.lower_bounds import remaining_costs
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.plan_patterns import patterns
+from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.segments import NetworkSegment, segments
+from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, shortest_paths
+
+#: a segment's use; None: as the fixed plan says
+SegmentUse = Parallelism | None
+
+# Paths whose bound is so many times the best known step are of no use, not even to be simulated.
+_HOPELESS = 1.25
+_ALTERNATIVES = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate, the lower bound of its step and about what a rank holds of memory."""
+
+    candidate: Candidate
+    seconds: float
+    memory_bytes: float
+
+
+class GridEstimates:
+    """Estimates on one grid with one number of micro-batches.
+
+    Args:
+        memory_factor: bytes of a step's arena for each byte of activations that are kept.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        machine: Machine,
+        costs: ComputeCosts,
+        space: SearchSpace,
+        shape: tuple[int, int],
+        micro_batches: int = 1,
+        memory_factor: float = 1.0,
+    ) -> None:
+        self._job, self._machine, self._costs, self._space = job, machine, costs, space
+        self._micro_batches, self._memory_factor = micro_batches, memory_factor
+        self._grid = unsplit_plan(space, shape)
+        self._prices = SegmentCosts(job, machine, costs, self._grid, micro_batches)
+        self._segments = segments(self._prices.graph)
+        self._table = _Table(self._prices, self._segments, self._uses(), space.fixed_plan)
+        self._item_bytes = parameter_item_bytes(job)
+        self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.specs.values())
+
+    def _uses(self) -> tuple[SegmentUse, ...]:
+        if self._grid.rows == 1:
+            return (Parallelism.BATCH,)
+        return (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
+
+    def best(self, choice: AveragerChoice, incumbent_seconds: float = math.inf) -> list[Estimate]:
+        """The uses with the least lower bounds with one averager, the best first; none that fits no rank's memory.
+
+        incumbent_seconds: a step that is known to be possible; what cannot come near it is left out.
+        """
+        limit = self._machine.memory_bytes
+        for with_memory in (False, True):
+            paths = self._paths(choice, incumbent_seconds, with_memory=with_memory)
+            estimates = [self.of_uses(choice, path.choices) for path in self._promising(choice, paths)]
+            fitting = [estimate for estimate in estimates if estimate.memory_bytes <= limit]
+            if len(fitting) == len(estimates):  # a plan that needs less memory would be no faster
+                break
+        return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
+
+    def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
+        """The fastest paths, of those that fit where their memory is known."""
+
+        def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
+            too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
+            return too_large, choice.step_seconds(*path.costs[:2])
+
+        return sorted(paths, key=seconds)[:_ALTERNATIVES]
+
+    def leanest(self, choice: AveragerChoice) -> Estimate:
+        """The uses that take the least memory."""
+        paths = self._paths(choice, math.inf, with_memory=True)
+        return min((self.of_uses(choice, path.choices) for path in paths), key=lambda one: (one.memory_bytes, one.seconds))
+
+    def of_uses(self, choice: AveragerChoice, uses: Sequence[SegmentUse]) -> Estimate:
+        """The estimate of given uses, one for each segment."""
+        layout: Layout | None = None
+        program, wire, memory = self._base_seconds(), 0.0, 0.0
+        averaging = self._averaging(choice)
+        for number, use in enumerate(uses):
+            cost = self._table.cost(number, layout, use)
+            criteria = self._criteria(cost, choice, averaging)
+            program, wire, memory = program + criteria[0], wire + criteria[1], memory + criteria[2]
+            layout = cost.output
+        return Estimate(self._candidate(choice, uses), choice.step_seconds(program, wire), memory)
+
+    @property
+    def segment_count(self) -> int:
+        return len(self._segments)
+
+    def _paths(
+        self, choice: AveragerChoice, incumbent_seconds: float, *, with_memory: bool
+    ) -> tuple[ShortestPath[SegmentUse], ...]:
+        averaging = self._averaging(choice)
+        length = 3 if with_memory else 2
+        edges: dict[tuple[int, Hashable], list[Edge[SegmentUse, Hashable]]] = {}
+        known: dict[int, Costs] = {}  # segments of a kind have the same cost, and hashing it would take longer
+        for (number, state), priced in self._table.edges.items():
+            of_state = edges.setdefault((number, state), [])
+            for use, cost in priced:
+                if id(cost) not in known:
+                    known[id(cost)] = self._criteria(cost, choice, averaging)[:length]
+                of_state.append(Edge(use, known[id(cost)], layout_key(cost.output)))
+        rest = remaining_costs(edges, len(self._segments), length)
+        base = self._base_seconds()
+
+        def hopeless(layer: int, costs: Costs) -> bool:
+            program, wire, *memory = rest.bound(layer, costs)
+            if memory and memory[0] > self._machine.memory_bytes and incumbent_seconds < math.inf:
+                return True
+            return choice.step_seconds(base + program, wire) > _HOPELESS * incumbent_seconds
+
+        return shortest_paths(len(self._segments), _Table.START, lambda number, state: edges[number, state], hopeless=hopeless)
+
+    def _averaging(self, choice: AveragerChoice) -> AveragingCosts:
+        return AveragingCosts(
+            self._machine,
+            self._costs,
+            self._prices.placements,
+            choice,
+            total_bytes=self._total_bytes,
+            batch=self._job.batch,
+            item_bytes=self._item_bytes,
+            exchange=self._micro_batches == 1,
+        )
+
+    def _criteria(self, cost: SegmentCost, choice: AveragerChoice, averaging: AveragingCosts) -> tuple[float, float, float]:
+        """(seconds of the program, seconds of averaging's messages, bytes) of a segment."""
+        whole, split = averaging.seconds(cost.whole, split=False), averaging.seconds(cost.split, split=True)
+        seconds = whole + split
+        memory = self._memory_factor * cost.memory_bytes
+        for parts, ranks in ((cost.whole, self._grid.rows * self._grid.cols), (cost.split, self._grid.cols)):
+            memory += parameter_memory_bytes(parts, self._item_bytes, ranks if choice.owners_update else 1)
+        return cost.seconds + seconds.program, seconds.wire, memory
+
+    def _base_seconds(self) -> float:
+        """Seconds of a step beside operators and averaging."""
+        graph = self._prices.graph
+        return self._costs.step_seconds(graph.tensors[0].bytes // self._grid.rows, len(graph.nodes))
+
+    def _candidate(self, choice: AveragerChoice, uses: Sequence[SegmentUse]) -> Candidate:
+        plan = self._grid
+        if plan.rows > 1 and self._space.fixed_plan is None:
+            by_name: dict[str, Parallelism] = {}
+            for segment, use in zip(self._segments, uses, strict=True):
+                assert use is not None
+                by_name.update(dict.fromkeys((node.name for node in segment.nodes(self._prices.graph)), use))
+            default, rules = patterns(by_name)
+            plan = replace(plan, default=default, use=rules)
+        return Candidate(plan, choice.name, dict(choice.options), self._micro_batches)
+
+
+class _Table:
+    """All segments priced in all layouts that can go into them. edges: by (segment, layout), each use and its cost."""
+
+    START: Hashable = "images"
+
+    def __init__(
+        self,
+        prices: SegmentCosts,
+        of_graph: Sequence[NetworkSegment],
+        uses: Sequence[SegmentUse],
+        fixed_plan: ParallelPlan | None,
+    ) -> None:
+        self._prices, self._segments, self._fixed_plan = prices, of_graph, fixed_plan
+        self.edges: dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]] = {}
+        layouts: dict[Hashable, Layout | None] = {self.START: None}
+        for number in range(len(of_graph)):
+            following: dict[Hashable, Layout | None] = {}
+            for state, layout in layouts.items():
+                priced = [(use, cost) for use in uses if (cost := self._possible(number, layout, use)) is not None]
+                self.edges[number, state] = priced
+                following.update({layout_key(cost.output): cost.output for _, cost in priced})
+            layouts = following
+
+    def cost(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost:
+        """The cost of a segment."""
+        return self._prices.cost(self._segments[number], layout, self._use_of(use))
+
+    def _possible(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost | None:
+        """None where the kernel set cannot compute a rank's part."""
+        try:
+            return self.cost(number, layout, use)
+        except BackendError:
+            return None
+
+    def _use_of(self, use: SegmentUse) -> UseOf:
+        if use is not None:
+            return lambda name: use
+        assert self._fixed_plan is not None
+        return self._fixed_plan.use_of
+
+
+def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
+    """The grid with all that is fixed of a plan; nothing is split where each rank has samples of its own."""
+    rows, cols = shape
+    if rows == 1 or space.fixed_plan is None:
+        return ParallelPlan(rows, cols)
+    return replace(space.fixed_plan, rows=rows, cols=cols)
+
+
+def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -> float:
+    """Bytes of the arena for each byte of activations that are kept for backward, of pure batch on so many ranks."""
+    samples = max(1, min(8, -(-job.batch // ranks)))
+    graph = job.graph_of(samples)
+    prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))
+    layout, kept = None, 0
+    for segment in segments(graph):
+        cost = prices.cost(segment, layout, lambda name: Parallelism.BATCH)
+        layout, kept = cost.output, kept + cost.memory_bytes
+    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, kept)

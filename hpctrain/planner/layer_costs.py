@@ -1,0 +1,256 @@
+"""Costs of a segment of a network on a grid, for one use of its layers and one layout of what goes in: seconds and memory.
+
+The layouts are those that the sharding rules give, and operators are priced at the blocks of one rank, one that has two
+neighbours where there are three or more. No plan is compiled and no schedule made, so a segment costs milliseconds to price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpctrain.backend import dtypes
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.kernels.specs import BatchNormSpec, LinearSpec, TensorSpec
+from hpctrain.boxes import shape_of
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.nn.compile.plan import Action, PlannedStep
+from hpctrain.nn.compile.steps import Steps, make_steps
+from hpctrain.parallel import layout
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.plan_report import STATISTIC_BYTES
+from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
+from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.parallel.transfer import transfer
+from hpctrain.planner.averaging_costs import AveragedParts, LinearSize
+from hpctrain.planner.collective_costs import stages, unhindered_seconds
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.grid_placements import grid_placements
+from hpctrain.planner.job import Job
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.move_traffic import is_move
+from hpctrain.planner.segments import NetworkSegment
+
+UseOf = Callable[[str], Parallelism]
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """A segment of one rank in one step.
+
+    Attributes:
+        seconds: of its operators, and of moves and merged statistics that nothing hides. memory_bytes: of activations that
+            backward needs. whole, split: parameters that all ranks hold, and parts of split ones. output: the layout of what
+            goes on.
+    """
+
+    seconds: float
+    memory_bytes: int
+    whole: AveragedParts
+    split: AveragedParts
+    output: Layout
+
+
+class SegmentCosts:
+    """Prices the segments of a job on a grid, each kind of segment once.
+
+    Args:
+        plan: the grid, with tiles and the layers that are computed in parts; uses are given by segment.
+        micro_batches: passes that a rank splits a step into.
+    """
+
+    def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, plan: ParallelPlan, micro_batches: int = 1) -> None:
+        self._job, self._machine, self._costs, self._micro_batches = job, machine, costs, micro_batches
+        counts = counts_over(job.batch, plan.rows * plan.cols, plan.rows)[: plan.rows]
+        of_pass = tuple(-(-count // micro_batches) for count in counts)
+        self.graph = job.graph_of(sum(of_pass))
+        self.placements = grid_placements(machine, plan.rows, plan.cols)
+        self._context = SplitContext(of_pass, plan.image_tiles)
+        self._rank = 1 if plan.rows > 2 else 0
+        self._group = SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=_never))
+        self._known: dict[Hashable, SegmentCost] = {}
+        self._output = self.graph.output
+
+    def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: UseOf) -> SegmentCost:
+        """The costs of a segment. incoming: the layout of its source; None: the images, which are read as they are needed."""
+        nodes = segment.nodes(self.graph)
+        uses = tuple(use_of(node.name) for node in nodes)
+        source = None if incoming is None else layout_key(incoming)
+        key = (_signature(nodes, segment, self.graph), source, uses, segment.output == self._output)
+        if key not in self._known:
+            lowering = _Lowering(self.graph, segment, self._context, self._rank, self._group)
+            self._known[key] = self._price(lowering.run(incoming, uses), lowering, incoming)
+        return self._known[key]
+
+    def _price(self, local: Graph, lowering: _Lowering, incoming: Layout | None) -> SegmentCost:
+        kernels = self._job.kernels
+        steps = make_steps(kernels.fuse(local, training=True), kernels, training=True, input_gradient=incoming is not None)
+        seconds, hides = 0.0, 0.0
+        for position, step in reversed(list(enumerate(steps.steps))):
+            if step.node is None:
+                continue  # copies between layouts lie elsewhere in the whole network
+            if is_move(step.operator):
+                seconds += self._move(step, steps, position, hides)
+                continue
+            of_parameters = self._costs.seconds(step, Action.PARAMETERS) if step.has_parameters else 0.0
+            hides = of_parameters if step.has_parameters and not isinstance(step.node.spec, BatchNormSpec) else 0.0
+            seconds += self._costs.seconds(step, Action.FORWARD) + of_parameters + self._merges(step)
+            if steps.passes_back(position):
+                seconds += self._costs.seconds(step, Action.INPUT)
+        whole, split = self._parameters(lowering)
+        memory = sum(_kept_bytes(step) for step in steps.steps)
+        return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
+
+    def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
+        """Seconds of a move and its adjoint, packing and waits. `hides`: of the reader's work while the gradient travels."""
+        spec: Any = step.operator.spec
+        item_bytes = step.operator.inputs[0].item_bytes
+        summed = isinstance(spec, ReduceScatterSpec)
+        share = transfer(spec.target, spec.everything, spec.rank) if summed else transfer(spec.source, spec.target, spec.rank)
+        sent, received = share.send_size * item_bytes, share.receive_size * item_bytes
+        peers = max(len(share.sends), len(share.receives))
+        there, back = (self._exchange(n_bytes, peers) for n_bytes in (sent, received))
+        if summed:
+            there, back = back, there
+        seconds = there + self._costs.seconds(step, Action.FORWARD)
+        if steps.passes_back(position):
+            seconds += max(0.0, back - hides) + self._costs.seconds(step, Action.INPUT)
+        if step.recomputes_output:
+            seconds += self._costs.seconds(step, Action.RECOMPUTE)
+        return seconds
+
+    def _exchange(self, n_bytes: int, peers: int) -> float:
+        return unhindered_seconds(stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers))
+
+    def _merges(self, step: PlannedStep) -> float:
+        """Seconds of the waits for merged batch statistics, forward and backward."""
+        spec = getattr(step.operator, "spec", None)
+        if not isinstance(spec, BatchNormSpec) or not spec.synchronised:
+            return 0.0
+        group = {"all": self.placements.all_ranks, "split": self.placements.split, "data": self.placements.data}[spec.merge]
+        sizes = (2 * spec.channels + 1, 2 * spec.channels)
+        merged = (stages(self._machine, "merge", group.ranks * size * STATISTIC_BYTES, group) for size in sizes)
+        return sum(map(unhindered_seconds, merged))
+
+    def _parameters(self, lowering: _Lowering) -> tuple[AveragedParts, AveragedParts]:
+        whole, split = AveragedParts(), AveragedParts()
+        for node, sharding in lowering.shardings:
+            sizes = [math.prod(self._job.specs[name].shape) for name in node.parameters.values()]
+            intervals = sharding.channel_intervals
+            share = 1.0 if intervals is None else (intervals[0][1] - intervals[0][0]) / max(1, intervals[-1][1])
+            linear: tuple[LinearSize, ...] = ()
+            if isinstance(node.spec, LinearSpec):
+                linear = (LinearSize(node.spec.features_in, round(node.spec.features_out * share)),)
+            parts = AveragedParts(round(sum(sizes) * share), len(sizes), linear)
+            if intervals is None:
+                whole = whole + parts
+            else:
+                split = split + parts
+        return whole, split
+
+
+class _Lowering:
+    """Lowers a segment for one rank. After `run`: shardings: of the nodes that have parameters. output: the last layout."""
+
+    def __init__(self, graph: Graph, segment: NetworkSegment, context: SplitContext, rank: int, group: SplitGroup) -> None:
+        self._graph, self._segment, self._context, self._rank, self._group = graph, segment, context, rank, group
+        self._layouts: dict[int, Layout] = {}  # by tensor of the local graph
+        self._tensor_of: dict[int, int] = {segment.source: 0}
+        self._moved: dict[Hashable, int] = {}
+        self.shardings: list[tuple[Node, OperatorSharding]] = []
+        self.output: Layout
+
+    def run(self, incoming: Layout | None, uses: Sequence[Parallelism]) -> Graph:
+        """The local graph."""
+        nodes, dtype = self._segment.nodes(self._graph), self._graph.tensors[0].dtype
+        if incoming is None:
+            samples = layout.samples(self._graph.tensors[0].shape, self._context.counts)
+            readers = [(node, use) for node, use in zip(nodes, uses, strict=True) if self._segment.source in node.inputs]
+            incoming = samples if len(readers) != 1 else self._shard(readers[0][0], [samples], readers[0][1]).reads[0]
+        self._layouts[0] = incoming
+        builder = GraphBuilder(TensorSpec(shape_of(incoming.boxes[self._rank]), dtype))
+        for node, use in zip(nodes, uses, strict=True):
+            self._add(builder, node, use)
+        result = self._tensor_of[self._segment.output]
+        if self._segment.output == self._graph.output:
+            shape = self._layouts[result].shape
+            result = self._as_layout(builder, result, layout.samples(shape, self._context.counts))
+        self.output = self._layouts[result]
+        return builder.build(result)
+
+    def _shard(self, node: Node, inputs: Sequence[Layout], use: Parallelism) -> OperatorSharding:
+        return shard(node, inputs, self._graph.tensors[node.output].shape, use, self._context)
+
+    def _add(self, builder: GraphBuilder, node: Node, use: Parallelism) -> None:
+        sharding = self._shard(node, [self._layouts[self._tensor_of[tensor]] for tensor in node.inputs], use)
+        inputs = tuple(
+            self._as_layout(builder, self._tensor_of[tensor], wanted)
+            for tensor, wanted in zip(node.inputs, sharding.reads, strict=True)
+        )
+        output = builder.emit(
+            node.name, sharding.specs[self._rank], inputs, parameters=node.parameters, statistics=node.statistics
+        )
+        if node.parameters:
+            self.shardings.append((node, sharding))
+        self._layouts[output] = sharding.writes
+        if sharding.summed:
+            everything = layout.everything(sharding.writes.shape, self._context.ranks)
+            spec = ReduceScatterSpec(sharding.writes, everything, self._rank, f"{node.name}.sum", self._group)
+            output = builder.emit(spec.purpose, spec, (output,))
+            self._layouts[output] = sharding.writes
+        self._tensor_of[node.output] = output
+
+    def _as_layout(self, builder: GraphBuilder, tensor: int, wanted: Layout) -> int:
+        source = self._layouts[tensor]
+        if source.same_boxes(wanted):
+            return tensor
+        key = (tensor, wanted.boxes)
+        if key not in self._moved:
+            spec = RedistributeSpec(source, wanted, self._rank, f"move.{tensor}", self._group)
+            self._moved[key] = builder.emit(spec.purpose, spec, (tensor,))
+            self._layouts[self._moved[key]] = wanted
+        return self._moved[key]
+
+
+def layout_key(of_tensor: Layout) -> Hashable:
+    """A key of layouts of one tensor on one grid: the rules make no two of a kind with the same first and last box."""
+    return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
+
+
+def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int) -> float:
+    """Values, gradients, and the momentum of the part that a rank updates."""
+    return parts.elements * item_bytes * (2 + 1 / owners)
+
+
+def parameter_item_bytes(job: Job) -> int:
+    """Bytes of one element of a parameter."""
+    return dtypes.item_bytes(dtypes.parameter_dtype(job.dtype))
+
+
+def _signature(nodes: Sequence[Node], segment: NetworkSegment, graph: Graph) -> Hashable:
+    """Equal for segments that cost the same."""
+    specs = tuple(
+        (_nameless(node), tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)) for node in nodes
+    )
+    return specs, graph.tensors[segment.source].shape
+
+
+def _nameless(node: Node) -> Hashable:
+    spec: Any = node.spec
+    nameless: Hashable = replace(spec, layer="") if hasattr(spec, "layer") else spec
+    return nameless
+
+
+def _kept_bytes(step: PlannedStep) -> int:
+    kept = 0 if step.is_view or step.in_place or step.recomputes_output else step.operator.output.bytes
+    return kept + step.operator.saved_bytes
+
+
+def _never(code: int) -> None:
+    raise AssertionError(f"a group that is only planned with was ended with code {code}")

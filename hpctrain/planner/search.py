@@ -1,0 +1,208 @@
+"""The search for the grid, plan, averager and micro-batches with the shortest step under a machine's memory.
+
+Lower bounds of all candidates come first (see `estimates`); the best few by them are simulated, pure batch with each averager
+beside them, and ranked by what the simulation says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+from hpctrain.parallel.parallel_plan import Parallelism
+from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
+from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.prediction import Prediction, SimulationOptions
+from hpctrain.planner.search_reasons import gibibytes, reason
+from hpctrain.planner.search_space import SearchSpace, grid_shapes
+
+Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
+
+# Simulated beside the fastest where nothing fits, the leanest first.
+_LEANEST = 4
+
+
+@dataclass(frozen=True)
+class SearchChoice:
+    """A simulated candidate. why: it loses to the one before it, in a sentence; empty for the best. fits: a rank's memory."""
+
+    candidate: Candidate
+    prediction: Prediction
+    why: str
+    fits: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The simulated candidates, the fastest that fits first. estimated: candidates that had a lower bound computed."""
+
+    choices: tuple[SearchChoice, ...]
+    estimated: int
+
+    @property
+    def best(self) -> SearchChoice:
+        return self.choices[0]
+
+
+def search(
+    job: Job,
+    machine: Machine,
+    costs: ComputeCosts,
+    ranks: int,
+    space: SearchSpace | None = None,
+    *,
+    predicted_by: Predict,
+) -> SearchResult:
+    """The candidates that were simulated, the best one first.
+
+    Args:
+        ranks: of the job, in nodes as the machine says. space: what may be chosen; None: everything. predicted_by: simulates.
+
+    Raises:
+        ConfigError: no grid gives each rank something to do, an averager that does not fit, or a job that fits into no rank's
+            memory in any way; the message gives the least memory that would do.
+    """
+    space = SearchSpace() if space is None else space
+    bounds = _Bounds(job, machine, costs, ranks, space)
+    estimates = bounds.estimates()
+
+    def simulated(candidates: Iterable[Candidate]) -> list[tuple[Candidate, Prediction]]:
+        return [(one, predicted_by(job, one, machine, costs, space.options)) for one in candidates]
+
+    results = simulated(_picks(estimates, bounds.pure_batch(), space.simulated))
+    if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
+        known = [candidate for candidate, _ in results]
+        results += simulated(one for one in bounds.leanest() if one not in known)
+    choices = _ranked(results, machine)
+    if not choices[0].fits:
+        raise _fits_nowhere(job, machine, ranks, choices)
+    return SearchResult(choices, bounds.count)
+
+
+class _Bounds:
+    """Lower bounds over all grids. count: estimates so far."""
+
+    def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace) -> None:
+        self._job, self._machine, self._costs, self._space = job, machine, costs, space
+        self._shapes = grid_shapes(space, job.graph_of(1), ranks, job.batch)
+        self._factor = memory_factor(job, machine, costs, ranks)
+        self.count = 0
+
+    def estimates(self) -> list[Estimate]:
+        """The best of each grid and averager, those with the least bounds first.
+
+        Micro-batches come in where nothing fits without, and on the best grid, where they may pay. Larger split groups move more
+        and save less: behind a grid that is best used by samples alone no larger one is looked at, where there is a choice.
+        """
+        first, *more = self._space.micro_batch_choices
+        estimates: list[Estimate] = []
+        for shape in self._shapes:
+            of_shape = self._of_shape(shape, first, estimates)
+            estimates += of_shape
+            if of_shape and self._shapes[0][0] == 1 < shape[0] and all(_is_pure_batch(one.candidate) for one in of_shape):
+                break
+        for micro_batches in more:
+            for shape in self._shapes_with_micro_batches(estimates):
+                estimates += self._of_shape(shape, micro_batches, estimates)
+        return sorted(_distinct(estimates), key=lambda one: one.seconds)
+
+    def _shapes_with_micro_batches(self, estimates: list[Estimate]) -> tuple[tuple[int, int], ...]:
+        if not estimates:
+            return self._shapes
+        best = min(estimates, key=lambda one: one.seconds).candidate.plan
+        return ((best.rows, best.cols),)
+
+    def _of_shape(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
+        best: dict[str, float] = {}
+        for one in known:
+            name = one.candidate.averager
+            best[name] = min(best.get(name, math.inf), one.seconds)
+        grid = self._grid(shape, micro_batches)
+        choices = self._space.averager_choices
+        estimates = [one for choice in choices for one in grid.best(choice, best.get(choice.name, math.inf))]
+        self.count += len(estimates)
+        return estimates
+
+    def pure_batch(self) -> list[Candidate]:
+        """By each averager, where the grid and the plan are not fixed otherwise."""
+        rows, _ = self._shapes[0]
+        if rows > 1:
+            return []
+        grid = self._grid(self._shapes[0], self._space.micro_batch_choices[0])
+        uses = [Parallelism.BATCH] * grid.segment_count
+        of_averagers = [grid.of_uses(choice, uses) for choice in self._space.averager_choices]
+        return [one.candidate for one in sorted(of_averagers, key=lambda one: one.seconds)]
+
+    def leanest(self) -> list[Candidate]:
+        """The candidates with the least memory."""
+        choice: AveragerChoice = self._space.averager_choices[0]
+        lean = [
+            self._grid(shape, micro_batches).leanest(choice)
+            for micro_batches in self._space.micro_batch_choices
+            for shape in self._shapes
+        ]
+        lean.sort(key=lambda one: one.memory_bytes)
+        return [one.candidate for one in lean[:_LEANEST]]
+
+    def _grid(self, shape: tuple[int, int], micro_batches: int) -> GridEstimates:
+        return GridEstimates(self._job, self._machine, self._costs, self._space, shape, micro_batches, memory_factor=self._factor)
+
+
+def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) -> list[Candidate]:
+    """At least half of them the best by their bounds, one of each grid before a second one; then pure batch by each averager."""
+    first_of_grid: dict[tuple[int, int], int] = {}
+    turns = []
+    for one in estimates:
+        grid = one.candidate.plan.rows, one.candidate.micro_batches
+        first_of_grid[grid] = first_of_grid.get(grid, 0) + 1
+        turns.append((first_of_grid[grid], one.seconds, one.candidate))
+    best = [estimates[0].candidate] if estimates else []
+    best += [candidate for _, _, candidate in sorted(turns, key=lambda turn: turn[:2]) if candidate not in best]
+    room = max(most - len(pure_batch), most // 2)
+    chosen = best[:room]
+    others = (candidate for candidate in (*pure_batch, *best[room:]) if candidate not in chosen)
+    return [*chosen, *_take(others, most - len(chosen))]
+
+
+def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
+    return [candidate for _, candidate in zip(range(count), candidates, strict=False)]
+
+
+def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The estimates without pure batch on grids with split groups, where it is what it is without them."""
+    estimates = list(estimates)
+    with_one = any(one.candidate.plan.rows == 1 for one in estimates)
+    return [one for one in estimates if not with_one or one.candidate.plan.rows == 1 or not _is_pure_batch(one.candidate)]
+
+
+def _is_pure_batch(candidate: Candidate) -> bool:
+    plan = candidate.plan
+    return plan.rows == 1 or {plan.default, *plan.use.values()} == {Parallelism.BATCH}
+
+
+def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -> tuple[SearchChoice, ...]:
+    def order(result: tuple[Candidate, Prediction]) -> tuple[bool, float]:
+        fits = result[1].memory_bytes <= machine.memory_bytes
+        return not fits, result[1].step.seconds if fits else float(result[1].memory_bytes)
+
+    choices: list[SearchChoice] = []
+    for candidate, prediction in sorted(results, key=order):
+        why = reason(choices[-1].prediction, prediction, machine) if choices else ""
+        choices.append(SearchChoice(candidate, prediction, why, prediction.memory_bytes <= machine.memory_bytes))
+    return tuple(choices)
+
+
+def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchChoice, ...]) -> ConfigError:
+    least = choices[0]
+    plan, micro_batches = least.candidate.plan, least.candidate.micro_batches
+    uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
+    return ConfigError(
+        f"{job.model} with a batch of {job.batch} fits in no plan on {ranks} ranks of {gibibytes(machine.memory_bytes)} each; "
+        f"the least that would do is {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
+        f"({plan.default}{uses}) with micro_batches {micro_batches}."
+    )
