@@ -28,7 +28,7 @@ from hpctrain.version import __version__
 
 #: instruction sets that kernels are chosen by
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
-_STEPS = 5
+_STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
 # Parameters, gradients and momentum, and as many again for temporaries.
 _COPIES_OF_PARAMETERS = 4

@@ -28,7 +28,7 @@ _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """Medians over the steps that were timed, in seconds.
+    """A typical step of those that were timed, in seconds.
 
     actions: of (action, position) of the plan; what begins early counts in the phase that it ends in. input: the copy of the
     images. update: of all parameters, with the look at finite numbers. others: loss, sums and statistics. step: whole steps
@@ -109,7 +109,7 @@ class TimedProgram:
         return self._group.size
 
     def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
-        """Medians over so many steps with a clock between actions; two steps come before, which are not counted.
+        """The typical one of so many steps with a clock between actions; two steps come before, which are not counted.
 
         before: is called before each step: a barrier, where several ranks measure at the same time.
         wholes: run as many steps without that clock, in turn with the others.
@@ -125,9 +125,8 @@ class TimedProgram:
                 whole_seconds.append(self._clock() - begin)
             if number >= 0:
                 laps.append(lap)
-        medians: list[float] = np.median(np.array(laps), axis=0).tolist()
         whole = float(np.median(whole_seconds[_WARM_UP:])) if wholes else 0.0
-        return self._times(medians, whole)
+        return self._times(typical(np.array(laps)).tolist(), whole)
 
     def _times(self, laps: list[float], step: float) -> ProgramTimes:
         """Laps in the order of `_run`, by what they are."""
@@ -173,6 +172,16 @@ class TimedProgram:
     def _mark(self) -> None:
         self._kernels.wait()
         self._marks.append(self._clock())
+
+
+def typical(laps: np.ndarray) -> np.ndarray:
+    """Seconds of each lap (L,) of a typical step, from those of several steps (steps, L); their sum is the median of the sums.
+
+    Medians of the laps alone would add up to too little: on a busy machine most steps meet some disturbance, most laps do not.
+    """
+    medians: np.ndarray = np.median(laps, axis=0)
+    total = float(medians.sum())
+    return medians * (float(np.median(laps.sum(axis=1))) / total) if total else medians
 
 
 def _spans(actions: int, stepwise: bool) -> list[range]:

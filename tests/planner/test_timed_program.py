@@ -14,7 +14,7 @@ from hpctrain.nn.network import Network
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.stand_ins import StandInGroup, stand_in_mergers
-from hpctrain.planner.timed_program import TimedProgram, clock_of
+from hpctrain.planner.timed_program import TimedProgram, clock_of, typical
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
 
@@ -81,3 +81,14 @@ def test_others_are_waited_for_before_every_step() -> None:
 
 def test_one_thread_is_timed_by_its_work() -> None:
     assert clock_of(1) is not clock_of(2)
+
+
+def test_typical_laps_add_up_to_a_typical_step() -> None:
+    laps = np.tile(np.arange(1.0, 10.0), (5, 1))
+    for number, lap in enumerate(laps):
+        lap[number] += 9.0  # every step is disturbed somewhere, no lap in most of them
+    steps = typical(laps)
+    assert steps.sum() == pytest.approx(45.0 + 9.0)
+    np.testing.assert_allclose(steps / steps[0], np.arange(1.0, 10.0))
+    np.testing.assert_array_equal(typical(np.ones((3, 4))), np.ones(4))
+    np.testing.assert_array_equal(typical(np.zeros((3, 4))), np.zeros(4))
