@@ -241,21 +241,26 @@ _COLUMNS = (
 )
 
 
-def merge(tables: Sequence[TimeTable], late: Mapping[str, Late]) -> TimeTable:
-    """The mean over ranks, row by row, with who came late; a rank without a row counts as zero."""
-    rows: dict[str, list[Row]] = {}
-    for table in tables:
+def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence[int] | None = None) -> TimeTable:
+    """The mean over ranks, row by row, with who came late; a rank without a row counts as zero.
+
+    Args:
+        ranks: that each table stands for; None: one.
+    """
+    weights = [1] * len(tables) if ranks is None else ranks
+    rows: dict[str, list[tuple[Row, int]]] = {}
+    for table, weight in zip(tables, weights, strict=True):
         for row in table.rows:
-            rows.setdefault(row.name, []).append(row)
-    count = len(tables)
+            rows.setdefault(row.name, []).append((row, weight))
+    count = sum(weights)
     merged = tuple(_ordered(replace(_mean(same, count), late=late.get(name)) for name, same in rows.items()))
 
     def mean(values: Iterable[float]) -> float:
-        return sum(values) / count
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / count
 
     return TimeTable(
         merged,
-        _mean([table.total for table in tables], count),
+        _mean([(table.total, weight) for table, weight in zip(tables, weights, strict=True)], count),
         mean(table.left_over_seconds for table in tables),
         mean(table.step_seconds for table in tables),
         mean(table.median_step_seconds for table in tables),
@@ -265,9 +270,10 @@ def merge(tables: Sequence[TimeTable], late: Mapping[str, Late]) -> TimeTable:
     )
 
 
-def _mean(rows: Sequence[Row], count: int) -> Row:
-    first = rows[0]
-    return Row(first.name, first.kind, **{column: sum(getattr(row, column) for row in rows) / count for column in _COLUMNS})
+def _mean(rows: Sequence[tuple[Row, int]], count: int) -> Row:
+    first, _ = rows[0]
+    means = {column: sum(getattr(row, column) * weight for row, weight in rows) / count for column in _COLUMNS}
+    return Row(first.name, first.kind, **means)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""A simulated process: the program of a rank, task after task, with its polls and waits.
+
+It does as the progress engine and the averagers do: an operation starts at a poll, when its turn has come and what it comes
+after is complete; what must be computed just before takes the rank's time there; that an operation is complete is noticed at a
+poll. A rank that waits polls all the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from typing import TypeAlias
+
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress_thread import INTERVAL_SECONDS
+from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.simulation.attention import Attention
+from hpctrain.planner.simulation.operations import MeetingShare, Posted
+from hpctrain.planner.simulation.places import SimulatedPlace
+from hpctrain.planner.simulation.queues import OperationQueue
+from hpctrain.planner.simulation.recorder import EventRecorder
+from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.transfers import StageTransfer
+from hpctrain.planner.simulation.world import SimulatedGroup, SimulatedWorld
+from hpctrain.trace.tracer import HOOKS, Category
+
+#: a stretch of the program; it yields while it computes or waits, and goes on once it is resumed
+Stretch: TypeAlias = Generator[None, None, None]
+
+
+class SimulatedProcess:
+    """The ranks of one place: their cores' work, their polls, and their shares of operations.
+
+    Attributes:
+        place: whom it stands for. world: where. recorder: of its events. queues: it posts from, in the order of polls.
+        awaited: the operation that it waits for.
+    """
+
+    def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode) -> None:
+        self.place, self.world, self._progress = place, world, progress
+        self.recorder = EventRecorder()
+        self.queues: list[OperationQueue] = []
+        self.group_of: dict[OperationQueue, SimulatedGroup] = {}
+        self.awaited: Posted | None = None
+        self._loop, self._cores, self._card = world.loop, world.cores(place), world.card(place)
+        self._memory = SharedResource(world.loop, 1.0)  # a rank's own copies
+        self._program: Iterator[None] = iter(())
+        self._asleep = self._thread_due = False
+        self._unseen: list[MeetingShare] = []
+        self._attention = Attention((self._card, self._memory), self._expect_thread)
+        self._flying: dict[Posted, None] = {}
+        self._wait_begun = self._paid_until = self._debt = 0.0
+        self._posted: dict[Hashable, int] = {}
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def start(self, program: Stretch) -> None:
+        """Run a program from now on."""
+        self._program = program
+        self._loop.soon(self.resume)
+
+    def resume(self) -> None:
+        """Go on after what the program waited for."""
+        next(self._program, None)
+
+    def work(self, seconds: float) -> Stretch:
+        """Compute so many seconds of a core."""
+        if seconds <= 0:
+            return
+        attended = self._attention.attends
+        if attended:
+            self._end_wait()
+        self._cores.run(seconds, self.place.node_ranks, self.resume)
+        yield
+        if attended:
+            self._begin_wait()
+
+    def wait(self, posted: Posted) -> Stretch:
+        """Poll until an operation is complete."""
+        if posted.is_done():
+            return
+        begin = self._loop.now
+        self._begin_wait()
+        yield from self.poll()
+        while not posted.is_done():
+            self._asleep, self.awaited = True, posted
+            yield
+            yield from self.poll()
+        self.awaited = None
+        self._end_wait()
+        self.recorder.add(Category.WAIT, posted.text, begin, self._loop.now, posted.track, posted.number)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a poll would do anything."""
+        return bool(self._unseen) or self._attention.needed or any(queue.startable for queue in self.queues)
+
+    def poll(self) -> Stretch:
+        """Look at what is in flight, notice what is complete, and start what may start."""
+        self._attention.look()
+        while True:
+            unseen, self._unseen = self._unseen, []
+            for share in unseen:
+                yield from self._see(share)
+            queue = next((queue for queue in self.queues if queue.startable), None)
+            if queue is not None:
+                yield from self._start_head(queue)
+            elif not self._unseen:
+                return
+
+    def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[Stage]) -> None:
+        """Post an operation on a group's communicator, where all processes post the same ones in the same order."""
+        posted.begun_seconds = self._loop.now
+        self._flying[posted] = None
+        key = (group.key, posted.track)
+        number = self._posted[key] = self._posted.get(key, 0) + 1
+        meeting = self.world.meetings.of((key, number), group.members)
+        meeting.join(self, posted, stages, group.node_share)
+
+    def finish(self) -> None:
+        """The simulation ends: record what is still in flight."""
+        for posted in self._flying:
+            self._record_operation(posted)
+
+    # -- operations --------------------------------------------------------------------------------------------------------------
+
+    def _start_head(self, queue: OperationQueue) -> Stretch:
+        task, posted = queue.take()
+        begin = self._loop.now
+        yield from self.work(task.prepare_seconds)
+        if self._loop.now > begin and not self._attention.attends:
+            self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
+        yield from self.update(task.update_seconds, task.parameter)
+        self.post(self.group_of[queue], posted, task.stages)
+
+    def update(self, seconds: float, parameter: str) -> Stretch:
+        """The optimiser's update."""
+        begin = self._loop.now
+        yield from self.work(seconds)
+        if seconds > 0:
+            self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)
+
+    def _see(self, share: MeetingShare) -> Stretch:
+        """Notice that a stage is over, and pay what it took of the core."""
+        cpu_seconds, self._debt = self._debt + share.cpu_seconds, 0.0
+        if cpu_seconds > 0:
+            yield from self._pay(cpu_seconds, share.begun_seconds)
+        if not share.is_last:
+            share.next_stage()
+            return
+        posted = share.posted
+        posted.done = True
+        del self._flying[posted]
+        if posted.complete is not None:
+            posted.complete()
+        for later in posted.dependents:
+            later.needs -= 1
+        posted.dependents.clear()
+        self._record_operation(posted)
+
+    def _pay(self, seconds: float, since: float) -> Stretch:
+        """The core's time for messages. While the rank waits it is paid as they come, else at the poll that notices them."""
+        begin = self._loop.now
+        if not self._attention.attends:
+            yield from self.work(seconds)
+            self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
+            return
+        from_seconds = max(since, self._wait_begun, self._paid_until)
+        covered = min(seconds, max(0.0, begin - from_seconds))
+        self._paid_until = from_seconds + covered
+        self._cores.charge(covered, self.place.node_ranks)
+        yield from self.work(seconds - covered)
+
+    def _record_operation(self, posted: Posted) -> None:
+        self.recorder.add(Category.COMMUNICATION, posted.text, posted.begun_seconds, self._loop.now, posted.track, posted.number)
+
+    # -- attention ---------------------------------------------------------------------------------------------------------------
+
+    def _begin_wait(self) -> None:
+        self._wait_begun = self._loop.now
+        self._cores.begin_wait(self.place.node_ranks)
+        self._attention.begin_wait()
+
+    def _end_wait(self) -> None:
+        self._cores.end_wait(self.place.node_ranks)
+        self._attention.end_wait()
+
+    def _look_from_thread(self) -> None:
+        """The progress thread lets messages move, and a second stage begin; it completes nothing."""
+        self._thread_due = False
+        self._attention.look()
+        if not self._attention.attends:
+            intermediate = [share for share in self._unseen if not share.is_last]
+            self._unseen = [share for share in self._unseen if share.is_last]
+            for share in intermediate:
+                self._debt += share.cpu_seconds
+                share.next_stage()
+
+    def _expect_thread(self) -> None:
+        if self._progress is ProgressMode.THREAD and not self._thread_due:
+            self._thread_due = True
+            passes = math.floor(self._loop.now / INTERVAL_SECONDS * (1 + 1e-12)) + 1
+            self._loop.at(passes * INTERVAL_SECONDS, self._look_from_thread)
+
+    # -- a member of meetings ----------------------------------------------------------------------------------------------------
+
+    def transfer(self, stage: Stage, node_share: float, ended: Callable[[], None]) -> StageTransfer:
+        resource, weight = (self._card, stage.sharers * node_share) if stage.between else (self._memory, 1.0)
+        transfer = StageTransfer(self._loop, self._attention, stage, resource, weight, ended)
+        self._attention.add(transfer)
+        return transfer
+
+    def stage_ended(self, share: MeetingShare) -> None:
+        if share.transfer is not None:
+            self._attention.remove(share.transfer)
+        self._unseen.append(share)
+        if self._asleep:
+            self._asleep = False
+            self._loop.soon(self.resume)
+        elif not self._attention.attends:
+            self._expect_thread()

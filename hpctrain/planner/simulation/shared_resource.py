@@ -1,0 +1,117 @@
+"""Processor sharing: jobs that progress at the same time, each at an equal rate, on cores, a network card or a memory.
+
+All jobs progress alike, so one number, the resource's position, says how far each of them has come: it grows by one per second
+while there is enough for all, and more slowly while there is not. A job ends at a position, and the first end is one event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import partial
+
+from hpctrain.planner.simulation.event_loop import Act, EventLoop
+
+_ROUNDING_SECONDS = 1e-13
+
+
+class SharedJob:
+    """A job. end: the position at which it is complete. weight: how many times it counts among the jobs of the resource."""
+
+    __slots__ = ("action", "active", "end", "weight")
+
+    def __init__(self, end: float, weight: float, action: Act | None) -> None:
+        self.end, self.weight, self.action = end, weight, action
+        self.active = True
+
+
+class SharedResource:
+    """Something that jobs share.
+
+    Args:
+        capacity: the weight of jobs that progress by one second per second; more of them progress more slowly.
+    """
+
+    def __init__(self, loop: EventLoop, capacity: float) -> None:
+        self._loop, self._capacity = loop, capacity
+        self._ends: list[tuple[float, int, SharedJob]] = []
+        self._jobs = self._count = self._due = 0
+        self._due_seconds = -1.0
+        self._weight = self._load = 0.0
+        self._position = self._at_seconds = 0.0
+        self._rate = 1.0
+
+    @property
+    def position(self) -> float:
+        """Seconds that a job which was always here has progressed until now."""
+        now = self._loop.now
+        if now > self._at_seconds:
+            self._position += (now - self._at_seconds) * self._rate
+            self._at_seconds = now
+        return self._position
+
+    def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
+        """A job of so many seconds, if it had the resource to itself; `action` follows its end."""
+        job = SharedJob(self.position + seconds, weight, action)
+        self._jobs += 1
+        self._weight += weight
+        self._push(job)
+        self._changed()
+        return job
+
+    def load(self, weight: float) -> None:
+        """Add a weight that stays, and is no job; a negative one takes it away."""
+        self.position  # noqa: B018  # up to here at the old rate
+        self._load += weight
+        self._changed()
+
+    def remaining(self, job: SharedJob) -> float:
+        """Seconds that a job still takes."""
+        return max(0.0, job.end - self.position)
+
+    def move_end(self, job: SharedJob, seconds: float) -> None:
+        """Let a job end after so many seconds from now, if it had the resource to itself."""
+        job.end = self.position + seconds
+        self._push(job)
+        self._changed()
+
+    def _push(self, job: SharedJob) -> None:
+        self._count += 1
+        heapq.heappush(self._ends, (job.end, self._count, job))
+
+    def _changed(self) -> None:
+        """Plan the next end, with the rate that the jobs leave."""
+        if not self._jobs:
+            self._weight = 0.0  # no rounding errors add up
+        weight = self._weight + self._load
+        self._rate = 1.0 if weight <= self._capacity else self._capacity / weight
+        ends = self._ends
+        while ends and not (ends[0][2].active and ends[0][2].end == ends[0][0]):
+            heapq.heappop(ends)
+        if not ends:
+            self._due += 1
+            self._due_seconds = -1.0
+            return
+        due = self._loop.now + max(0.0, ends[0][0] - self._position) / self._rate
+        if due != self._due_seconds:
+            self._due += 1
+            self._due_seconds = due
+            self._loop.at(due, partial(self._end, self._due))
+
+    def _end(self, due: int) -> None:
+        if due != self._due:
+            return
+        ends = self._ends
+        self._position = reached = max(self.position, ends[0][0])
+        complete: list[SharedJob] = []
+        while ends and ends[0][0] <= reached + _ROUNDING_SECONDS:
+            end, _, job = heapq.heappop(ends)
+            if job.active and job.end == end:
+                job.active = False
+                self._jobs -= 1
+                self._weight -= job.weight
+                complete.append(job)
+        self._due_seconds = -1.0
+        self._changed()
+        for job in complete:
+            if job.action is not None:
+                job.action()
