@@ -15,6 +15,7 @@ _COMMANDS = {
     "eval": ("hpctrain.cli.train", "evaluate"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
+    "calibrate": ("hpctrain.cli.calibrate", "calibrate"),
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "list": ("hpctrain.cli.listing", "listing"),

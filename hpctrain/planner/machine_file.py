@@ -95,7 +95,7 @@ def text(machine: Machine) -> str:
         del values["concurrency"]
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
     with_sources = _with_sources(MachineFields, order, machine, "")
-    return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=160, allow_unicode=True)
 
 
 def source_of(machine: Machine, key: str) -> str:

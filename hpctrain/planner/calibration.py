@@ -1,0 +1,191 @@
+"""Calibration: everything of a machine, measured by the ranks of a job in at most a given time.
+
+Links are measured between pairs of ranks: within nodes by all pairs at once, as ranks of a node communicate at the same time in a
+step; between nodes by one pair, which then has its nodes' cards to itself, and by all at once to learn how many share a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.two_level import node_numbers
+from hpctrain.planner import link_fit, machine_file
+from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+
+# Where nothing can be measured: some value of its kind. Shared memory of current processors; 10 Gb/s Ethernet.
+_USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
+_USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
+# Of the time, what is for the two kinds of link; where there is one kind, it gets all of that.
+_LINKS_SHARE = 0.7
+
+#: measures the rates of this rank; what it is given is called before each step
+MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """A rank's own facts. cores: that it may run on, shared with others of its node or not. memory_bytes: of its node."""
+
+    cores: frozenset[int]
+    memory_bytes: int
+    processor: str
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The ranks of the job on their nodes. local: number on its node, of each rank. node_of: its node."""
+
+    node_of: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        return max(self.node_of) + 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(self.local) + 1
+
+
+def calibrate(
+    comm: Communicator,
+    progress: ProgressEngine,
+    facts: RankFacts,
+    measure_rates: MeasureRates,
+    *,
+    name: str,
+    when: str,
+    seconds: float = 60.0,
+    physical_cores: Callable[[frozenset[int]], int] = len,
+) -> Machine:
+    """The machine that the job runs on; the same on every rank. Collective.
+
+    Args:
+        comm: all ranks. measure_rates: measures operators of this rank. name: of the machine. when: the date, for sources.
+        seconds: that it may take in all. physical_cores: of so many logical ones.
+    """
+    node = comm.split_shared_memory("calibration on a node")
+    layout = _layout(comm, node)
+    of_all = comm.allgather_object(facts)
+    here = f"measured on {when}, {facts.processor}"
+    kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
+    within, within_source = _within(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
+    between, ranks_per_card, sources = _between(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
+    rates, concurrency = _rates(comm, progress, measure_rates)
+    cores = physical_cores(frozenset().union(*(of_all[rank].cores for rank in _on_first_node(layout))))
+    machine = Machine(
+        name=name,
+        nodes=layout.nodes,
+        ranks_per_node=layout.ranks_per_node,
+        cores_per_rank=cores / layout.ranks_per_node,
+        memory_bytes=min(fact.memory_bytes for fact in of_all) // layout.ranks_per_node,
+        within=within,
+        between=between,
+        ranks_per_card=ranks_per_card,
+        rates=rates,
+        concurrency=concurrency,
+        description=f"{layout.nodes} nodes of {layout.ranks_per_node} ranks, {facts.processor}",
+        sources={
+            **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
+            **dict.fromkeys(("cores_per_rank", "memory_bytes"), f"the operating system on {when}, ranks of a node sharing alike"),
+            **within_source,
+            **sources,
+            "rates": f"{here}, all ranks of a node computing",
+            "concurrency": f"{here}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
+        },
+    )
+    # As it is read back from its file: every number has its source.
+    answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
+    return answer
+
+
+def _layout(comm: Communicator, node: Communicator) -> _Layout:
+    return _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
+
+
+def _on_first_node(layout: _Layout) -> list[int]:
+    return [rank for rank, node in enumerate(layout.node_of) if node == layout.node_of[0]]
+
+
+def _rates(
+    comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
+) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
+    """Rates of the slowest rank while all compute, and how many times longer that takes than on rank 0 alone."""
+    meet = _meeting(comm, progress)
+    together = comm.allgather_object(measure_rates(meet))
+    alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
+    rates = {
+        kind: OperatorRate(
+            min(rank[kind].flops_per_second for rank in together),
+            min(rank[kind].bytes_per_second for rank in together),
+            max(rank[kind].call_seconds for rank in together),
+        )
+        for kind in OperatorClass
+    }
+    slowed = {
+        kind: max(1.0, _speed(alone[kind], kind) / _speed(rates[kind], kind) if comm.size > 1 else 1.0) for kind in OperatorClass
+    }
+    return rates, slowed
+
+
+def _speed(rate: OperatorRate, kind: OperatorClass) -> float:
+    return rate.bytes_per_second if kind is OperatorClass.MEMORY else rate.flops_per_second
+
+
+def _meeting(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]:
+    return lambda: progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
+
+
+def _within(
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
+) -> tuple[Link, dict[str, str]]:
+    if layout.ranks_per_node == 1:
+        return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
+    pair = _pair(comm, _number(layout, comm.rank, lambda node, local: (node, local // 2)), "calibration within nodes")
+    points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
+    return link_fit.link(points, bursts=False), {"within": f"{here}, all ranks of a node in pairs at once"}
+
+
+def _between(
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
+) -> tuple[Link, int, dict[str, str]]:
+    """The link, ranks that share a card, and the sources of both."""
+    if layout.nodes == 1:
+        reason = "not measured: one node"
+        return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
+    alone = _pair(comm, 0 if _is_first(layout, comm.rank) else None, "calibration between nodes")
+    points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
+    sources = {"between": f"{here}, one rank of each of two nodes"}
+    if layout.ranks_per_node == 1:
+        return link_fit.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
+    color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
+    sizes = [point.n_bytes for point in points[-2:]]
+    at_once = LinkProbe(comm, _pair(comm, color, "calibration of cards"), progress).measure(sizes, polls=False)
+    sharing = _sharing(points, at_once, layout.ranks_per_node)
+    return link_fit.link(points), sharing, {**sources, "ranks_per_card": f"{here}, pairs of all ranks of two nodes at once"}
+
+
+def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
+    """Ranks of a node on one card, from how much longer a large message takes beside all others: a divisor of the ranks."""
+    seconds = {point.n_bytes: point.next_seconds for point in alone}
+    slowed = at_once[-1].next_seconds / max(1e-9, seconds[at_once[-1].n_bytes])
+    divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
+    return min(divisors, key=lambda count: abs(count - slowed))
+
+
+def _is_first(layout: _Layout, rank: int) -> bool:
+    return layout.node_of[rank] < 2 and layout.local[rank] == 0
+
+
+def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
+    """The number of the rank's pair, of all pairs by their keys; None where it has no partner."""
+    keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
+    return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None
+
+
+def _pair(comm: Communicator, color: int | None, name: str) -> Communicator | None:
+    return comm.split(color, comm.rank, name)

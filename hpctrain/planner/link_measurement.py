@@ -1,0 +1,200 @@
+"""Measurement of one link: what messages of several sizes cost two ranks, posted, polled and waited for as averagers do it.
+
+All times are the least of several: other work on the machine can only make them longer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.progress import ProgressEngine
+
+#: of one message, in each direction
+SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
+_LONG_BYTES = 512 << 10
+_REPEATS_SHORT, _REPEATS_LONG = 20, 3
+_POLLED_REPEATS = 2
+_MOST_PASSES = 8
+# A link that lets some bytes pass at once has saved them up after such a pause; smaller messages do not show it.
+_PAUSE_SECONDS = 0.03
+_POLLED_FROM = 16 << 10
+_MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.04, 0.5e-3
+_MOST_POLLS = 150
+# A message that takes longer ends the growth of sizes.
+_MOST_MESSAGE_SECONDS = 0.3
+_PURPOSE = "measurement of a link"
+
+
+@dataclass(frozen=True)
+class MessagePoint:
+    """A message of `n_bytes` to a partner and one of the same size from it, in one allgather of two ranks.
+
+    Attributes:
+        seconds: after a pause. next_seconds: that another one takes which is posted at the same time.
+        polls: with `gap_seconds` of computation between them, until it is complete; 0 where that was not measured.
+        core_seconds: spent in posting and polls. summing_core_seconds: the same in a reduce-scatter.
+    """
+
+    n_bytes: int
+    seconds: float
+    next_seconds: float
+    polls: float
+    gap_seconds: float
+    core_seconds: float
+    summing_core_seconds: float
+
+
+class _Raw(NamedTuple):
+    """Numbers of one size in one pass. one, two: seconds of one message, and of two that are posted together."""
+
+    n_bytes: int
+    one: float
+    two: float
+    polls: float
+    gap: float
+    core: float
+    summing_core: float
+
+
+def _point(passes: Sequence[_Raw]) -> MessagePoint:
+    """The least of all passes."""
+    one, two = min(raw.one for raw in passes), min(raw.two for raw in passes)
+    fewest = min(passes, key=lambda raw: raw.polls)
+    core, summing = min(raw.core for raw in passes), min(raw.summing_core for raw in passes)
+    return MessagePoint(passes[0].n_bytes, one, max(0.0, two - one), fewest.polls, fewest.gap, core, summing)
+
+
+class LinkProbe:
+    """Two ranks that exchange messages.
+
+    All ranks of `everybody` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
+
+    Args:
+        everybody: decides together. progress: its queues carry nothing else meanwhile.
+    """
+
+    def __init__(self, everybody: Communicator, pair: Communicator | None, progress: ProgressEngine) -> None:
+        self._everybody, self._pair, self._progress = everybody, pair, progress
+        self._queue = None if pair is None else progress.queue(pair)
+
+    def measure(
+        self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
+    ) -> list[MessagePoint]:
+        """A point for each size, medians over the ranks that have partners. Collective.
+
+        Several passes over all sizes, two at least, while the budget lasts on rank 0 of everybody: what disturbs one pass is over
+        in the next. Sizes end where a message takes too long; there are two at least.
+        """
+        begin = self._progress.now()
+        if self._pair is not None:
+            self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # connections are made at first use
+        passes: list[list[_Raw]] = []
+        while len(passes) < _MOST_PASSES and self._go_on(begin, len(passes), budget_seconds):
+            passes.append(self._pass(sizes, polls, math.inf if passes else begin + budget_seconds))
+            sizes = sizes[: len(passes[-1])]
+        return [_point([of_pass[k] for of_pass in passes]) for k in range(len(sizes))]
+
+    def _go_on(self, begin: float, passes: int, budget_seconds: float) -> bool:
+        spent = self._progress.now() - begin
+        return bool(self._everybody.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
+
+    def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
+        """Numbers of each size; fewer sizes where one takes too long or the time is over."""
+        numbers: list[_Raw] = []
+        for n_bytes in sizes:
+            of_all = self._everybody.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
+            known = [raw for raw in of_all if raw is not None]
+            numbers.append(_Raw(n_bytes, *(median(column) for column in zip(*(raw[1:] for raw in known), strict=True))))
+            over = self._everybody.broadcast_object(self._progress.now() > end)
+            if len(numbers) > 1 and (over or numbers[-1].one > _MOST_MESSAGE_SECONDS):
+                break
+        return numbers
+
+    def _measure_size(self, n_bytes: int, polls: bool) -> _Raw:
+        gather, reduce = self._gather(n_bytes), self._reduce(n_bytes)
+        long = n_bytes >= _LONG_BYTES
+        repeats, pause = (_REPEATS_LONG, _PAUSE_SECONDS) if long else (_REPEATS_SHORT, 0.0)
+        one = self._seconds([gather], repeats, pause)
+        two = self._seconds([gather, self._gather(n_bytes)], repeats, pause)
+        gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
+        polled = polls and n_bytes >= _POLLED_FROM
+        needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
+        core, summing = (min(self._core_seconds(post, gap) for _ in range(_POLLED_REPEATS)) for post in (gather, reduce))
+        return _Raw(n_bytes, one, two, needed, gap, core, summing)
+
+    def _gather(self, n_bytes: int) -> Callable[[], Handle]:
+        assert self._pair is not None
+        pair, counts = self._pair, [n_bytes // 4] * 2
+        gathered = np.ones(sum(counts), np.float32)
+        return lambda: pair.iallgather(None, gathered, counts)
+
+    def _reduce(self, n_bytes: int) -> Callable[[], Handle]:
+        assert self._pair is not None
+        pair, counts = self._pair, [n_bytes // 4] * 2
+        whole, own = np.ones(sum(counts), np.float32), np.ones(counts[0], np.float32)
+        return lambda: pair.ireduce_scatter(whole, own, counts)
+
+    def _meet(self) -> None:
+        assert self._pair is not None
+        self._progress.wait_handle(self._pair.ibarrier(), _PURPOSE)
+
+    def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
+        """Least time until both ranks have waited for operations that are posted together; the first ones warm up."""
+        assert self._queue is not None
+        assert self._pair is not None
+        times = []
+        for _ in range(1 + repeats):
+            _busy(pause_seconds)
+            self._meet()
+            begin = self._progress.now()
+            self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
+            times.append(self._progress.now() - begin)
+        # A rank that was late finds what its partner sent: the time of both is that of the longer one.
+        least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
+        return least
+
+    def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
+        """Polls until an operation is complete, with computation between them."""
+        assert self._queue is not None
+        self._meet()
+        _busy(gap_seconds / 3)
+        self._meet()
+        ticket, polls = self._queue.post(post, _PURPOSE), 0
+        while not ticket.done and polls < _MOST_POLLS:
+            _busy(gap_seconds)
+            self._progress.poll()
+            polls += 1
+        self._progress.wait(ticket)
+        return polls
+
+    def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float) -> float:
+        """Time inside of posting and polls of an operation, with computation between them."""
+        assert self._queue is not None
+        self._meet()
+        begin = self._progress.now()
+        ticket = self._queue.post(post, _PURPOSE)
+        spent = self._progress.now() - begin
+        for _ in range(_MOST_POLLS):
+            if ticket.done:
+                break
+            _busy(min(gap_seconds, 1e-3))
+            begin = self._progress.now()
+            self._progress.poll()
+            spent += self._progress.now() - begin
+        self._progress.wait(ticket)
+        return spent
+
+
+def _busy(seconds: float) -> None:
+    """Keep the core busy for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass

@@ -1,0 +1,83 @@
+"""From points to a link: synthetic links are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hpctrain.planner import link_fit
+from hpctrain.planner.link_measurement import SIZES, MessagePoint
+
+
+def _points(
+    seconds: Callable[[int], float], following: Callable[[int], float] | None = None, polls: float = 0
+) -> list[MessagePoint]:
+    after = following or seconds
+    return [MessagePoint(n, seconds(n), after(n), polls, 1e-3, 1e-5 + 2e-10 * n, 1e-5 + 5e-10 * n) for n in SIZES]
+
+
+def test_a_straight_line_is_found_again() -> None:
+    found = link_fit.link(_points(lambda n: 5e-6 + 2e-9 * n))
+    for n_bytes in (1, 100, 5000, 10**6, 10**8):
+        assert found.message_seconds(n_bytes) == pytest.approx(5e-6 + 2e-9 * n_bytes, rel=1e-6)
+    assert found.burst_bytes == 0
+    assert found.operation_seconds == pytest.approx(1e-5, rel=0.02)
+    assert found.byte_seconds == pytest.approx(1e-10, rel=0.01)  # sent and received
+    assert found.sum_seconds == pytest.approx(3e-10)
+
+
+def test_two_protocols_are_two_lines_and_no_jump_is_lost() -> None:
+    def seconds(n: int) -> float:
+        return 1e-6 + 4e-9 * n if n < 64 << 10 else 50e-6 + 3.5e-9 * n
+
+    found = link_fit.link(_points(seconds))
+    for n_bytes in SIZES:
+        assert found.message_seconds(n_bytes) == pytest.approx(seconds(n_bytes), rel=1e-6)
+
+
+def test_a_disturbed_point_does_not_make_larger_messages_quicker() -> None:
+    points = _points(lambda n: 1.0 if n == 4096 else 5e-6 + 2e-9 * n)
+    found = link_fit.link(points)
+    times = [found.message_seconds(n) for n in SIZES]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(5e-6 + 2e-9 * SIZES[-1])
+    assert times[1] < 1e-4
+
+
+@pytest.mark.parametrize("burst_bytes", [300_000, 500_000])
+@pytest.mark.parametrize("beta", [16e-9, 8e-9, 4e-9])
+def test_what_passes_after_a_pause_is_found_again(burst_bytes: int, beta: float) -> None:
+    def seconds(n: int) -> float:
+        return 20e-6 + beta * max(0, n - burst_bytes)
+
+    points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
+    found = link_fit.link(points)
+    assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.03)
+    assert [segment.beta_seconds_per_byte for segment in found.segments] == pytest.approx([beta] * len(found.segments), rel=0.01)
+    assert max(segment.alpha_seconds for segment in found.segments) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("polls", "seconds", "gap", "expected"),
+    [
+        (0, 1e-3, 1e-3, (None, 0)),  # not measured
+        (33, 17e-3, 35e-3, (65536, 1)),  # one chunk between two polls
+        (1, 1e-3, 2e-3, (None, 0)),  # at the first poll all is there
+        (3, 1e-3, 2e-3, (None, 2)),
+        (8, 70e-3, 10e-3, (None, 0)),  # as many polls as the message takes anyway
+        (11, 70e-3, 10e-3, (None, 3)),
+    ],
+)
+def test_polls_say_how_much_moves_between_them(
+    polls: float, seconds: float, gap: float, expected: tuple[int | None, int]
+) -> None:
+    point = MessagePoint(2 << 20, seconds, seconds, polls, gap, 0.0, 0.0)
+    points = [MessagePoint(512, 1e-6, 1e-6, 0, gap, 0.0, 0.0), point]
+    last = link_fit.segments(points)[-1]
+    assert (last.unattended_bytes, last.polls) == expected
+
+
+def test_equal_neighbours_are_one_segment() -> None:
+    points: Sequence[MessagePoint] = [MessagePoint(n, 1e-9 * n, 1e-9 * n, 0, 1e-3, 0.0, 0.0) for n in (1000, 2000, 4000)]
+    assert len(link_fit.segments(points)) == 1
