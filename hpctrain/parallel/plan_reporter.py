@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from hpctrain.backend import dtypes
 from hpctrain.backend.kernels.base import KernelSet
@@ -203,13 +204,16 @@ def _parameter_groups(
     plan: ParallelPlan, split_groups: Sequence[_GroupReporter], parameters: Mapping[str, Shape]
 ) -> tuple[GroupReport, ...]:
     """Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard."""
+    shards = split_groups[0].shards  # the same in each
     everywhere, split = [], []
-    for group in split_groups:
-        for rank in range(plan.rows):
-            sizes = {name: held(shape, group.shards.get(name), rank) for name, shape in parameters.items()}
-            split.append(sum(size for name, size in sizes.items() if name in group.shards))
-            everywhere.append(sum(sizes.values()) - split[-1])
-    reports = (GroupReport("all", plan.rows * plan.cols, tuple(everywhere)), GroupReport("model", plan.cols, tuple(split)))
+    for rank in range(plan.rows):
+        sizes = {name: held(shape, shards.get(name), rank) for name, shape in parameters.items()}
+        split.append(sum(size for name, size in sizes.items() if name in shards))
+        everywhere.append(sum(sizes.values()) - split[-1])
+    reports = (
+        GroupReport("all", plan.rows * plan.cols, tuple(everywhere) * plan.cols),
+        GroupReport("model", plan.cols, tuple(split) * plan.cols),
+    )
     return tuple(report for report in reports if any(report.elements))
 
 
@@ -220,7 +224,10 @@ def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tu
     """
     fullest = max(groups, key=len)
     assert all(entries.keys() <= fullest.keys() for entries in groups)
-    return tuple(_join([entries.get(key, _unmoved(entry, split_size)) for entries in groups]) for key, entry in fullest.items())
+    return tuple(
+        _join([entries[key] if key in entries else _unmoved(entry, split_size) for entries in groups])
+        for key, entry in fullest.items()
+    )
 
 
 def _unmoved(entry: _Entry, split_size: int) -> _Entry:
@@ -299,4 +306,4 @@ def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
 
 
 def _chain(of_groups: Iterator[Words]) -> Words:
-    return tuple(count for words in of_groups for count in words)
+    return tuple(chain.from_iterable(of_groups))

@@ -55,13 +55,16 @@ class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operat
 
     `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
     target is little more than the source (a halo), it is recomputed for backward instead of being kept.
+
+    Attributes:
+        share: the pieces that this rank sends, receives and copies.
     """
 
     def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec: RedistributeSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
-        self._transfer = transfer(spec.source, spec.target, spec.rank)
-        received = self._transfer.receive_size
+        self.share = transfer(spec.source, spec.target, spec.rank)
+        received = self.share.receive_size
         self.begins_early = spec.early
         # An edge is small enough to be kept.
         self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
@@ -72,7 +75,7 @@ class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operat
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         dtype = self.inputs[0].dtype
-        self._runner = TransferRunner(self._transfer, self.spec.group, dtype, self.spec.purpose, own_memory=self.spec.early)
+        self._runner = TransferRunner(self.share, self.spec.group, dtype, self.spec.purpose, own_memory=self.spec.early)
         self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
 
     def begin_forward(self) -> None:
@@ -131,16 +134,20 @@ class ReduceScatterSpec:
 
 
 class ReduceScatterOperator(Operator):
-    """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient."""
+    """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient.
+
+    Attributes:
+        share: this rank's, of the move whose adjoint the sum is.
+    """
 
     def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
         self.spec: ReduceScatterSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
-        self._transfer = transfer(spec.target, spec.everything, spec.rank)
+        self.share = transfer(spec.target, spec.everything, spec.rank)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
-        self._runner = TransferRunner(self._transfer, self.spec.group, self.inputs[0].dtype, self.spec.purpose)
+        self._runner = TransferRunner(self.share, self.spec.group, self.inputs[0].dtype, self.spec.purpose)
 
     def forward(self, context: StepContext) -> None:
         x = self.buffers.inputs[0]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hpctrain.backend.kernels.base import Operator
 from hpctrain.nn.compile.plan import Action
-from hpctrain.parallel.redistribute import RedistributeOperator, RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.transfer import Transfer, transfer
+from hpctrain.parallel.redistribute import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec
+from hpctrain.parallel.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,9 @@ def is_move(operator: Operator) -> bool:
 
 
 def transfer_of(operator: Operator) -> Transfer:
-    """A move's share of its rank, in a time that grows as the ranks of the split group do."""
-    spec = operator.spec
-    if isinstance(spec, ReduceScatterSpec):
-        return transfer(spec.target, spec.everything, spec.rank)
-    assert isinstance(spec, RedistributeSpec)
-    return transfer(spec.source, spec.target, spec.rank)
+    """A move's share of its rank."""
+    assert isinstance(operator, RedistributeOperator | ReduceScatterOperator)
+    return operator.share
 
 
 def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False) -> MoveTraffic:

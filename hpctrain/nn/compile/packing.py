@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
 
 
@@ -33,14 +35,9 @@ class Block:
         """In how many time slots it is live."""
         return sum(last - first + 1 for first, last in self.spans)
 
-    @property
-    def live(self) -> int:
-        """Its time slots as the bits of a number: two blocks meet in the bits that both have."""
-        return sum(((1 << (last - first + 1)) - 1) << first for first, last in self.spans)
-
     def meets(self, other: Block) -> bool:
         """True where some time slot belongs to both."""
-        return bool(self.live & other.live)
+        return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
 
 
 def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
@@ -56,9 +53,11 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
         lambda block: (-block.slots, -block.size_bytes),
     )
     bound = lower_bound(blocks, alignment_bytes)
+    sizes = [aligned(block.size_bytes, alignment_bytes) for block in blocks]
+    meets = meetings(blocks)
     best: tuple[list[int], int] | None = None
     for order in orders:
-        found = _pack(blocks, order, alignment_bytes)
+        found = _pack(sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)), sizes, meets)
         if best is None or found[1] < best[1]:
             best = found
         if best[1] == bound:
@@ -67,32 +66,48 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
     return best
 
 
-def _pack(blocks: Sequence[Block], order: Callable[[Block], tuple[int, ...]], alignment_bytes: int) -> tuple[list[int], int]:
-    offsets = [0] * len(blocks)
-    placed: list[tuple[int, int, int]] = []  # (offset, end, its time slots), by offset, then in order
+def meetings(blocks: Sequence[Block]) -> np.ndarray:
+    """Whether two blocks live at one time: bool (blocks, blocks)."""
+    if not blocks:
+        return np.zeros((0, 0), bool)
+    spans = np.array([span for block in blocks for span in block.spans])
+    first, last = spans[:, 0], spans[:, 1]
+    both = (first[:, None] <= last) & (first <= last[:, None])
+    of_blocks = np.cumsum([0, *(len(block.spans) for block in blocks[:-1])])
+    return np.logical_or.reduceat(np.logical_or.reduceat(both, of_blocks, 0), of_blocks, 1)
+
+
+def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tuple[list[int], int]:
+    """Offsets, and the arena's size. order: of the blocks. sizes: aligned."""
+    offsets, ends = np.zeros((2, len(sizes)), np.int64)
+    placed: list[int] = []  # by offset, then in order
     arena = 0
-    for index in sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)):
-        block = blocks[index]
-        size = aligned(block.size_bytes, alignment_bytes)
-        live = block.live
-        offset = _best_gap(placed, live, size)
-        offsets[index] = offset
-        insort(placed, (offset, offset + size, live), key=lambda entry: entry[0])
-        arena = max(arena, offset + size)
-    return offsets, arena
+    for index in order:
+        among = np.array(placed, np.intp)
+        neighbours = among[meets[index][among]]
+        offsets[index] = _best_gap(offsets[neighbours], ends[neighbours], sizes[index])
+        ends[index] = offsets[index] + sizes[index]
+        insort(placed, index, key=offsets.__getitem__)
+        arena = max(arena, int(ends[index]))
+    return offsets.tolist(), arena
 
 
-def _best_gap(placed: Sequence[tuple[int, int, int]], live: int, size: int) -> int:
-    best_offset, best_room = -1, 0
-    cursor = 0
-    for offset, end, other in placed:
-        if not live & other:
-            continue
-        room = offset - cursor
-        if room >= size and (best_offset < 0 or room < best_room):
-            best_offset, best_room = cursor, room
-        cursor = max(cursor, end)
-    return cursor if best_offset < 0 else best_offset
+def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
+    """The offset of the smallest gap that holds `size`, the first of equals; behind all where none does.
+
+    Args:
+        offsets, ends: int64 (n,), of blocks by offset; they may overlap.
+    """
+    if not len(ends):
+        return 0
+    behind = np.maximum.accumulate(ends)
+    rooms = offsets.copy()
+    rooms[1:] -= behind[:-1]
+    fitting = np.flatnonzero(rooms >= size)
+    if not len(fitting):
+        return int(behind[-1])
+    best = int(fitting[np.argmin(rooms[fitting])])
+    return int(behind[best - 1]) if best else 0
 
 
 def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from hpctrain.backend.kernels.abilities import AnyArrays
@@ -32,11 +33,23 @@ class Steps:
 
     def producer(self, tensor: int) -> int | None:
         """Position of the step that writes `tensor`; None for the input."""
-        return next((k for k, step in enumerate(self.steps) if step.output == tensor), None)
+        return self._producers.get(tensor)
 
     def readers(self, tensor: int) -> list[int]:
         """Positions of the steps that read `tensor`."""
-        return [k for k, step in enumerate(self.steps) if tensor in step.inputs]
+        return self._readers.get(tensor, [])
+
+    @cached_property
+    def _producers(self) -> dict[int, int]:
+        return {step.output: k for k, step in enumerate(self.steps)}
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        readers: dict[int, list[int]] = {}
+        for k, step in enumerate(self.steps):
+            for tensor in dict.fromkeys(step.inputs):
+                readers.setdefault(tensor, []).append(k)
+        return readers
 
     def value(self, tensor: int) -> int:
         """The tensor whose memory `tensor` names: another one where views lead to it, else itself."""

@@ -105,7 +105,7 @@ class _Corners:
     """The four outputs of each tile in y, or in its gradient."""
 
     def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
-        self._form, self._width = form, tiling.output_size[1]
+        self._form, (self._height, self._width) = form, tiling.output_size
         self._grid = _Grid(engine, what, tiling, form, tiling.channels_out)
         self._by_pixel = self._grid.by_pixel(tiling.output_size, 2)
         self._items = tiling.channels_out * form.tiles
@@ -118,17 +118,20 @@ class _Corners:
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
         """(elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
 
-        oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself.
+        oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself; so does the last
+        pixel of an image that is one row.
         """
         height, width, block = self._form.written, self._width, self._grid.block
         for number in range(4):
             down, right = number // 2, number % 2
             rows, columns = (height + 1 - down) // 2, (width + 1 - right) // 2
             together = rows if 2 * rows <= height else rows - 1
+            near = columns if 2 * columns <= width or self._height > 1 else columns - 1
             for first, count in ((0, together), (together, rows - together)):
-                if count and columns:
-                    tile = number * self._items + first * self._form.columns * block
-                    yield tile, ((2 * first + down) * width + right) * block, (count, columns)
+                for left, many in ((0, near), (near, columns - near)):
+                    if count and many:
+                        tile = number * self._items + (first * self._form.columns + left) * block
+                        yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
 
     def gathering(self) -> list[tuple[Copy, int, int]]:
         """(copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""

@@ -60,6 +60,19 @@ def test_equals_the_reference(onednn: KernelSet, reference: KernelSet, padding: 
     assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
 
 
+@pytest.mark.parametrize("size", [(1, 7), (1, 6), (7, 1)])
+def test_images_of_one_row_or_column_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, onednn: KernelSet, reference: KernelSet, size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
+    spec = conv(16, 32)
+    shape = (3, *size, 16)
+    assert chosen(onednn, spec, shape) == (True, True, True)
+    x, parameters, dy = arrays(spec, shape)
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=2)
+    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+
+
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("size", [(9, 7), (8, 6)])
 def test_adds_to_the_gradient(onednn: KernelSet, reference: KernelSet, size: tuple[int, int]) -> None:
