@@ -48,12 +48,14 @@ class Layout:
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
     """Rank r holds the next `counts[r]` samples, whole."""
     assert sum(counts) == shape[0]
-    return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(whole(shape), 0, interval) for interval in consecutive(counts)))
+    box = whole(shape)
+    return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(box, 0, interval) for interval in consecutive(counts)))
 
 
 def channels(shape: Shape, intervals: Sequence[Interval]) -> Layout:
     """Rank r holds channels (or features) `intervals[r]` of all samples."""
-    return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(whole(shape), -1, interval) for interval in intervals))
+    box = whole(shape)
+    return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(box, -1, interval) for interval in intervals))
 
 
 def tiles(shape: Shape, tiles: Pair) -> Layout:
@@ -62,8 +64,9 @@ def tiles(shape: Shape, tiles: Pair) -> Layout:
     How an extent is cut follows from it alone, so tensors of one height always agree.
     """
     vertical, horizontal = even_intervals(shape[1], tiles[0]), even_intervals(shape[2], tiles[1])
+    box = whole(shape)
     boxes = (
-        replace_dim(replace_dim(whole(shape), 1, vertical[rank // tiles[1]]), 2, horizontal[rank % tiles[1]])
+        replace_dim(replace_dim(box, 1, vertical[rank // tiles[1]]), 2, horizontal[rank % tiles[1]])
         for rank in range(tiles[0] * tiles[1])
     )
     return Layout(LayoutKind.TILES, shape, tuple(boxes))

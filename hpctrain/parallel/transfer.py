@@ -6,6 +6,7 @@ move sends every element's gradient back to its owner, where the parts are added
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Transfer:
         return self.receives[-1].stop if self.receives else 0
 
 
+@functools.lru_cache(maxsize=32)  # a move's operator, its costs and its adjoint ask for the same one after the other
 def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
     """The pieces that rank `rank` sends, receives and copies. `source` is a partition."""
     assert source.is_partition

@@ -97,14 +97,17 @@ class _Bounds:
         """The best of each grid and averager, those with the least bounds first.
 
         Micro-batches come in where nothing fits without, and on the best grid, where they may pay. Larger split groups move more
-        and save less: behind a grid that is best used by samples alone no larger one is looked at, where there is a choice.
+        and save less: behind two grids that are each slower than the one before, or one on which pure batch is best,
+        no larger one is looked at, where samples are enough for a choice.
         """
         first, *more = self._space.micro_batch_choices
         estimates: list[Estimate] = []
+        best: list[Estimate] = []  # of each grid
         for shape in self._shapes:
             of_shape = self._of_shape(shape, first, estimates)
             estimates += of_shape
-            if of_shape and self._shapes[0][0] == 1 < shape[0] and all(_is_pure_batch(one.candidate) for one in of_shape):
+            best += sorted(of_shape, key=lambda one: one.seconds)[:1]
+            if self._shapes[0][0] == 1 and _is_past_the_best(best):
                 break
         for micro_batches in more:
             for shape in self._shapes_with_micro_batches(estimates):
@@ -171,6 +174,14 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
 
 def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
     return [candidate for _, candidate in zip(range(count), candidates, strict=False)]
+
+
+def _is_past_the_best(of_grids: list[Estimate]) -> bool:
+    """of_grids: the best of each grid so far, by rising size of the split groups."""
+    if len(of_grids) > 1 and _is_pure_batch(of_grids[-1].candidate):
+        return True
+    last = [one.seconds for one in of_grids[-3:]]
+    return len(last) == 3 and last[0] < last[1] < last[2]
 
 
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:

@@ -31,7 +31,6 @@ from hpctrain.planner.tasks import AveragedGroup, GroupPlacement, RankClass, Ste
 
 _HEAD = 6  # numbers of the step's message in front of the batch statistics
 _NUMBER_BYTES = 8
-_UPDATED = 1_000_000  # elements of an update whose time is asked for
 
 
 def step_program(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> StepProgram:
@@ -75,7 +74,6 @@ class _Builder:
         facts = [self._facts(alike) for alike in self._classes]
         tasks = [self._tasks(alike, known) for alike, known in zip(self._classes, facts, strict=True)]
         averaged = {key: self._averaging(key, tasks) for key in self._strategies}
-        of_element = self._costs.update_seconds(_UPDATED) / _UPDATED
         classes = tuple(
             RankClass(
                 alike.name,
@@ -83,7 +81,7 @@ class _Builder:
                 alike.split_rank,
                 alike.samples,
                 of_class,
-                dict.fromkeys(alike.groups.values(), of_element),
+                dict.fromkeys(alike.groups.values(), self._update_seconds(known)),
                 self._products(alike, known),
                 self._memory(alike, known, averaged),
             )
@@ -114,6 +112,11 @@ class _Builder:
         if not facts.exchanging:
             return {}
         return product_seconds(training_plan(alike.micro_batches[0], self._job.kernels), facts, self._costs, self._job.batch)
+
+    def _update_seconds(self, known: StepFacts) -> float:
+        """Seconds of an element's update, among as many as the rank holds: caches hold the state of small networks only."""
+        elements = max(1, sum(known.sizes.values()))
+        return self._costs.update_seconds(elements) / elements
 
     def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, _Averaging]) -> int:
         schedules = [averaged[key].schedule for key in alike.groups.values()]
