@@ -64,6 +64,9 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
             if alpha < 0:  # a jump to another protocol lies between: the line goes on to where that begins
                 alpha, beta = 0.0, times[here] / first
         unattended, polls = _between_polls(points[here])
+        chunk, _ = _between_polls(points[there])
+        if chunk is not None and abs(points[here].polls - 1 - first / chunk) < 1:  # it fits into a few of its neighbour's chunks
+            unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
     made.append(LinkSegment(last.n_bytes, made[-1].alpha_seconds, made[-1].beta_seconds_per_byte, unattended, polls))

@@ -81,3 +81,14 @@ def test_polls_say_how_much_moves_between_them(
 def test_equal_neighbours_are_one_segment() -> None:
     points: Sequence[MessagePoint] = [MessagePoint(n, 1e-9 * n, 1e-9 * n, 0, 1e-3, 0.0, 0.0) for n in (1000, 2000, 4000)]
     assert len(link_fit.segments(points)) == 1
+
+
+def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:
+    points = [
+        MessagePoint(4096, 1e-5, 1e-5, 0, 1e-3, 0.0, 0.0),
+        MessagePoint(128 << 10, 1e-3, 1e-3, 3, 2e-3, 0.0, 0.0),
+        MessagePoint(512 << 10, 4e-3, 4e-3, 9, 8e-3, 0.0, 0.0),
+        MessagePoint(2 << 20, 16e-3, 16e-3, 33, 32e-3, 0.0, 0.0),
+    ]
+    found = link_fit.segments(points)
+    assert [(one.from_bytes, one.unattended_bytes, one.polls) for one in found][:2] == [(0, None, 0), (128 << 10, 64 << 10, 1)]

@@ -2,6 +2,7 @@
 
 All jobs progress alike, so one number, the resource's position, says how far each of them has come: it grows by one per second
 while there is enough for all, and more slowly while there is not. A job ends at a position, and the first end is one event.
+A network card may have saved up time while it was idle, as a bucket of tokens does: until that is spent it is many times as fast.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import partial
 from hpctrain.planner.simulation.event_loop import Act, EventLoop
 
 _ROUNDING_SECONDS = 1e-13
+# Times as fast while saved time is spent: what a message takes then beside the card is in its latency.
+_SPENDING = 64.0
 
 
 class SharedJob:
@@ -29,10 +32,13 @@ class SharedResource:
 
     Args:
         capacity: the weight of jobs that progress by one second per second; more of them progress more slowly.
+        most_saved_seconds: that an idle resource saves up, and has at the beginning.
     """
 
-    def __init__(self, loop: EventLoop, capacity: float) -> None:
+    def __init__(self, loop: EventLoop, capacity: float, most_saved_seconds: float = 0.0) -> None:
         self._loop, self._capacity = loop, capacity
+        self._most_saved = self._saved = most_saved_seconds
+        self._due_is_spent = False  # the event that is due is the end of the saved time, not a job's
         self._ends: list[tuple[float, int, SharedJob]] = []
         self._jobs = self._count = self._due = 0
         self._due_seconds = -1.0
@@ -46,6 +52,9 @@ class SharedResource:
         now = self._loop.now
         if now > self._at_seconds:
             self._position += (now - self._at_seconds) * self._rate
+            if self._most_saved:
+                used = self._rate * self._weight if self._jobs else 0.0
+                self._saved = min(self._most_saved, max(0.0, self._saved + (now - self._at_seconds) * (1.0 - used)))
             self._at_seconds = now
         return self._position
 
@@ -91,7 +100,13 @@ class SharedResource:
             self._due += 1
             self._due_seconds = -1.0
             return
+        spends = self._saved > _ROUNDING_SECONDS and self._weight > 0
+        if spends:
+            self._rate *= _SPENDING
         due = self._loop.now + max(0.0, ends[0][0] - self._position) / self._rate
+        left = self._loop.now + self._saved / max(_ROUNDING_SECONDS, self._rate * self._weight - 1.0) if spends else due
+        self._due_is_spent = left < due
+        due = min(due, left)
         if due != self._due_seconds:
             self._due += 1
             self._due_seconds = due
@@ -99,6 +114,11 @@ class SharedResource:
 
     def _end(self, due: int) -> None:
         if due != self._due:
+            return
+        if self._due_is_spent:
+            self.position  # noqa: B018  # up to here at the high rate
+            self._saved, self._due_seconds = 0.0, -1.0
+            self._changed()
             return
         ends = self._ends
         self._position = reached = max(self.position, ends[0][0])
