@@ -21,6 +21,7 @@ OF_ARRAYS = {
     "backend/": "of images and matrices",
     "cli/listing.py": "of the terminal",
     "cli/plan_tables.py": "of the terminal; keys of the JSON output",
+    "cli/planner_tables.py": "of tables",
     "comm/progress_mode.py": "of a matrix product",
     "config/schema.py": "the keys grid.rows and grid.cols",
     "data/augmentations/": "of images",

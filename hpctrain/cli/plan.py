@@ -11,6 +11,8 @@ import click
 
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
+from hpctrain.cli.plan_search import search
+from hpctrain.cli.plan_simulate import simulate
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
@@ -84,6 +86,10 @@ def plan() -> None:
 
     The command `plan --schedule FILE` is short for `plan schedule FILE`.
     """
+
+
+plan.add_command(search)
+plan.add_command(simulate)
 
 
 @plan.command()

@@ -60,6 +60,19 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "averager=sharted", "--ranks", "2"], 'the nearest is "sharded"'),
         ([CONFIG, "data.train=file", "--ranks", "2"], "The data file file"),
     ],
+    "plan search": [
+        (["nowhere.yaml", "--ranks", "2", "--machine", "xc40"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "--ranks", "2", "--machine", "file"], "file:1: This is not valid YAML"),
+        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--write", "file/x"], "--write file/x cannot be written"),
+        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--measure"], "was not measured on it"),
+    ],
+    "plan simulate": [
+        (["nowhere.yaml", "--ranks", "2", "--machine", "xc40"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "--ranks", "2", "--machine", "nowhere.yaml"], "There is no machine file 'nowhere.yaml'"),
+        ([CONFIG, "--ranks", "2", "--machine", "file"], "file:1: This is not valid YAML"),
+        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--trace", "file/x"], "--trace file/x cannot be written"),
+        ([CONFIG, "--ranks", "1,500", "--machine", "xc40", "--mode", "strong"], "the smallest batch is 500"),
+    ],
     "plan schedule": [(["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read")],
     "bench engine": [
         (["--model", "resnet51"], 'There is no model "resnet51"'),

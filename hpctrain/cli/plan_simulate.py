@@ -1,0 +1,139 @@
+"""`hpctrain plan simulate`: how a training would scale on a machine, from one simulated step for each number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli import planner_options
+from hpctrain.cli.loading import load_config
+from hpctrain.cli.planner_options import check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.config.schema import Config
+    from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("overrides", nargs=-1)
+@planner_options.MACHINE
+@click.option(
+    "--ranks",
+    type=planner_options.RankSeries(),
+    required=True,
+    help="Numbers of ranks to simulate, such as 1,2,4 or 1,2,...,8192 (each twice the one before).",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["weak", "strong"]),
+    default="weak",
+    show_default=True,
+    help="Meaning of the configured batch: each rank's own (weak), or shared by all ranks (strong).",
+)
+@click.option(
+    "--averager",
+    "averagers",
+    multiple=True,
+    metavar="NAME",
+    help="Averager to simulate instead of the configured one, a name or {name: ..., options}; may be given several times.",
+)
+@planner_options.BANDWIDTH
+@planner_options.LATENCY
+@planner_options.COMPUTE
+@click.option(
+    "--slow", type=planner_options.SlowRank(), multiple=True, help="What if: a rank that computes so many times longer, as 3=1.5."
+)
+@click.option(
+    "--jitter",
+    type=click.FloatRange(min=0, max=1),
+    default=0.0,
+    help="What if: operators whose times deviate by this share of them, at random.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
+@planner_options.IMAGE
+@planner_options.CLASSES
+@click.option(
+    "--png", type=click.Path(path_type=Path), help="File to which the curves are drawn; needs matplotlib (the extra `export`)."
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="File for the trace of the step of the largest job, as runs write traces."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
+def simulate(
+    file: Path,
+    overrides: tuple[str, ...],
+    machine: str,
+    ranks: tuple[int, ...],
+    mode: Any,
+    averagers: tuple[str, ...],
+    bandwidth: float,
+    latency: float,
+    compute: float,
+    slow: tuple[tuple[int, float], ...],
+    jitter: float,
+    seed: int,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    png: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate how a training scales on a machine.
+
+    Simulates a step of FILE's training, with OVERRIDES, on each number of ranks: its time, the exposed time of it, efficiency
+    and memory. The machine need not be there, nor the data.
+    """
+    check_writable("--png", png)
+    check_writable("--trace", trace)
+    configs = _configs(file, overrides, averagers)
+    from hpctrain.experiment import simulated_scaling
+    from hpctrain.planner import machine_file
+    from hpctrain.planner.prediction import SimulationOptions
+
+    slow_factors = planner_options.slow_ranks(slow, ranks[-1])
+    progress = simulated_scaling.progress_of(next(iter(configs.values())))
+    study = simulated_scaling.SimulatedStudy(
+        configs=configs,
+        ranks=ranks,
+        mode=mode,
+        machine=machine_file.read(machine),
+        factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
+        options=SimulationOptions(progress=progress, slow=slow_factors, jitter=jitter, seed=seed),
+        image=image,
+        classes=classes,
+    )
+    points = simulated_scaling.run(study)
+    _print(study, points, as_json=as_json)
+    if trace is not None:
+        click.echo(simulated_scaling.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
+    if png is not None:
+        drawn = simulated_scaling.plot(png, points, study.title)
+        click.echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
+
+
+def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
+    """The configuration with each averager, by its label."""
+    from hpctrain.experiment.check import check_names
+
+    configs = {}
+    for averager in averagers or ("",):
+        config, source = load_config(file, (*overrides, *([f"averager={averager}"] if averager else [])))
+        check_names(config, source)
+        configs[averager or config.averager.name] = config
+    return configs
+
+
+def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: bool) -> None:
+    from hpctrain.cli import planner_tables
+    from hpctrain.experiment import simulated_scaling
+
+    if as_json:
+        click.echo(json.dumps(simulated_scaling.facts(study, points), indent=1))
+    else:
+        planner_tables.print_scaling(study, points)
