@@ -1,0 +1,77 @@
+"""The predicting side of a job's ranks: one calibration, the operators' times, and the predictions of all points. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_jobs import planned_run
+from benchmarks.planner_points import Point
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.experiment import planned_job
+from hpctrain.experiment.calibration_job import run_calibration
+from hpctrain.planner.measured_costs import MeasuredCosts
+from hpctrain.planner.operator_times import OperatorTimes
+from hpctrain.planner.predict import predict
+from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.program_timing import ensure_measured, setting_here
+from hpctrain.planner.rate_costs import RateCosts
+
+_CALIBRATION_SECONDS = 45.0
+_BUDGET_SECONDS = 90.0  # of the times of one network's operators
+
+
+class Planner:
+    """The machine as this job measures it, and predictions on it.
+
+    Args:
+        world: all ranks. path: of the machine's file, which rank 0 writes.
+    """
+
+    def __init__(self, world: Communicator, progress: ProgressEngine, path: Path, deadline_seconds: float) -> None:
+        self._world, self._progress = world, progress
+        self._queue = progress.queue(world)
+        self.machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
+        self._times: OperatorTimes | None = None
+        self.coverage: list[dict[str, Any]] = []
+
+    def _barrier(self) -> None:
+        self._progress.wait(self._queue.post(self._world.ibarrier, "barrier"))
+
+    def time_operators(self, points: Sequence[Point]) -> None:
+        """Measure what all points compute, all ranks at once."""
+        for network in dict.fromkeys(point.network for point in points):
+            tasks = [planned_run(point) for point in points if point.network == network]
+            job = planned_job.job(tasks[0])
+            if self._times is None:
+                self._times = OperatorTimes(setting_here(job.kernels, 1, self.machine.ranks_per_node))
+            coverage = ensure_measured(
+                job,
+                [planned_job.candidate(task) for task in tasks],
+                self._times,
+                budget_seconds=_BUDGET_SECONDS,
+                memory_bytes=self.machine.memory_bytes,
+                before=self._barrier,
+                agree=self._world.broadcast_object,
+            )
+            self.coverage.append({"network": network, **asdict(coverage)})
+
+    def predict(self, point: Point) -> dict[str, Any]:
+        """The prediction of one point, for JSON. Not collective."""
+        assert self._times is not None
+        task = planned_run(point)
+        costs = MeasuredCosts(self._times, RateCosts(self.machine, task.config.dtype))
+        options = SimulationOptions(progress=ProgressMode.TEST)
+        prediction = predict(planned_job.job(task), planned_job.candidate(task), self.machine, costs, options)
+        return {
+            "step_seconds": prediction.step.seconds,
+            "exposed_seconds": prediction.step.exposed_seconds,
+            "memory_bytes": prediction.memory_bytes,
+            "exchanged_bytes": prediction.exchanged_bytes,
+            "measured_share": prediction.measured_share,
+            "table": asdict(prediction.step.table),
+        }

@@ -1,0 +1,28 @@
+"""The sweep's choice of points, and means over ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner_accuracy import chosen_points, parse, traced
+from benchmarks.planner_accuracy_ranks import mean_over_ranks
+from benchmarks.planner_points import POINTS, SHARED_MEMORY, TRACED
+
+
+def test_all_points_are_swept_unless_some_are_asked_for() -> None:
+    assert chosen_points(parse([])) == list(POINTS)
+    chosen = chosen_points(parse(["--links", f"1gbit,{SHARED_MEMORY}", "--ranks", "4", "--networks", "resnet18"]))
+    assert chosen
+    assert all(point.link in ("1gbit", SHARED_MEMORY) and point.ranks == 4 and point.network == "resnet18" for point in chosen)
+    assert chosen_points(parse(["--averagers", "priority", "--plans", "domain"])) == []
+
+
+@pytest.mark.parametrize(("which", "count"), [("named", len(TRACED)), ("all", len(POINTS)), ("none", 0)])
+def test_traces_are_of_three_points_unless_others_are_asked_for(which: str, count: int) -> None:
+    assert sum(traced(which, point) for point in POINTS) == count
+
+
+def test_ranks_are_averaged_turn_by_turn() -> None:
+    first = {"a": [{"seconds": 1.0}, {"seconds": 2.0}], "b": [{"seconds": 4.0}]}
+    second = {"a": [{"seconds": 3.0}, {"seconds": 4.0}], "b": [{"seconds": 0.0}]}
+    assert mean_over_ranks([first, second]) == {"a": [{"seconds": 2.0}, {"seconds": 3.0}], "b": [{"seconds": 2.0}]}
