@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.lanes import Lane
 from hpctrain.planner.simulation.transfers import StageTransfer
 
 
@@ -12,26 +12,27 @@ class Attention:
     """Polls let transfers go on that were held up.
 
     Args:
-        resources: that its transfers use. held_up: called where a transfer needs a poll to go on.
+        held_up: called where a transfer needs a poll to go on.
 
     Attributes:
         attends: the rank waits, and so polls all the time.
     """
 
-    def __init__(self, resources: Sequence[SharedResource], held_up: Callable[[], None]) -> None:
-        self._resources, self._held_up = resources, held_up
+    def __init__(self, held_up: Callable[[], None]) -> None:
+        self._held_up = held_up
         self.attends = False
+        self._lanes: dict[Lane, None] = {}
         self._blocked: list[StageTransfer] = []
         self._restricted: dict[StageTransfer, None] = {}
-        self._looked_at = dict.fromkeys(resources, 0.0)
 
     @property
     def needed(self) -> bool:
         """Whether a poll matters to anything in flight."""
         return bool(self._restricted)
 
-    def add(self, transfer: StageTransfer) -> None:
+    def add(self, transfer: StageTransfer, lane: Lane) -> None:
         """A transfer is in flight from now on."""
+        self._lanes[lane] = None
         if transfer.restricted:
             self._restricted[transfer] = None
 
@@ -61,15 +62,11 @@ class Attention:
         for transfer in tuple(self._restricted):
             transfer.leave()
 
-    def looked_at(self, resource: SharedResource) -> float:
-        """The resource's position at the last poll."""
-        return self._looked_at[resource]
-
     def blocked(self, transfer: StageTransfer) -> None:
         """The transfer goes on at the next poll."""
         self._blocked.append(transfer)
         self._held_up()
 
     def _mark(self) -> None:
-        for resource in self._resources:
-            self._looked_at[resource] = resource.position
+        for lane in self._lanes:
+            lane.look()

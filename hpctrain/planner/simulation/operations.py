@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.transfers import StageTransfer
+from hpctrain.planner.tasks import GroupPlacement
+
+
+@dataclass(frozen=True)
+class SimulatedGroup:
+    """A communicator as one process sees it.
+
+    Attributes:
+        key: which one it is. members: processes in it. placement: of its ranks.
+        node_share: of the ranks of a node that send in it, and in groups alike, those that the process stands for.
+        lane: groups of the same ranks have the same one: what they send goes one after another.
+    """
+
+    key: Hashable
+    members: int
+    placement: GroupPlacement
+    node_share: float
+    lane: str
 
 
 class Posted:
     """An operation of one rank: queued, in flight, or done.
 
     Attributes:
-        text, track, number: as traces name it. needs: things that must happen before it starts. done: seen to be complete.
+        text, track, number: as traces name it. position: among all that the rank has posted.
+        needs: things that must happen before it starts. done: seen to be complete.
         begun_seconds: when it was posted. dependents: operations that come after it. complete: called once it is done.
     """
 
-    __slots__ = ("begun_seconds", "complete", "dependents", "done", "needs", "number", "text", "track")
+    __slots__ = ("begun_seconds", "complete", "dependents", "done", "needs", "number", "position", "text", "track")
 
     def __init__(self, text: str, track: str, number: int, needs: int = 0) -> None:
         self.text, self.track, self.number, self.needs = text, track, number, needs
         self.done = False
         self.begun_seconds = 0.0
+        self.position = 0
         self.dependents: list[Posted] = []
         self.complete: Callable[[], None] | None = None
 
@@ -37,7 +58,7 @@ class Posted:
 class Member(Protocol):
     """A rank in a meeting."""
 
-    def transfer(self, stage: Stage, node_share: float, ended: Callable[[], None]) -> StageTransfer:
+    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
         """Its share of a stage, not begun."""
         ...
 
@@ -54,11 +75,11 @@ class MeetingShare:
         transfer: of that stage.
     """
 
-    __slots__ = ("_meeting", "_node_share", "_stages", "member", "posted", "stage", "transfer")
+    __slots__ = ("_group", "_meeting", "_stages", "member", "posted", "stage", "transfer")
 
-    def __init__(self, meeting: Meeting, member: Member, posted: Posted, stages: Sequence[Stage], node_share: float) -> None:
+    def __init__(self, meeting: Meeting, member: Member, posted: Posted, stages: Sequence[Stage], group: SimulatedGroup) -> None:
         self._meeting, self.member, self.posted, self._stages = meeting, member, posted, stages
-        self._node_share = node_share
+        self._group = group
         self.stage: Stage | None = None
         self.transfer: StageTransfer | None = None
 
@@ -69,7 +90,7 @@ class MeetingShare:
             self._meeting.ended()
             return
         self.stage = self._stages[position]
-        self.transfer = self.member.transfer(self.stage, self._node_share, self._meeting.ended)
+        self.transfer = self.member.transfer(self.stage, self._group, self._meeting.ended)
         self.transfer.begin()
 
     @property
@@ -107,9 +128,9 @@ class Meeting:
         self._stage = -1
         self._stages = 0
 
-    def join(self, member: Member, posted: Posted, stages: Sequence[Stage], node_share: float) -> None:
-        """A member posts its operation. node_share: of what ranks of its node send at the same time."""
-        self._shares.append(MeetingShare(self, member, posted, stages, node_share))
+    def join(self, member: Member, posted: Posted, stages: Sequence[Stage], group: SimulatedGroup) -> None:
+        """A member posts its operation."""
+        self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))
         if len(self._shares) == self._members:
             self._forget()

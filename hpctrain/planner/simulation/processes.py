@@ -15,13 +15,14 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.progress_thread import INTERVAL_SECONDS
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.attention import Attention
-from hpctrain.planner.simulation.operations import MeetingShare, Posted
+from hpctrain.planner.simulation.lanes import Lane
+from hpctrain.planner.simulation.operations import MeetingShare, Posted, SimulatedGroup
 from hpctrain.planner.simulation.places import SimulatedPlace
 from hpctrain.planner.simulation.queues import OperationQueue
 from hpctrain.planner.simulation.recorder import EventRecorder
 from hpctrain.planner.simulation.shared_resource import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
-from hpctrain.planner.simulation.world import SimulatedGroup, SimulatedWorld
+from hpctrain.planner.simulation.world import SimulatedWorld
 from hpctrain.trace.tracer import HOOKS, Category
 
 #: a stretch of the program; it yields while it computes or waits, and goes on once it is resumed
@@ -47,10 +48,12 @@ class SimulatedProcess:
         self._program: Iterator[None] = iter(())
         self._asleep = self._thread_due = False
         self._unseen: list[MeetingShare] = []
-        self._attention = Attention((self._card, self._memory), self._expect_thread)
+        self._attention = Attention(self._expect_thread)
+        self._lanes: dict[tuple[str, bool], Lane] = {}
         self._flying: dict[Posted, None] = {}
         self._wait_begun = self._paid_until = self._debt = 0.0
         self._posted: dict[Hashable, int] = {}
+        self._count = 0
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ class SimulatedProcess:
         self._attention.look()
         while True:
             unseen, self._unseen = self._unseen, []
-            for share in unseen:
+            for share in sorted(unseen, key=_position):
                 yield from self._see(share)
             queue = next((queue for queue in self.queues if queue.startable), None)
             if queue is not None:
@@ -111,11 +114,12 @@ class SimulatedProcess:
     def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[Stage]) -> None:
         """Post an operation on a group's communicator, where all processes post the same ones in the same order."""
         posted.begun_seconds = self._loop.now
+        posted.position, self._count = self._count, self._count + 1
         self._flying[posted] = None
         key = (group.key, posted.track)
         number = self._posted[key] = self._posted.get(key, 0) + 1
         meeting = self.world.meetings.of((key, number), group.members)
-        meeting.join(self, posted, stages, group.node_share)
+        meeting.join(self, posted, stages, group)
 
     def finish(self) -> None:
         """The simulation ends: record what is still in flight."""
@@ -204,10 +208,13 @@ class SimulatedProcess:
 
     # -- a member of meetings ----------------------------------------------------------------------------------------------------
 
-    def transfer(self, stage: Stage, node_share: float, ended: Callable[[], None]) -> StageTransfer:
-        resource, weight = (self._card, stage.sharers * node_share) if stage.between else (self._memory, 1.0)
-        transfer = StageTransfer(self._loop, self._attention, stage, resource, weight, ended)
-        self._attention.add(transfer)
+    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
+        lane = self._lanes.get((group.lane, stage.between))
+        if lane is None:
+            lane = self._lanes[group.lane, stage.between] = Lane(self._card if stage.between else self._memory)
+        weight = stage.sharers * group.node_share if stage.between else 1.0
+        transfer = StageTransfer(self._loop, self._attention, stage, lane, weight, ended)
+        self._attention.add(transfer, lane)
         return transfer
 
     def stage_ended(self, share: MeetingShare) -> None:
@@ -219,3 +226,8 @@ class SimulatedProcess:
             self._loop.soon(self.resume)
         elif not self._attention.attends:
             self._expect_thread()
+
+
+def _position(share: MeetingShare) -> int:
+    """Operations are tested in the order in which they were posted."""
+    return share.posted.position

@@ -63,7 +63,8 @@ class SharedResource:
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
-        self._push(job)
+        self._count += 1
+        heapq.heappush(self._ends, (job.end, self._count, job))
         self._changed()
         return job
 
@@ -77,15 +78,14 @@ class SharedResource:
         """Seconds that a job still takes."""
         return max(0.0, job.end - self.position)
 
-    def move_end(self, job: SharedJob, seconds: float) -> None:
-        """Let a job end after so many seconds from now, if it had the resource to itself."""
-        job.end = self.position + seconds
-        self._push(job)
+    def stop(self, job: SharedJob) -> float:
+        """End a job before its time, without its action; give the seconds that it would still have taken."""
+        left = self.remaining(job)
+        job.active = False
+        self._jobs -= 1
+        self._weight -= job.weight
         self._changed()
-
-    def _push(self, job: SharedJob) -> None:
-        self._count += 1
-        heapq.heappush(self._ends, (job.end, self._count, job))
+        return left
 
     def _changed(self) -> None:
         """Plan the next end, with the rate that the jobs leave."""
@@ -94,7 +94,7 @@ class SharedResource:
         weight = self._weight + self._load
         self._rate = 1.0 if weight <= self._capacity else self._capacity / weight
         ends = self._ends
-        while ends and not (ends[0][2].active and ends[0][2].end == ends[0][0]):
+        while ends and not ends[0][2].active:
             heapq.heappop(ends)
         if not ends:
             self._due += 1
@@ -124,8 +124,8 @@ class SharedResource:
         self._position = reached = max(self.position, ends[0][0])
         complete: list[SharedJob] = []
         while ends and ends[0][0] <= reached + _ROUNDING_SECONDS:
-            end, _, job = heapq.heappop(ends)
-            if job.active and job.end == end:
+            _, _, job = heapq.heappop(ends)
+            if job.active:
                 job.active = False
                 self._jobs -= 1
                 self._weight -= job.weight

@@ -12,10 +12,9 @@ from hpctrain.planner import collective_costs
 from hpctrain.planner.collective_costs import Kind, Stage
 from hpctrain.planner.prediction import SimulationOptions
 from hpctrain.planner.simulation.group_tasks import GroupTasks
-from hpctrain.planner.simulation.operations import Posted
+from hpctrain.planner.simulation.operations import Posted, SimulatedGroup
 from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
 from hpctrain.planner.simulation.queues import GroupQueues
-from hpctrain.planner.simulation.world import SimulatedGroup
 from hpctrain.planner.tasks import (
     BeginExchange,
     Compute,

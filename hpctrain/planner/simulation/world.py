@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.simulation.cores import Cores
 from hpctrain.planner.simulation.event_loop import EventLoop
-from hpctrain.planner.simulation.operations import Meetings
+from hpctrain.planner.simulation.operations import Meetings, SimulatedGroup
 from hpctrain.planner.simulation.places import SimulatedPlace
 from hpctrain.planner.simulation.shared_resource import SharedResource
 from hpctrain.planner.tasks import GroupPlacement, StepProgram
-
-
-@dataclass(frozen=True)
-class SimulatedGroup:
-    """A communicator as one process sees it.
-
-    Attributes:
-        key: which one it is. members: processes in it. placement: of its ranks.
-        node_share: of the ranks of a node that send in it, and in groups alike, those that the process stands for.
-    """
-
-    key: Hashable
-    members: int
-    placement: GroupPlacement
-    node_share: float
 
 
 class SimulatedWorld:
@@ -66,7 +50,9 @@ class SimulatedWorld:
 
     def _group(self, place: SimulatedPlace, key: Hashable, placement: GroupPlacement) -> SimulatedGroup:
         share = place.node_ranks / max(1, placement.per_node * placement.alike)
-        return SimulatedGroup(key, self._members[key], placement, share)
+        everybody = placement.ranks == self.program.all_ranks.ranks
+        lane = "all" if everybody else "split" if placement is self.program.split else "data"
+        return SimulatedGroup(key, self._members[key], placement, share, lane)
 
     def _keys(self, place: SimulatedPlace) -> list[Hashable]:
         averaged = [name for name, group in self.program.groups.items() if place.rank_class.name in group.members]

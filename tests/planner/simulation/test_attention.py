@@ -3,6 +3,7 @@
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.attention import Attention
 from hpctrain.planner.simulation.event_loop import EventLoop
+from hpctrain.planner.simulation.lanes import Lane
 from hpctrain.planner.simulation.shared_resource import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
 
@@ -10,11 +11,10 @@ from hpctrain.planner.simulation.transfers import StageTransfer
 def _run(*acts: tuple[float, str], rounds: int = 1, unattended: float | None = None) -> tuple[list[float], int]:
     """Ends of a transfer of 4 s under acts of an attention at instants, and how often it was held up."""
     loop, ends, held_up = EventLoop(), list[float](), list[float]()
-    wire = SharedResource(loop, 1.0)
-    attention = Attention((wire,), lambda: held_up.append(loop.now))
+    attention, lane = Attention(lambda: held_up.append(loop.now)), Lane(SharedResource(loop, 1.0))
     stage = Stage(True, 0.0, 4.0, 1.0, 0.0, rounds, unattended_bytes=unattended)
-    transfer = StageTransfer(loop, attention, stage, wire, 1.0, lambda: ends.append(loop.now))
-    attention.add(transfer)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
     assert attention.needed == (rounds > 1 or unattended is not None)
     transfer.begin()
     for seconds, act in acts:

@@ -9,9 +9,13 @@ import pytest
 
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.event_loop import EventLoop
-from hpctrain.planner.simulation.operations import Meetings, MeetingShare, Posted
+from hpctrain.planner.simulation.lanes import Lane
+from hpctrain.planner.simulation.operations import Meetings, MeetingShare, Posted, SimulatedGroup
 from hpctrain.planner.simulation.shared_resource import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
+from tests.support.simulated import placement
+
+_GROUP = SimulatedGroup("all", 2, placement(2), 1.0, "all")
 
 
 class _Rank:
@@ -22,14 +26,11 @@ class _Rank:
     def __init__(self, loop: EventLoop) -> None:
         self.loop, self.ends = loop, list[float]()
 
-    def looked_at(self, resource: SharedResource) -> float:
-        return 0.0
-
     def blocked(self, transfer: StageTransfer) -> None:
         raise AssertionError("a rank that waits holds nothing up")
 
-    def transfer(self, stage: Stage, node_share: float, ended: Callable[[], None]) -> StageTransfer:
-        return StageTransfer(self.loop, self, stage, SharedResource(self.loop, 1.0), node_share, ended)
+    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
+        return StageTransfer(self.loop, self, stage, Lane(SharedResource(self.loop, 1.0)), group.node_share, ended)
 
     def stage_ended(self, share: MeetingShare) -> None:
         self.ends.append(self.loop.now)
@@ -43,7 +44,7 @@ def _ends(*ranks: tuple[float, Sequence[Stage]]) -> list[list[float]]:
     members = [_Rank(loop) for _ in ranks]
 
     def join(rank: _Rank, stages: Sequence[Stage]) -> None:
-        meetings.of("one", len(ranks)).join(rank, Posted("sum", "queue", 0), stages, 1.0)
+        meetings.of("one", len(ranks)).join(rank, Posted("sum", "queue", 0), stages, _GROUP)
 
     for rank, (seconds, stages) in zip(members, ranks, strict=True):
         loop.at(seconds, partial(join, rank, stages))
@@ -75,9 +76,9 @@ def test_without_stages_it_is_over_once_all_have_come() -> None:
 def test_a_meeting_is_forgotten_once_all_have_come() -> None:
     meetings, rank = Meetings(), _Rank(EventLoop())
     first = meetings.of("key", 2)
-    first.join(rank, Posted("sum", "queue", 0), [], 1.0)
+    first.join(rank, Posted("sum", "queue", 0), [], _GROUP)
     assert meetings.of("key", 2) is first
-    first.join(rank, Posted("sum", "queue", 0), [], 1.0)
+    first.join(rank, Posted("sum", "queue", 0), [], _GROUP)
     assert meetings.of("key", 2) is not first
 
 

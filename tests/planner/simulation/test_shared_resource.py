@@ -48,14 +48,16 @@ def test_a_busy_resource_loses_no_time() -> None:
     assert max(_ends(jobs)) == pytest.approx(min(begin for begin, _, _ in jobs) + sum(seconds for _, seconds, _ in jobs))
 
 
-def test_an_end_moves_and_a_load_slows() -> None:
+def test_a_load_slows_and_a_stopped_job_gives_back_its_rate() -> None:
     loop = EventLoop()
-    resource, ends = SharedResource(loop, 1.0), []
-    job = resource.start(1.0, 1.0, lambda: ends.append(loop.now))
-    loop.at(0.5, lambda: resource.move_end(job, 1.5))
-    loop.at(1.0, lambda: resource.load(1.0))  # half the rate from here on, with 1.0 to go
+    resource, ends, left = SharedResource(loop, 1.0), list[float](), list[float]()
+    resource.start(2.0, 1.0, lambda: ends.append(loop.now))
+    other = resource.start(2.0, 1.0, lambda: ends.append(-1.0))
+    loop.at(1.0, lambda: left.append(resource.stop(other)))  # both have done 0.5
+    loop.at(1.5, lambda: resource.load(1.0))  # half the rate from here on, with 1.0 to go
     loop.run()
-    assert ends == pytest.approx([3.0])
+    assert left == pytest.approx([1.5])
+    assert ends == pytest.approx([3.5])
 
 
 def test_the_remainder_is_what_is_not_done() -> None:

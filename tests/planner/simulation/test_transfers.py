@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.event_loop import EventLoop
+from hpctrain.planner.simulation.lanes import Lane
 from hpctrain.planner.simulation.shared_resource import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
 
@@ -13,23 +14,20 @@ from hpctrain.planner.simulation.transfers import StageTransfer
 class _Looker:
     """Looks at given instants, and waits from one on."""
 
-    def __init__(self, loop: EventLoop, resource: SharedResource, looks: list[float], waits_from: float | None) -> None:
+    def __init__(self, loop: EventLoop, lane: Lane, looks: list[float], waits_from: float | None) -> None:
         self.attends = False
         self.transfer: StageTransfer | None = None
-        self._loop, self._resource, self._look_position = loop, resource, 0.0
+        self._lane = lane
         for seconds in looks:
             loop.at(seconds, self._look)
         if waits_from is not None:
             loop.at(waits_from, self._wait)
 
-    def looked_at(self, resource: SharedResource) -> float:
-        return self._look_position
-
     def blocked(self, transfer: StageTransfer) -> None:
         """It goes on at the next look."""
 
     def _look(self) -> None:
-        self._look_position = self._resource.position
+        self._lane.look()
         assert self.transfer is not None
         self.transfer.look()
 
@@ -51,10 +49,10 @@ def _end(
 ) -> float | None:
     """The end of a stage that takes so many seconds of the wire; None: never."""
     loop, ends = EventLoop(), []
-    resource = SharedResource(loop, 1.0)
-    looker = _Looker(loop, resource, list(looks), waits_from)
+    lane = Lane(SharedResource(loop, 1.0))
+    looker = _Looker(loop, lane, list(looks), waits_from)
     stage = Stage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
-    looker.transfer = StageTransfer(loop, looker, stage, resource, 1.0, lambda: ends.append(loop.now))
+    looker.transfer = StageTransfer(loop, looker, stage, lane, 1.0, lambda: ends.append(loop.now))
     looker.transfer.begin()
     loop.run()
     return ends[0] if ends else None
@@ -106,10 +104,10 @@ def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -
 
 def test_an_ended_wait_leaves_a_round_under_way() -> None:
     loop, ends = EventLoop(), []
-    resource = SharedResource(loop, 1.0)
-    looker = _Looker(loop, resource, [9.0], None)
+    lane = Lane(SharedResource(loop, 1.0))
+    looker = _Looker(loop, lane, [9.0], None)
     looker.attends = True
-    transfer = StageTransfer(loop, looker, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), resource, 1.0, lambda: ends.append(loop.now))
+    transfer = StageTransfer(loop, looker, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now))
     looker.transfer = transfer
     transfer.begin()
 
