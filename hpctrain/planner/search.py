@@ -1,22 +1,23 @@
 """The search for the grid, plan, averager and micro-batches with the shortest step under a machine's memory.
 
 Lower bounds of all candidates come first (see `estimates`); the best few by them are simulated, pure batch with each averager
-beside them, and ranked by what the simulation says.
+beside them. Averagers and plans are then exchanged among the best of these, and all are ranked by what the simulation says.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
+from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction, SimulationOptions
 from hpctrain.planner.search_reasons import gibibytes, reason
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
@@ -25,6 +26,7 @@ Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], P
 
 # Simulated beside the fastest where nothing fits, the leanest first.
 _LEANEST = 4
+_NEXT_PLANS = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def search(
     ranks: int,
     space: SearchSpace | None = None,
     *,
-    predicted_by: Predict,
+    predicted_by: Predict = predict,
 ) -> SearchResult:
     """The candidates that were simulated, the best one first.
 
@@ -71,13 +73,24 @@ def search(
     bounds = _Bounds(job, machine, costs, ranks, space)
     estimates = bounds.estimates()
 
+    refusals: list[HpctrainError] = []
+
     def simulated(candidates: Iterable[Candidate]) -> list[tuple[Candidate, Prediction]]:
-        return [(one, predicted_by(job, one, machine, costs, space.options)) for one in candidates]
+        results = []
+        for one in candidates:
+            try:
+                results.append((one, predicted_by(job, one, machine, costs, space.options)))
+            except HpctrainError as error:  # of this candidate: an averager that fits no split layers, a block without kernels
+                refusals.append(error)
+        return results
 
     results = simulated(_picks(estimates, bounds.pure_batch(), space.simulated))
+    results += simulated(_beside_the_best(results, machine, space) if results else ())
     if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
         known = [candidate for candidate, _ in results]
         results += simulated(one for one in bounds.leanest() if one not in known)
+    if not results:
+        raise refusals[0]
     choices = _ranked(results, machine)
     if not choices[0].fits:
         raise _fits_nowhere(job, machine, ranks, choices)
@@ -139,7 +152,7 @@ class _Bounds:
         grid = self._grid(self._shapes[0], self._space.micro_batch_choices[0])
         uses = [Parallelism.BATCH] * grid.segment_count
         of_averagers = [grid.of_uses(choice, uses) for choice in self._space.averager_choices]
-        return [one.candidate for one in sorted(of_averagers, key=lambda one: one.seconds)]
+        return [one.candidate for one in _distinct(sorted(of_averagers, key=lambda one: one.seconds))]
 
     def leanest(self) -> list[Candidate]:
         """The candidates with the least memory."""
@@ -172,6 +185,19 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
     return [*chosen, *_take(others, most - len(chosen))]
 
 
+def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
+    """The best simulated plan with all averagers, and its averager with the next best plans; without those simulated already."""
+    ranked = _ranked(results, machine)
+    best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
+    wanted = [replace(best, averager=choice.name, options=dict(choice.options)) for choice in space.averager_choices]
+    plans = list(dict.fromkeys((other.plan.rows, other.micro_batches) for other in others))[:_NEXT_PLANS]
+    for of_plan in plans:
+        other = next(one for one in others if (one.plan.rows, one.micro_batches) == of_plan)
+        wanted.append(replace(other, averager=best.averager, options=best.options))
+    known = [candidate for candidate, _ in results]
+    return [candidate for number, candidate in enumerate(wanted) if candidate not in known + wanted[:number]]
+
+
 def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
     return [candidate for _, candidate in zip(range(count), candidates, strict=False)]
 
@@ -185,10 +211,23 @@ def _is_past_the_best(of_grids: list[Estimate]) -> bool:
 
 
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """The estimates without pure batch on grids with split groups, where it is what it is without them."""
+    """The estimates without those that stand for what another one does.
+
+    Pure batch with split groups is what it is without them; options of averagers that change nothing have the same bound.
+    """
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)
-    return [one for one in estimates if not with_one or one.candidate.plan.rows == 1 or not _is_pure_batch(one.candidate)]
+    distinct: list[Estimate] = []
+    for one in estimates:
+        repeated = any(_is_repeated(one, other) for other in distinct)
+        if not repeated and not (with_one and one.candidate.plan.rows > 1 and _is_pure_batch(one.candidate)):
+            distinct.append(one)
+    return distinct
+
+
+def _is_repeated(estimate: Estimate, other: Estimate) -> bool:
+    one, two = estimate.candidate, other.candidate
+    return replace(one, options={}) == replace(two, options={}) and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
 
 
 def _is_pure_batch(candidate: Candidate) -> bool:

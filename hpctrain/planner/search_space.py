@@ -30,7 +30,8 @@ class SearchSpace:
         fixed_grid: (Pr, Pc) that the user gives. fixed_plan: a plan whose uses, tiles and overlapped layers stay; its own grid
             does not count. fixed_averager, fixed_micro_batches: that stay.
         averagers, micro_batches: those that are looked at where none is fixed.
-        simulated: candidates that are simulated, the best by their lower bounds; pure batch with each averager counts among them.
+        simulated: candidates that are simulated at first, the best by their lower bounds; pure batch with each averager counts
+            among them. A few follow that exchange averagers and plans among the best.
         options: of the simulations.
     """
 

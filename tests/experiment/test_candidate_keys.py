@@ -7,11 +7,19 @@ import pytest
 
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
+from hpctrain.experiment import planned_job
 from hpctrain.experiment.candidate_keys import command_line, overrides, with_candidate, written
+from hpctrain.experiment.dry_run import prepare
 from hpctrain.experiment.grid import parallel_plan
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.search import search
+from hpctrain.planner.search_space import SearchSpace
 
+LINK = Link((LinkSegment(0, 1e-5, 1e-8),))
+SLOW = Machine("slow", 4, 1, 1.0, 1 << 34, LINK, LINK, 1, dict.fromkeys(OperatorClass, OperatorRate(1e10, 1e10, 1e-6)))
 CONFIGS = Path(__file__).parents[2] / "configs"
 CANDIDATES = [
     Candidate(ParallelPlan(1, 4)),
@@ -33,6 +41,17 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
     assert Candidate(plan, config.averager.name, config.averager.options, config.micro_batches) == candidate
     untouched = set(Config.model_fields) - {"grid", "plan", "averager", "micro_batches"}
     assert all(getattr(config, key) == getattr(before, key) for key in untouched)
+
+
+def test_what_a_search_chooses_is_what_a_run_with_its_keys_does() -> None:
+    path = CONFIGS / "quickstart.yaml"
+    changes = ("model={name: small, batch_norm: false, hidden: 512}", "batch=4", "backend=numpy")
+    planned = planned_job.job(prepare(load(path, changes)[0], 2))
+    result = search(planned, SLOW, RateCosts(SLOW), 2, SearchSpace(simulated=3))
+    assert {choice.candidate.plan.rows for choice in result.choices} > {1}
+    for choice in result.choices:
+        config, _ = load(path, [*changes, *overrides(choice.candidate)])
+        assert planned_job.candidate(prepare(config, 2)) == choice.candidate
 
 
 def test_a_shell_takes_the_command_line() -> None:
