@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
+from hpctrain.planner.factor_products import FactorProduct
 
 
 class ComputeCosts(Protocol):
@@ -17,6 +18,10 @@ class ComputeCosts(Protocol):
         memory: the step's, `plan.memory[k]`: whose gradients are asked for and added to, and what lies in place. Without it
         the gradients of all inputs are written.
         """
+        ...
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        """Seconds of a weight's gradient from exchanged inputs and errors, all of its elements."""
         ...
 
     def update_seconds(self, elements: int) -> float:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.operator_key import OperatorKey, operator_key
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.rate_costs import RateCosts
+
+
+def product_key(product: FactorProduct) -> OperatorKey:
+    """The key of a weight's gradient from exchanged inputs and errors."""
+    return OperatorKey(f"product {product.outputs}", (product.samples, product.inputs, 1))
 
 
 def update_key(elements: int) -> OperatorKey:
@@ -40,6 +46,10 @@ class MeasuredCosts:
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
         return self._counted(self._times.seconds(operator_key(step, action, memory)), by_rate)
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        """Measured, interpolated or by rates."""
+        return self._counted(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
         """Seconds of an update, at the rate of the measured one that is nearest in size."""

@@ -73,8 +73,8 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def measured(self, key: OperatorKey) -> bool:
-        """This very operator was measured."""
-        return key in self._exact
+        """An operator of these extents was measured, whatever its details."""
+        return key.extents in self._families.get(key.family, {})
 
     def seconds(self, key: OperatorKey) -> float | None:
         """The measured time; else one that follows from other extents in one of the dims, N before H before W; else None."""

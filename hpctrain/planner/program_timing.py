@@ -18,8 +18,9 @@ from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.distribution import Shard
 from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.planner.factor_products import FactorProduct, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.measured_costs import input_key, others_key, update_key
+from hpctrain.planner.measured_costs import input_key, others_key, product_key, update_key
 from hpctrain.planner.operator_key import OperatorKey, operator_key
 from hpctrain.planner.operator_times import OperatorTimes, Setting
 from hpctrain.planner.stand_ins import StandInGroup, stand_in_mergers
@@ -38,13 +39,15 @@ _COPIES_OF_PARAMETERS = 4
 class RankProgram:
     """A rank's program. graph: its own, not yet fused. shards: its parts of parameters.
 
-    split_ranks, data_ranks: of its two groups.
+    split_ranks, data_ranks: of its two groups. exchanged_samples: whose inputs and errors it may make gradients of; 0 where none
+    are exchanged.
     """
 
     graph: Graph
     shards: Mapping[str, Shard]
     split_ranks: int
     data_ranks: int
+    exchanged_samples: int
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,16 @@ def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
     positions = counts_over(job.batch, candidate.ranks, plan.rows)
     largest = [even(count, candidate.micro_batches)[0] for count in positions]
     groups = dict.fromkeys(tuple(largest[first : first + plan.rows]) for first in range(0, len(largest), plan.rows))
+    exchanged = job.batch if candidate.ranks > 1 and candidate.micro_batches == 1 else 0
     for counts in groups:
         graph = job.graph_of(sum(counts))
         if plan.rows == 1:
-            yield RankProgram(graph, {}, 1, plan.cols)
+            yield RankProgram(graph, {}, 1, plan.cols, exchanged)
             continue
         partitioned = partition_graph(graph, plan, counts)
         for rank in dict.fromkeys((0, plan.rows // 2, plan.rows - 1)):
             local = partitioned.local(rank, StandInGroup(rank, plan.rows))
-            yield RankProgram(local, partitioned.shards_of(rank), plan.rows, plan.cols)
+            yield RankProgram(local, partitioned.shards_of(rank), plan.rows, plan.cols, exchanged)
 
 
 def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
@@ -123,7 +127,7 @@ def ensure_measured(
     begin, done, left = time.perf_counter(), 0, 0
     for program in _most_unknown_first(job, candidates, times):
         plan = compile_graph(program.graph, job.kernels, training=True)
-        if not _unknown(plan, times):
+        if not _unknown(program, plan, times):
             continue
         fits = plan.arena_bytes + _COPIES_OF_PARAMETERS * _parameter_bytes(job) <= memory_bytes
         if not fits or not agree(time.perf_counter() - begin < budget_seconds):
@@ -136,13 +140,18 @@ def ensure_measured(
 
 def _most_unknown_first(job: Job, candidates: Iterable[Candidate], times: OperatorTimes) -> list[RankProgram]:
     programs = [program for candidate in candidates for program in rank_programs(job, candidate)]
-    unknown = [_unknown(compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
+    unknown = [_unknown(program, compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
     order = sorted(range(len(programs)), key=lambda i: -unknown[i])
     return [programs[i] for i in order if unknown[i]]
 
 
-def _unknown(plan: ExecutionPlan, times: OperatorTimes) -> int:
-    return sum(not times.measured(key) for key in set(keys_of(plan).values()))
+def _unknown(program: RankProgram, plan: ExecutionPlan, times: OperatorTimes) -> int:
+    keys = {*keys_of(plan).values(), *map(product_key, _products(program, plan))}
+    return sum(not times.measured(key) for key in keys)
+
+
+def _products(program: RankProgram, plan: ExecutionPlan) -> list[FactorProduct]:
+    return products_of(plan, program.exchanged_samples) if program.exchanged_samples else []
 
 
 def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Callable[[], None]) -> None:
@@ -156,6 +165,9 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
         clock=clock_of(times.setting.threads),
     )
     record(times, timed.plan, timed.parameters, timed.measure(_STEPS, before))
+    for product in _products(program, timed.plan):
+        if not times.measured(product_key(product)):
+            times.put(product_key(product), time_product(product, job.dtype, _STEPS, clock_of(times.setting.threads), before))
 
 
 def _parameter_bytes(job: Job) -> int:

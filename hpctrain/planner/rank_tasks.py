@@ -12,6 +12,7 @@ from hpctrain.backend.kernels.specs import BatchNormSpec
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep
 from hpctrain.parallel.redistribute import ReduceScatterSpec
 from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.factor_products import product_of
 from hpctrain.planner.move_traffic import is_move, move_traffic, transfer_of
 from hpctrain.planner.tasks import (
     BeginExchange,
@@ -72,18 +73,14 @@ def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeC
 
 
 def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
-    """By weight of a layer that exchanges inputs and errors: seconds of one element of its gradient over all samples.
-
-    The product of depth `batch` costs what this rank's own would, sample by sample.
-    """
+    """By weight of a layer that exchanges inputs and errors: seconds of one element of its gradient over all samples."""
     seconds = {}
-    for k, step in enumerate(plan.steps):
+    for step in plan.steps:
         names = [] if step.node is None else [name for name in step.node.parameters.values() if name in facts.exchanging]
-        samples = plan.tensors[step.output].shape[0]
-        if names and samples:
+        product = product_of(step, batch)
+        if names and product is not None:
             weight = facts.exchanging[names[0]]
-            own = costs.seconds(step, Action.PARAMETERS, plan.memory[k])
-            seconds[weight] = own * batch / samples / max(1, facts.sizes[weight])
+            seconds[weight] = costs.product_seconds(product) / max(1, facts.sizes[weight])
     return seconds
 
 

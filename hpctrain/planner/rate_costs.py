@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.machine import Machine, OperatorClass
 from hpctrain.planner.operator_work import work_of
 
@@ -31,6 +32,12 @@ class RateCosts:
             return 0.0
         rate = self._rates[work.kind]
         return rate.call_seconds + max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        """As of any other call of its operations and bytes."""
+        rate = self._rates[OperatorClass.PRODUCT]
+        by_flops, by_bytes = product.flops / rate.flops_per_second, product.bytes(self._item_bytes) / rate.bytes_per_second
+        return rate.call_seconds + max(by_flops, by_bytes)
 
     def update_seconds(self, elements: int) -> float:
         """Seconds of the update with momentum of so many elements, and the look at them."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.move_traffic import is_move
 from hpctrain.trace.tracer import Category, Events
 
@@ -71,6 +72,10 @@ class SampledCosts:
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
         return self._counted(by_cost * (self._usual_factor if factor is None else factor), sampled=factor is not None)
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        """As the other costs say: no sample has a product by itself."""
+        return self._counted(self._costs.product_seconds(product), sampled=False)
 
     def update_seconds(self, elements: int) -> float:
         """As the other costs say: no sample has an update by itself."""

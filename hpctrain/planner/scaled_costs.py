@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.factor_products import FactorProduct
 
 
 class ScaledCosts:
@@ -16,6 +17,10 @@ class ScaledCosts:
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         """Seconds of an operator's phase."""
         return self._costs.seconds(step, action, memory) / self._factor
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        """Seconds of a weight's gradient from exchanged inputs and errors."""
+        return self._costs.product_seconds(product) / self._factor
 
     def update_seconds(self, elements: int) -> float:
         """Seconds of the optimiser's update of so many elements."""

@@ -9,8 +9,9 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.network import Network
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.measured_costs import MeasuredCosts, input_key, others_key, update_key
+from hpctrain.planner.measured_costs import MeasuredCosts, input_key, others_key, product_key, update_key
 from hpctrain.planner.operator_key import operator_key
 from hpctrain.planner.operator_times import OperatorTimes, Setting
 from hpctrain.planner.rate_costs import RateCosts
@@ -68,3 +69,13 @@ def test_the_rest_of_a_step_scales_from_the_nearest_measurement() -> None:
     assert costs.update_seconds(0) == 0.0
     assert costs.step_seconds(100, 10) == pytest.approx(3.5)
     assert costs.step_seconds(0, 12) == pytest.approx(3.0)
+
+
+def test_products_of_other_depths_follow_from_measured_ones() -> None:
+    times = OperatorTimes(Setting("processor", "numpy"))
+    costs = MeasuredCosts(times, BY_RATE)
+    few, some, many = (FactorProduct(samples, 50, 20) for samples in (4, 6, 8))
+    assert costs.product_seconds(few) == BY_RATE.product_seconds(few) < BY_RATE.product_seconds(FactorProduct(4000, 50, 20))
+    times.put(product_key(few), 1.0)
+    times.put(product_key(many), 2.0)
+    assert [costs.product_seconds(product) for product in (few, some, many)] == [1.0, 1.5, 2.0]

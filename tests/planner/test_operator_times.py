@@ -29,6 +29,8 @@ def test_measured_times_come_back_from_the_file(tmp_path: Path) -> None:
     again = OperatorTimes(SETTING, path)
     assert (len(again), again.seconds(_key(2)), again.seconds(_key(2, details="padded"))) == (2, 0.5, 0.25)
     assert again.measured(_key(2))
+    assert again.measured(_key(2, details="other"))
+    assert again.seconds(_key(2, details="other")) in (0.5, 0.25)
     assert not again.measured(_key(3))
 
 

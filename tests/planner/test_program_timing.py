@@ -11,7 +11,9 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.network import Network
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.planner.factor_products import products_of
 from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.measured_costs import product_key
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.program_timing import ensure_measured, keys_of, rank_programs, setting_here
 
@@ -45,6 +47,8 @@ def test_all_that_a_candidate_computes_is_known_afterwards(use: Parallelism) -> 
     for program in rank_programs(_job(), candidate):
         plan = compile_graph(program.graph, NETWORK.kernels, training=True)
         assert all(times.measured(key) for key in keys_of(plan).values())
+        assert products_of(plan, 6)
+        assert all(times.measured(product_key(product)) for product in products_of(plan, 6))
     assert ensure_measured(_job(), [candidate], times, **WITHOUT_LIMIT).programs == 0
 
 

@@ -11,6 +11,7 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.nn.network import Network
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes
 from hpctrain.trace.tracer import Category, Tracer
 from tests.support import nets
@@ -24,6 +25,9 @@ class _ByBatch:
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         weights = {Action.BEGIN: 0.0, Action.FREE: 0.0, Action.RECOMPUTE: 3.0}
         return weights.get(action, 1.0) * step.operator.inputs[0].shape[0]
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        return float(product.samples)
 
     def update_seconds(self, elements: int) -> float:
         return 0.5 * elements

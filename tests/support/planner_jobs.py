@@ -14,6 +14,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
+from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 
@@ -22,6 +23,9 @@ class NoCompute:
     """`ComputeCosts` of ranks that compute in no time."""
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
+        return 0.0
+
+    def product_seconds(self, product: FactorProduct) -> float:
         return 0.0
 
     def update_seconds(self, elements: int) -> float:
