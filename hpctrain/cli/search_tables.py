@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from rich.padding import Padding
@@ -11,8 +12,11 @@ from hpctrain.backend.kernels.specs import BatchNormSpec
 from hpctrain.cli.planner_tables import console, machine_lines, measured_line, megabytes, milliseconds, size_lines, table
 from hpctrain.experiment.candidate_keys import keys_of, overrides
 from hpctrain.experiment.planner_search import PlannedSearch
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice
+
+_MOST_LISTED = 3  # patterns of the same use; all of them stand in --json and in a written file
 
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
@@ -43,7 +47,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {words(choice.candidate)}.")
         if choice.why:
-            out.print(Padding(f"Against {number - 1}: {choice.why}.", (0, 0, 0, 3)))
+            out.print(Padding(f"Against {number - 1}: {choice.why}.", (0, 0, 0, 3), expand=False))
     out.print("")
     for line in _statistics_lines(outcome, choices[0].candidate):
         out.print(line)
@@ -65,11 +69,21 @@ def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[
 def words(candidate: Candidate) -> str:
     """The uses of the layers and the averager in a few words."""
     plan, options = candidate.plan, candidate.options
-    uses = [str(plan.default), *(f"{pattern} {use}" for pattern, use in plan.use.items())] if plan.rows > 1 else ["batch"]
+    uses = [str(plan.default), *_runs_of_uses(plan)] if plan.rows > 1 else ["batch"]
     if plan.tiles is not None and plan.rows > 1:
         uses.append(f"images in {plan.tiles[0]} x {plan.tiles[1]} tiles")
     described = f" with {', '.join(f'{name} {value}' for name, value in options.items())}" if options else ""
     return f"{', '.join(uses)}; averager {candidate.averager}{described}"
+
+
+def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:
+    """The plan's patterns with their uses; long runs of the same use from the first to the last pattern."""
+    for use, run in groupby(plan.use.items(), key=lambda item: item[1]):
+        patterns = [pattern for pattern, _ in run]
+        if len(patterns) > _MOST_LISTED:
+            yield f"{patterns[0]} .. {patterns[-1]} {use} ({len(patterns)} patterns)"
+        else:
+            yield from (f"{pattern} {use}" for pattern in patterns)
 
 
 def as_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, Any]:

@@ -40,6 +40,10 @@ def outcome(*overrides: str) -> PlannedSearch:
             Candidate(ParallelPlan(4, 1, "domain", {"fc": "model"}, (2, 2)), options={"window": None, "two_level": False}),
             "domain, fc model, images in 2 x 2 tiles; averager sharded with window None, two_level False",
         ),
+        (
+            Candidate(ParallelPlan(2, 2, "batch", {**{f"f.{n}": "model" for n in range(4)}, "g": "domain"})),
+            "batch, f.0 .. f.3 model (4 patterns), g domain; averager sharded",
+        ),
     ],
 )
 def test_a_candidate_in_words(candidate: Candidate, text: str) -> None:

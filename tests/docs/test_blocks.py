@@ -68,6 +68,9 @@ TEXTS = {
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
+    ("README.md", "batch, classifier.* model; averager sharded."): "simulated figures, which change with the model of a step",
+    ("README.md", "averager sharded, simulated:"): "the same",
+    ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
 }
 
 
@@ -202,6 +205,7 @@ class Kind:
 #: the first that matches counts
 KINDS = (
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
+    Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
