@@ -11,6 +11,8 @@ from hpctrain.planner.machine import Link, LinkSegment
 
 # Messages that take so many polls more than the time between polls explains move in chunks, one between two polls.
 _CHUNKED_POLLS = 7
+# A burst is a little larger than it seems: what it lets pass takes time as well.
+_COVERED = 1.25
 # Bytes that seem to pass at once are none where they are less than this share of all.
 _LEAST_BURST = 0.2
 _BURST_SIZES = (512 << 10, 2 << 20)  # a smaller message may fit into buffers on the way, and of a larger one it is a small share
@@ -56,8 +58,7 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         first, second = points[here].n_bytes, points[there].n_bytes
         if burst_bytes:
             beta = rate
-            beside = [max(0.0, times[k] - rate * max(0, points[k].n_bytes - burst_bytes)) for k in (here, there)]
-            alpha = sum(beside) / 2
+            alpha = sum(_beside(points[k].n_bytes, times[k], rate, burst_bytes) for k in (here, there)) / 2
         else:
             beta = (times[there] - times[here]) / (second - first)
             alpha = times[here] - beta * first
@@ -71,6 +72,12 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
     made.append(LinkSegment(last.n_bytes, made[-1].alpha_seconds, made[-1].beta_seconds_per_byte, unattended, polls))
     return _joined(made)
+
+
+def _beside(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
+    """Time of a message after a pause, beside the bytes that the burst does not cover."""
+    covered = n_bytes < _COVERED * burst_bytes  # the time of a message that just fits is none of the link's rate
+    return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 
 
 def _between_polls(point: MessagePoint) -> tuple[int | None, int]:

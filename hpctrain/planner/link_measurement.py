@@ -28,7 +28,10 @@ _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.04, 0.5e-3
 _MOST_POLLS = 150
-# A message that takes longer ends the growth of sizes.
+_MOST_POLLED_SECONDS = 1.5
+# A message that takes longer is measured less often, ...
+_SLOW_SECONDS = 0.05
+# ... and one that takes even longer ends the growth of sizes.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
@@ -123,7 +126,7 @@ class LinkProbe:
         long = n_bytes >= _LONG_BYTES
         repeats, pause = (_REPEATS_LONG, _PAUSE_SECONDS) if long else (_REPEATS_SHORT, 0.0)
         one = self._seconds([gather], repeats, pause)
-        two = self._seconds([gather, self._gather(n_bytes)], repeats, pause)
+        two = self._seconds([gather, self._gather(n_bytes)], 1 if one > _SLOW_SECONDS else repeats, pause)
         gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
         polled = polls and n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
@@ -168,7 +171,8 @@ class LinkProbe:
         _busy(gap_seconds / 3)
         self._meet()
         ticket, polls = self._queue.post(post, _PURPOSE), 0
-        while not ticket.done and polls < _MOST_POLLS:
+        most = min(_MOST_POLLS, max(2, int(_MOST_POLLED_SECONDS / gap_seconds)))
+        while not ticket.done and polls < most:
             _busy(gap_seconds)
             self._progress.poll()
             polls += 1

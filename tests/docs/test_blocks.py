@@ -7,7 +7,8 @@ How a new block is classified: its language says what is done with it.
 - ```bash       commands, one a line (a backslash goes on): each must match a line of `KINDS`, which says how it is checked, and
                 whether it is run. Commands of one page run in order, in a directory such as a user has after `make train`.
 - ```console    a command after "$ ", then exactly what it prints.
-- ```yaml       a configuration, or keys of one: must be valid together with one of the files in configs/.
+- ```yaml       a configuration, or keys of one: must be valid together with one of the files in configs/. A machine (with
+                ranks_per_node) must be valid by itself.
 - ```python     run; names that the page does not define come from `GIVEN`.
                 One that starts a job is a file of its own, run on two ranks.
 - ```text       not checked: needs a line in `TEXTS` that says why.
@@ -52,6 +53,7 @@ from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.planner import machine_file
 from tests.support import how_tos
 from tests.support.jobs import Outcome
 
@@ -210,6 +212,9 @@ KINDS = (
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
+    Kind(
+        r"mpiexec .*-m mpi4py -m hpctrain calibrate ", takes, "takes a minute; tests/cli/test_calibrate.py runs it on two ranks"
+    ),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
@@ -307,6 +312,9 @@ def test_commands_run(
 def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     """With one of the shipped files, whose keys of the same names they replace."""
     given = yaml.safe_load(block.text)
+    if "ranks_per_node" in given:
+        machine_file.parse(block.text, str(block))
+        return
     refusals = []
     with how_tos.followed(block.page, tmp_path):
         for path in sorted((ROOT / "configs").glob("*.yaml")):

@@ -55,7 +55,7 @@ def test_what_passes_after_a_pause_is_found_again(burst_bytes: int, beta: float)
     found = link_fit.link(points)
     assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.03)
     assert [segment.beta_seconds_per_byte for segment in found.segments] == pytest.approx([beta] * len(found.segments), rel=0.01)
-    assert max(segment.alpha_seconds for segment in found.segments) < 2e-4
+    assert max(segment.alpha_seconds for segment in found.segments) < 3e-4
 
 
 @pytest.mark.parametrize(
