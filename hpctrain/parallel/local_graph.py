@@ -6,15 +6,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
 from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import DropoutSpec
+from hpctrain.backend.kernels.specs import DropoutSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
 from hpctrain.parallel.split_group import unused_group
 from hpctrain.parallel.transfer import moved, moved_back
 
+_OPERATORS = 1024  # that are kept: a few dozen kinds of a network, at the sizes of a few ranks
 _PLANS = 64  # that are kept: a few kinds of ranks for each of a search's grids
 
 
@@ -65,8 +66,44 @@ def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[Lo
 
 @lru_cache(maxsize=_PLANS)
 def training_plan(local: LocalGraph, kernels: KernelSet) -> ExecutionPlan:
-    """The plan of a training program, the same object for equal graphs."""
-    return compile_graph(local.graph, kernels, training=True)
+    """The plan of a training program, the same object for equal graphs; it is not for running, as its steps share operators."""
+    return compile_graph(local.graph, _shared(kernels), training=True)
+
+
+class _SharedOperators(KernelSet):
+    """Operators of another kernel set, each made once: the same layer comes in many blocks of a network, and on many ranks."""
+
+    def __init__(self, kernels: KernelSet) -> None:
+        self.arithmetic, self.alignment_bytes, self.shadow_dtype = (
+            kernels.arithmetic,
+            kernels.alignment_bytes,
+            kernels.shadow_dtype,
+        )
+        self._kernels = kernels
+        self._made = lru_cache(maxsize=_OPERATORS)(kernels.make)
+        self._reorder = lru_cache(maxsize=_OPERATORS)(kernels.reorder)
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        if isinstance(spec, Hashable):
+            return self._made(spec, inputs, training=training, input_gradient=input_gradient)
+        return self._kernels.make(spec, inputs, training=training, input_gradient=input_gradient)
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return self._kernels.make_loss(spec)
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        return self._kernels.fuse(graph, training=training)
+
+    def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
+        return self._reorder(source, target)
+
+    def allocate(self, size_bytes: int) -> Array:
+        return self._kernels.allocate(size_bytes)
+
+
+@lru_cache(maxsize=2)
+def _shared(kernels: KernelSet) -> _SharedOperators:
+    return _SharedOperators(kernels)
 
 
 def _key(graph: Graph, moves: Mapping[int, MoveWords]) -> Hashable:

@@ -80,3 +80,18 @@ def test_dropouts_that_begin_elsewhere_are_alike() -> None:
     job = job_of(Task(lambda: nets.plain(dropout=0.5), KERNELS, Sgd))
     partitioned = partition_graph(job.graph_of(4), ParallelPlan(2, 1), (2, 2))
     assert len(set(local_graphs(partitioned, range(2)))) == 1
+
+
+def test_plans_of_equal_graphs_are_one_and_share_operators_of_equal_layers() -> None:
+    job = job_of(Task(nets.residual, KERNELS, Sgd, (8, 8, 3)))
+    plan = training_plan(whole_graph(job.graph_of(2)), KERNELS)
+    assert training_plan(whole_graph(job.graph_of(2)), KERNELS) is plan
+    assert len({id(step.operator) for step in plan.steps}) < len(plan.steps)
+    alone = compile_graph(job.graph_of(2), KERNELS, training=True)
+    assert (plan.memory, plan.forward, plan.backward, plan.tensors) == (
+        alone.memory,
+        alone.forward,
+        alone.backward,
+        alone.tensors,
+    )
+    assert [type(step.operator) for step in plan.steps] == [type(step.operator) for step in alone.steps]

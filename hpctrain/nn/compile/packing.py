@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,22 +72,30 @@ def meetings(blocks: Sequence[Block]) -> np.ndarray:
     spans = np.array([span for block in blocks for span in block.spans])
     first, last = spans[:, 0], spans[:, 1]
     both = (first[:, None] <= last) & (first <= last[:, None])
-    of_blocks = np.cumsum([0, *(len(block.spans) for block in blocks[:-1])])
-    return np.logical_or.reduceat(np.logical_or.reduceat(both, of_blocks, 0), of_blocks, 1)
+    counts = [len(block.spans) for block in blocks]
+    of_blocks = np.cumsum([0, *counts[:-1]])
+    meets: np.ndarray = both[np.ix_(of_blocks, of_blocks)]
+    for k in np.flatnonzero(np.array(counts) > 1):  # few blocks live in several intervals
+        row = np.logical_or.reduceat(both[of_blocks[k] : of_blocks[k] + counts[k]].any(axis=0), of_blocks)
+        meets[k] |= row
+        meets[:, k] |= row
+    return meets
 
 
 def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tuple[list[int], int]:
     """Offsets, and the arena's size. order: of the blocks. sizes: aligned."""
     offsets, ends = np.zeros((2, len(sizes)), np.int64)
-    placed: list[int] = []  # by offset, then in order
+    placed = np.zeros(len(sizes), np.intp)  # those so far, by offset, then in order
     arena = 0
-    for index in order:
-        among = np.array(placed, np.intp)
+    for count, index in enumerate(order):
+        among = placed[:count]
         neighbours = among[meets[index][among]]
-        offsets[index] = _best_gap(offsets[neighbours], ends[neighbours], sizes[index])
-        ends[index] = offsets[index] + sizes[index]
-        insort(placed, index, key=offsets.__getitem__)
-        arena = max(arena, int(ends[index]))
+        offset = _best_gap(offsets[neighbours], ends[neighbours], sizes[index])
+        place = int(np.searchsorted(offsets[among], offset, "right"))
+        placed[place + 1 : count + 1] = placed[place:count].copy()
+        placed[place] = index
+        offsets[index], ends[index] = offset, offset + sizes[index]
+        arena = max(arena, offset + sizes[index])
     return offsets.tolist(), arena
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
-from hpctrain.nn.compile.packing import Block, lower_bound, pack
+from hpctrain.nn.compile.packing import Block, lower_bound, meetings, pack
 
 
 @st.composite
@@ -73,3 +73,8 @@ def test_blocks_meet_where_a_time_slot_is_in_both(blocks: list[Block]) -> None:
 def test_packing_is_the_same_every_time() -> None:
     blocks = [Block(100 * (k % 4 + 1), k, k + k % 5) for k in range(20)]
     assert pack(blocks) == pack(list(blocks))
+
+
+@given(_blocks())
+def test_meetings_are_those_of_pairs(blocks: list[Block]) -> None:
+    assert meetings(blocks).tolist() == [[a.meets(b) for b in blocks] for a in blocks]
