@@ -75,9 +75,18 @@ class Stage:
         return max(self.latency_seconds + self.wire_seconds, self.cpu_seconds)
 
 
-def unhindered_seconds(stages: Iterable[Stage]) -> float:
-    """Time of an operation of these stages where ranks do nothing but wait for it."""
-    return sum(stage.seconds for stage in stages)
+def unhindered_seconds(stages: Iterable[Stage], burst_seconds: float = 0.0) -> float:
+    """Time of an operation of these stages where ranks do nothing but wait for it.
+
+    Args:
+        burst_seconds: that a pause before it saves on the cards of nodes (`Link.burst_seconds`); 0: it follows others.
+    """
+    seconds = 0.0
+    for stage in stages:
+        saved = min(burst_seconds, stage.wire_seconds) if stage.between else 0.0
+        burst_seconds -= saved
+        seconds += max(stage.seconds - saved, stage.cpu_seconds)
+    return seconds
 
 
 def stages(

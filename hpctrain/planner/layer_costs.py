@@ -126,7 +126,8 @@ class SegmentCosts:
         return seconds
 
     def _exchange(self, n_bytes: int, peers: int) -> float:
-        return unhindered_seconds(stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers))
+        exchange = stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers)
+        return unhindered_seconds(exchange, self._machine.between.burst_seconds)  # layers that compute lie between exchanges
 
     def _merges(self, step: PlannedStep) -> float:
         """Seconds of the waits for merged batch statistics, forward and backward."""

@@ -65,6 +65,11 @@ class Link:
         """The segment of messages of so many bytes."""
         return max((one for one in self.segments if one.from_bytes <= n_bytes), key=lambda one: one.from_bytes)
 
+    @property
+    def burst_seconds(self) -> float:
+        """Time on the wire that a pause saves, at most."""
+        return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
+
     def message_seconds(self, n_bytes: float) -> float:
         """alpha + n beta of one message."""
         segment = self.segment(n_bytes)

@@ -229,3 +229,14 @@ def test_the_largest_message_says_how_much_moves_between_polls() -> None:
     assert (long.unattended_bytes, long.polls) == (500, 2)
     (several,) = stages(host, "exchange", 3000, GroupPlacement(4, 4, 1), peers=3)
     assert several.unattended_bytes == 1500
+
+
+def test_a_pause_saves_time_on_cards_and_nothing_else() -> None:
+    link = Link((LinkSegment(0, ALPHA, BETA),), byte_seconds=BETA / 100, burst_bytes=300_000)
+    host = machine(between=link)
+    found = stages(host, OperationKind.ALLGATHER, LONG, GroupPlacement(2, 2, 1))
+    whole = unhindered_seconds(found)
+    assert unhindered_seconds(found, host.between.burst_seconds) == pytest.approx(whole - 300_000 * BETA)
+    assert unhindered_seconds(found, 1.0) == pytest.approx(ALPHA)  # all of it passes at once
+    inside = stages(machine(2, 2), OperationKind.ALLGATHER, LONG, GroupPlacement(2, 1, 2))
+    assert unhindered_seconds(inside, 1.0) == unhindered_seconds(inside)

@@ -27,8 +27,7 @@ class SimulatedWorld:
         count = machine.cores_per_rank * machine.ranks_per_node
         nodes = {place.node for place in places}
         self._cores = {node: Cores(self.loop, count, machine.ranks_per_node) for node in nodes}
-        saved_seconds = machine.between.burst_bytes * machine.between.segments[-1].beta_seconds_per_byte
-        self._cards = {node: SharedResource(self.loop, 1.0, saved_seconds) for node in nodes}
+        self._cards = {node: SharedResource(self.loop, 1.0, machine.between.burst_seconds) for node in nodes}
         self._members = Counter(key for place in places for key in self._keys(place))
 
     def cores(self, place: SimulatedPlace) -> Cores:
