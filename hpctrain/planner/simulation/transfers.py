@@ -128,7 +128,12 @@ class StageTransfer:
             self._end_rounds()
 
     def send(self) -> None:
-        """Move what may move now."""
+        """Move what may move now; all of it may have moved at this very instant."""
+        if self._round_left <= _ROUNDING_SECONDS:
+            self._round_left = 0.0
+            self._lane.leave()
+            self._end_rounds()
+            return
         seconds = self._round_left
         if not self._looker.attends:
             seconds = min(seconds, self._lane.allowed(self._unattended_seconds))
@@ -140,12 +145,7 @@ class StageTransfer:
     def moved(self, seconds: float) -> None:
         """All that was granted has moved; a look in the meantime allows more."""
         self._progress(seconds)
-        if self._round_left > _ROUNDING_SECONDS:
-            self.send()
-        else:
-            self._round_left = 0.0
-            self._lane.leave()
-            self._end_rounds()
+        self.send()
 
     def _progress(self, seconds: float) -> None:
         self._round_left -= seconds
