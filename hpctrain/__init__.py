@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.api import schedule as schedule
     from hpctrain.api import start as start
     from hpctrain.errors import HpctrainError as HpctrainError
+    from hpctrain.experiment.network_choice import Automatic as Automatic
     from hpctrain.nn.layer import Layer as Layer
     from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool as AdaptiveAveragePool
     from hpctrain.nn.layers.average_pool import AveragePool as AveragePool
@@ -39,6 +40,7 @@ _HOMES = {
     "schedule": "hpctrain.api",
     "start": "hpctrain.api",
     "HpctrainError": "hpctrain.errors",
+    "Automatic": "hpctrain.experiment.network_choice",
     "Layer": "hpctrain.nn.layer",
     "AdaptiveAveragePool": "hpctrain.nn.layers.adaptive_average_pool",
     "AveragePool": "hpctrain.nn.layers.average_pool",

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.backend import make_backend
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.comm.base import Communicator
@@ -34,27 +35,28 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.network_choice import Automatic, Choice, named, optimizer_of
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import StartedRank, on_grid, start_world
+from hpctrain.experiment.start_search import BestCandidate, StartedJob
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 from hpctrain.models import catalogue
 from hpctrain.nearest import choices
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.planner.job import Candidate
 from hpctrain.storage import checkpoint
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 
-#: A name, or a mapping of "name" and options, as in a configuration.
-Choice = str | Mapping[str, Any]
 _DEADLINE_SECONDS = 300.0
+_AUTO = "auto"
 _PROGRESS = ("auto", *(str(mode) for mode in ProgressMode))
 
 
@@ -67,6 +69,7 @@ def start(
     threads: int | None = None,
     progress: str = "auto",
     deadline_seconds: float = _DEADLINE_SECONDS,
+    automatic: Automatic | None = None,
 ) -> Iterator[Job]:
     """Start this rank, with MPI where a launcher has started several; an error that leaves the block ends all of them.
 
@@ -77,6 +80,7 @@ def start(
         threads: that this rank computes with; by default OMP_NUM_THREADS, else its share of the cores.
         progress: how messages move while kernels run: "auto" (measured), "none", "test" or "thread".
         deadline_seconds: that a rank waits for the others before it ends the job.
+        automatic: a network for which the grid is chosen now; rows and cols do not count then.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None
@@ -96,10 +100,14 @@ def start(
         if deadline_seconds <= 0:
             raise ConfigError(f"deadline_seconds is {deadline_seconds:g}, but must be above 0; {_DEADLINE_SECONDS:g} is usual.")
         plan = raise_on_all_ranks(world, lambda: set_threads(launcher, threads))
+        best = None
+        if automatic is not None:
+            best = automatic.best(StartedJob(world, plan.threads, deadline_seconds), batch)
+            rows, cols = best.candidate.plan.rows, best.candidate.plan.cols
         cols = max(1, world.size // max(1, rows)) if cols is None else cols
         grid, engine = on_grid(world, rows, cols, batch=batch, deadline_seconds=deadline_seconds)
         try:
-            yield Job(launcher, plan, world, grid, GridGroups(grid), engine, batch, progress)
+            yield Job(launcher, plan, world, grid, GridGroups(grid), engine, batch, progress, best)
         finally:
             engine.stop_thread()
 
@@ -110,10 +118,12 @@ class Job(StartedRank):
 
     Attributes:
         batch: samples of a step over all ranks. progress_mode: as `start` was told.
+        best: what `start` chose, with its prediction; None where it was not asked to.
     """
 
     batch: int
     progress_mode: str
+    best: BestCandidate | None = None
 
     @property
     def rank(self) -> int:
@@ -137,7 +147,7 @@ class Job(StartedRank):
         *,
         optimizer: Choice | Callable[[], Optimizer] = "sgd",
         averager: Choice = "sharded",
-        plan: Mapping[str, str] | None = None,
+        plan: Mapping[str, str] | str | None = None,
         tiles: tuple[int, int] | None = None,
         micro_batches: int = 1,
         backend: str = "auto",
@@ -152,6 +162,7 @@ class Job(StartedRank):
             model: the root layer; its output has shape (N, classes). image_shape: (H, W, C) of one sample.
             optimizer: without a learning rate, which each step is given. averager: how gradients are averaged.
             plan: pattern of layer names -> "batch", "model" or "domain", on a grid of several rows; "default": of all others.
+            plan, averager: "auto" takes what `start` chose.
             tiles: (vertical, horizontal) parts of an image under "domain"; by default (rows, 1).
             micro_batches: passes that one step's samples are split into. backend: "auto", "numpy", "onednn" or "cuda".
             dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
@@ -160,8 +171,6 @@ class Job(StartedRank):
         Raises:
             ConfigError: an unknown name, option, or pattern of the plan. ShapeError: layers that do not fit each other.
         """
-        patterns = dict(plan or {})
-        default = patterns.pop("default", "batch")
 
         def make() -> Replica:
             chosen = make_backend(backend, dtype, precision, self.place)
@@ -171,7 +180,7 @@ class Job(StartedRank):
                 chosen.kernels,
                 groups=self.groups,
                 progress=self.progress,
-                plan=ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles),  # type: ignore[arg-type]
+                plan=self._plan(plan, tiles),
                 dtype=chosen.dtype,
                 seed=seed,
                 smoothing=label_smoothing,
@@ -180,8 +189,8 @@ class Job(StartedRank):
                 network,
                 groups=self.groups,
                 progress=self.progress,
-                strategy=partial(make_strategy, *_named(averager)),
-                optimizer=optimizer if callable(optimizer) else partial(OPTIMIZERS.create, *_named(optimizer)),
+                strategy=self._strategy(averager),
+                optimizer=optimizer_of(optimizer),
                 nominal_batch=self.batch,
                 micro_batches=micro_batches,
             )
@@ -190,6 +199,28 @@ class Job(StartedRank):
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, -(-self.batch // self.size // micro_batches))
         return replica
+
+    def _plan(self, plan: Mapping[str, str] | str | None, tiles: tuple[int, int] | None) -> ParallelPlan:
+        if isinstance(plan, str):
+            return self._chosen("plan", plan).plan
+        patterns = dict(plan or {})
+        default = patterns.pop("default", "batch")
+        return ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles)  # type: ignore[arg-type]
+
+    def _strategy(self, averager: Choice) -> Callable[[PlannedGroup], Strategy]:
+        if averager == _AUTO:
+            chosen = self._chosen("averager", _AUTO)
+            return partial(make_strategy, chosen.averager, chosen.options)
+        return partial(make_strategy, *named(averager))
+
+    def _chosen(self, argument: str, value: str) -> Candidate:
+        if value != _AUTO:
+            raise ConfigError(f'{argument} is {value!r}, but must be a mapping of patterns, or "auto".')
+        if self.best is None:
+            raise ConfigError(
+                f'{argument} is "auto", but nothing was chosen; give `start` automatic=Automatic(model, image_shape).'
+            )
+        return self.best.candidate
 
     def loader(
         self,
@@ -222,7 +253,7 @@ class Job(StartedRank):
                 file = in_order_of(file, reference.class_names, str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
-                [_named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
+                [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
             )
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
@@ -309,14 +340,6 @@ def schedule(
     return SCHEDULES.create(
         name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs
     )
-
-
-def _named(choice: Choice) -> tuple[str, dict[str, Any]]:
-    """(name, options)."""
-    options = {"name": choice} if isinstance(choice, str) else dict(choice)
-    if "name" not in options:
-        raise ConfigError(f"{options} has no name; give a name, or a mapping of a name and options.")
-    return options.pop("name"), options
 
 
 def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:

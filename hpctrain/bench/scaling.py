@@ -28,6 +28,7 @@ from hpctrain.experiment.compute_only import RESULT_FILE
 from hpctrain.experiment.trace_report import TABLE_FILE
 from hpctrain.launch.threads import physical_cores
 from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.run_directory import RunDirectory
 
 Mode = Literal["weak", "strong"]
 
@@ -36,7 +37,10 @@ _MANY_EPOCHS = 1_000_000  # more than any number of steps needs
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """The jobs that are run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen."""
+    """The jobs that are run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen.
+
+    machine: a file or the name of an installed one, that steps are predicted with; None: each job of several ranks measures it.
+    """
 
     file: Path
     overrides: tuple[str, ...] = ()
@@ -45,6 +49,7 @@ class ScalingStudy:
     launcher: str | None = None
     threads: int | None = None
     timeout_seconds: float = 3600.0
+    machine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Point:
     """One number of ranks. Times are of a step; exposed and communication are means over ranks, the others medians over steps.
 
     limit_seconds: no step could be shorter (`compute_only.report`). efficiency: None where it would mean nothing.
+    predicted_seconds: of a step, by simulation; None where there are too few steps to predict from.
     """
 
     ranks: int
@@ -65,6 +71,7 @@ class Point:
     oversubscribed: bool
     about: Mapping[str, Any]
     efficiency: float | None = None
+    predicted_seconds: float | None = None
 
     @property
     def images_per_second(self) -> float:
@@ -120,8 +127,9 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
         "checkpoint.every_steps=0",
     ]
     settings += [] if threads is None else [f"threads={threads}"]
-    table = _job(task, ranks, [*settings, "trace=true"], TABLE_FILE)
-    alone = _job(task, ranks, [*settings, "--compute-only"], RESULT_FILE)
+    settings += [] if task.machine is None else [f"machine={json.dumps(task.machine)}"]
+    table, account = _job(task, ranks, [*settings, "trace=true"], TABLE_FILE)
+    alone, _ = _job(task, ranks, [*settings, "--compute-only"], RESULT_FILE)
     total = table["table"]["total"]
     names = ("kernels", "mpi", "launcher", "numpy", "model", "averager")
     return Point(
@@ -135,11 +143,12 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
         limit_seconds=alone["limit_seconds"],
         oversubscribed=table["oversubscribed"],
         about={name: table[name] for name in names},
+        predicted_seconds=account.get("predicted_step_seconds"),
     )
 
 
-def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> dict[str, Any]:
-    """Run one job in a directory that is gone afterwards; what it wrote to `result`."""
+def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run one job in a directory that is gone afterwards; what it wrote to `result`, and its account of steps, if it has one."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as output:
         program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
         command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={output}"]
@@ -153,7 +162,8 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
         content: dict[str, Any] = json.loads(found[0].read_text())
         if content["ranks"] != ranks:
             raise LaunchError(f"{ranks} ranks were asked for, but the job had {content['ranks']}; see to the launcher.")
-        return content
+        accounts = [line for line in RunDirectory(found[0].parent).metrics() if line["kind"] == "steps"]
+        return content, dict(accounts[-1]) if accounts else {}
 
 
 def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
@@ -189,14 +199,15 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
     """A table for people."""
-    head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9} {'limit/step':>10}"
-    made = [f"{head} {'images/s':>9}  {mode} efficiency"]
+    head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'predicted ms':>12} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9}"
+    made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:
+        predicted = "-" if each.predicted_seconds is None else f"{each.predicted_seconds * 1e3:.2f}"
         told = "oversubscribed" if each.oversubscribed else "-" if each.efficiency is None else f"{each.efficiency:.1%}"
         made.append(
-            f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f} {each.compute_only_seconds * 1e3:11.2f} "
-            f"{each.exposed_seconds * 1e3:11.2f} {each.limit_seconds * 1e3:9.2f} {each.limit_seconds / each.step_seconds:10.2f} "
-            f"{each.images_per_second:9.0f}  {told}"
+            f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f} {predicted:>12} "
+            f"{each.compute_only_seconds * 1e3:11.2f} {each.exposed_seconds * 1e3:11.2f} {each.limit_seconds * 1e3:9.2f} "
+            f"{each.limit_seconds / each.step_seconds:10.2f} {each.images_per_second:9.0f}  {told}"
         )
     if any(each.oversubscribed for each in points):
         made.append("oversubscribed: ranks share cores, so the times say nothing about scaling")
@@ -240,6 +251,8 @@ def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
         "compute only": [each.compute_only_seconds for each in points],
         "exposed": [each.exposed_seconds for each in points],
     }
+    if all(each.predicted_seconds is not None for each in points):
+        series["predicted"] = [each.predicted_seconds or 0.0 for each in points]
     for label, seconds in series.items():
         (line,) = axes.plot(ranks, [value * 1e3 for value in seconds], label=label)
         for each, value in zip(points, seconds, strict=True):

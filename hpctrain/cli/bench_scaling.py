@@ -53,6 +53,12 @@ class RankCounts(click.ParamType):
     help="Number of threads per rank; by default this machine's cores over the most ranks.",
 )
 @click.option(
+    "--machine",
+    metavar="FILE|NAME",
+    help="Machine that steps are predicted with, a file of `hpctrain calibrate` or an installed one; by default each job "
+    "measures its links.",
+)
+@click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("scaling.json"),
@@ -74,6 +80,7 @@ def scaling(
     steps: int,
     launcher: str | None,
     threads: int | None,
+    machine: str | None,
     out: Path,
     timeout_seconds: float,
 ) -> None:
@@ -92,6 +99,7 @@ def scaling(
         launcher=launcher,
         threads=threads,
         timeout_seconds=timeout_seconds,
+        machine=machine,
     )
     points = study.run(task, ranks, say=click.echo)
     for line in study.lines(points, mode):

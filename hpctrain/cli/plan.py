@@ -50,6 +50,11 @@ _CLASSES = click.option(
 _PER_NODE = click.option(
     "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
 )
+_MACHINE = click.option(
+    "--machine",
+    metavar="FILE|NAME",
+    help="Machine that auto chooses for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
+)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
 _ALPHA = click.option(
     "--alpha",
@@ -101,6 +106,7 @@ plan.add_command(simulate)
 @_ALPHA
 @_BETA
 @_PER_NODE
+@_MACHINE
 @_JSON
 def show(
     file: Path,
@@ -111,6 +117,7 @@ def show(
     alpha_seconds: float,
     beta_seconds_per_byte: float,
     ranks_per_node: int | None,
+    machine: str | None,
     as_json: bool,
 ) -> None:
     """Show what each rank owns, sends and holds, layer by layer.
@@ -118,7 +125,7 @@ def show(
     For each layer of FILE's model: its owners, halos, bytes sent and memory; then the averaging of gradients and the map of
     ranks. OVERRIDES such as grid.rows=2 win over the file.
     """
-    task = _task(file, overrides, ranks, image, classes)
+    task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.experiment import dry_run
 
@@ -140,6 +147,7 @@ def show(
 @_ALPHA
 @_BETA
 @_PER_NODE
+@_MACHINE
 @_JSON
 def schedule(
     file: Path,
@@ -150,6 +158,7 @@ def schedule(
     alpha_seconds: float,
     beta_seconds_per_byte: float,
     ranks_per_node: int | None,
+    machine: str | None,
     as_json: bool,
 ) -> None:
     """Show what the averager posts in its first steps.
@@ -159,7 +168,7 @@ def schedule(
     A run measures alpha and beta, and orders some operations again by measured times; what it settles on lies in its directory.
     Sizes of slices follow by rule, whatever is measured, unless averager.sizes is "measured".
     """
-    task = _task(file, overrides, ranks, image, classes)
+    task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.experiment import dry_run
 
@@ -175,13 +184,22 @@ def schedule(
 
 
 def _task(
-    file: Path, overrides: tuple[str, ...], ranks: int | None, image: tuple[int, int, int] | None, classes: int | None
+    file: Path,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    machine: str | None,
 ) -> PlannedRun:
     from hpctrain.experiment.check import check_names
     from hpctrain.experiment.dry_run import prepare
 
     config, source = load_config(file, overrides)
     check_names(config, source)
+    if config.automatic:
+        from hpctrain.experiment.automatic import planned
+
+        config = planned(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)
 
 

@@ -56,10 +56,13 @@ class _Job:
             mpi.finish(LEAVE_SECONDS)
         raise SystemExit(code)
 
-    def start(self, file: Path, overrides: tuple[str, ...]) -> Session:
+    def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
         """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
 
         MPI starts in any case: a rank alone with its error would leave the others waiting for it.
+
+        Args:
+            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
         """
         prepared: tuple[Config, ThreadPlan] | HpctrainError
         try:
@@ -67,7 +70,9 @@ class _Job:
         except HpctrainError as error:
             prepared = error
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+        from hpctrain.experiment.automatic import resolve
         from hpctrain.experiment.session import Session, start_world
+        from hpctrain.experiment.start_search import StartedJob
         from hpctrain.experiment.user_code import check_alike
         from hpctrain.storage.run_directory import git_state
 
@@ -76,7 +81,9 @@ class _Job:
         self.world = start_world(self.launcher, deadline_seconds)
         config, threads = raise_on_all_ranks(self.world, lambda: _given(prepared))
         check_alike(self.world)
-        return Session.start(config, self.launcher, threads, self.world, revision)
+        started = StartedJob(self.world, threads.threads, config.deadline_seconds)
+        resolved = resolve(config, started, resume, repeated)
+        return Session.start(resolved, self.launcher, threads, self.world, revision)
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
         config, source = load_config(file, overrides)
@@ -148,7 +155,7 @@ def train(
         watch.end_at_once()
     stopped = False
     with job_ends_on_error(job.rank, job.abort):
-        session = job.start(file, (*overrides, "trace=true") if compute_only else overrides)
+        session = job.start(file, (*overrides, "trace=true") if compute_only else overrides, resume, schedule_from)
         from hpctrain.experiment.run import run_compute_only, run_training
 
         if compute_only:
@@ -172,7 +179,7 @@ def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
     job = _Job()
     with job_ends_on_error(job.rank, job.abort):
-        session = job.start(file, overrides)
+        session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation
 
         run_evaluation(session, checkpoint)

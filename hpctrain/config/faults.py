@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from hpctrain.config.open_section import AUTO, OpenSection
 from hpctrain.config.schema import Config, Named
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.nearest import nearest
@@ -124,7 +125,7 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
     """The rule that a value breaks, with the nearest legal one where there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
-        name = "a name or " if issubclass(section, Named) else ""
+        name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
         return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
     message = rule(item)
     bound = context.get("ge", context.get("le"))

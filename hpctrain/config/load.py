@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from hpctrain import user_code
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
+from hpctrain.config.open_section import AUTO, OpenSection
 from hpctrain.config.schema import Config, Named, PlanConfig
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
@@ -132,6 +133,8 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
     if isinstance(data, dict):
         return data
     if data is None and section is not None:
+        return {}
+    if data == AUTO and section is not None and issubclass(section, OpenSection):  # a value that is given ends the choice
         return {}
     if isinstance(data, str) and section is not None and issubclass(section, Named):
         return {"name": data}

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
+
 # A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -137,7 +139,15 @@ class ScheduleConfig(Named):
 class AveragerConfig(Named):
     """The averaging of gradients over the ranks."""
 
-    name: Text = Field(default="sharded", description="Name of an averaging strategy; further keys are its options.")
+    name: Text = Field(
+        default="sharded",
+        description="Name of an averaging strategy, or auto (the fastest by prediction); further keys are its options.",
+    )
+
+    @property
+    def automatic(self) -> bool:
+        """True where the strategy is still to be chosen."""
+        return self.name == AUTO
 
 
 class AugmentConfig(Named):
@@ -174,8 +184,10 @@ class LossConfig(Section):
     )
 
 
-class GridConfig(Section):
+class GridConfig(Section, OpenSection):
     """The process grid: the ranks of a split group share samples, those of a data group share weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_auto)
 
     rows: Integer = Field(
         default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split one layer's weights or images (Pr)."
@@ -197,10 +209,10 @@ class GridConfig(Section):
     )
 
 
-class PlanConfig(BaseModel):
+class PlanConfig(OpenSection):
     """The parallelism of each layer: patterns of layer names, in order; the last one that matches counts."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=or_auto)
     __pydantic_extra__: dict[str, Use] = Field(init=False)
 
     default: Use = Field(
@@ -314,11 +326,16 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig, description="The loss, which is softmax cross entropy.")
     averager: AveragerConfig = Field(
         default_factory=AveragerConfig,
-        description="The averaging of gradients over ranks: a name, or a mapping of name and options.",
+        description="The averaging of gradients over ranks: a name, a mapping of name and options, or auto.",
     )
-    grid: GridConfig = Field(default_factory=GridConfig, description="The process grid, rows x columns of ranks.")
+    grid: GridConfig = Field(default_factory=GridConfig, description="The process grid, rows x columns of ranks, or auto.")
     plan: PlanConfig = Field(
-        default_factory=PlanConfig, description="The parallelism of each layer: what the ranks that share samples split."
+        default_factory=PlanConfig, description="The parallelism of each layer: what the ranks that share samples split; or auto."
+    )
+    machine: Text | None = Field(
+        default=None,
+        description="Machine file, or the name of one that comes with hpctrain, from which auto chooses and step times are "
+        "predicted; null measures the machine at the start, for a minute at most, where auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
@@ -337,3 +354,8 @@ class Config(Section):
         description="Longest time that a rank waits for the others before it ends the job, in seconds.",
     )
     output: Text = Field(default="runs", description="Directory in which run directories are made.")
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The sections among grid, plan and averager that a run chooses at its start."""
+        return tuple(key for key in OPEN_SECTIONS if getattr(self, key).automatic)

@@ -24,6 +24,7 @@ from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.memory_check import check_memory
 from hpctrain.train.metrics import Reporter
+from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
@@ -133,8 +134,9 @@ def build_trainer(
     *,
     steps: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
+    sample: OperatorSample | None = None,
 ) -> Trainer:
-    """The training loop over `parts`."""
+    """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
     return Trainer(
         replica=parts.replica,
@@ -151,4 +153,5 @@ def build_trainer(
         reporter=reporter,
         save=save,
         stop_requested=stop_requested,
+        sample=sample,
     )

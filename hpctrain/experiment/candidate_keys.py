@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from hpctrain.config.dump import dump
-from hpctrain.config.schema import Config
+from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 
@@ -40,12 +40,18 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
     return Config.model_validate({**config.model_dump(mode="json"), **keys_of(candidate)})
 
 
+def with_defaults(config: Config) -> Config:
+    """The configuration with the defaults in the sections that it leaves open: a run on a grid of one row."""
+    defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
+    return config.model_copy(update={section: defaults[section] for section in config.automatic})
+
+
 def overrides(candidate: Candidate) -> tuple[str, ...]:
     """The keys as overrides of a command line, each one word of it: "grid={rows: 2, cols: 4}"."""
-    return tuple(f"{key}={_flow(value)}" for key, value in keys_of(candidate).items())
+    return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """YAML in one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
     return text.removesuffix("\n...\n").strip()

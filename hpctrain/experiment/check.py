@@ -113,12 +113,25 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
     yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
     yield from _fault(("schedule",), config.schedule, lambda: _make_schedule(config))
-    yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
+    if config.averager.automatic:
+        yield from _automatic_faults(config)
+    else:
+        yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
     for path, kind in LISTS.items():
         # A reporter may open files or connections where it is made.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
             yield from _fault((*path, index), item, partial(make, item.name, item.options))
+
+
+def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each option of a strategy that is still to be chosen."""
+    for option in config.averager.options:
+        yield (
+            ("averager", option),
+            f"averager is auto, which chooses options as well, so averager.{option} cannot be set; "
+            f"leave it out, or name the averager that it belongs to.",
+        )
 
 
 def _optimizer(config: Config) -> Optimizer:

@@ -40,7 +40,7 @@ def without_communication(session: Session) -> Session:
             "checkpoint": CheckpointConfig(every_epochs=0),
         }
     )
-    return replace(session, config=config, groups=session.groups.alone())
+    return replace(session, resolved=replace(session.resolved, config=config), groups=session.groups.alone())
 
 
 @dataclass(frozen=True)

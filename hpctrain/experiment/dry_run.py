@@ -39,6 +39,11 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
         ConfigError: neither the grid nor anybody says what grid.cols is, or a batch that cannot be shared.
         ShapeError: a grid that does not multiply to the ranks; the message gives the nearest one that does.
     """
+    if config.automatic:
+        raise ConfigError(
+            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, so there is no plan yet; "
+            f"give values, or let `hpctrain plan search` or `hpctrain plan show --machine` choose them."
+        )
     cols = config.grid.cols
     if ranks is not None:
         cols = grid.columns(config, ranks)

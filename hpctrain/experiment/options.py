@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter
 
+from hpctrain.config.open_section import AUTO
 from hpctrain.config.schema import Config, Named, OptimizerConfig, ScheduleConfig, plain
 from hpctrain.config.source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
@@ -64,6 +65,9 @@ class Choice:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
+#: in place of an averaging strategy; it has no options, and is none itself
+AUTOMATIC = Choice(AUTO, "The averaging strategy that is the fastest by prediction, chosen at the start of a run.", (), AUTO)
+
 #: section of a configuration -> kind, as `hpctrain list` calls it
 SECTIONS = {"model": "models", "optimizer": "optimizers", "averager": "averagers", "schedule": "schedules"}
 KINDS = (*SECTIONS.values(), "augmentations", "reporters")
@@ -108,6 +112,8 @@ def choice(kind: str, name: str) -> Choice:
     Raises:
         ConfigError: there is no such name or no such code, or an option has the name of a key of the section.
     """
+    if (kind, name) == ("averagers", AUTO):
+        return AUTOMATIC
     known = registry(kind)
     if kind == "models":
         described = _model(name)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from hpctrain.config import dump
-from hpctrain.experiment.options import FOLLOWING, SECTIONS, Choice, Option, choices, registry
+from hpctrain.experiment.options import AUTOMATIC, FOLLOWING, SECTIONS, Choice, Option, choices, registry
 
 _KINDS = {
     **{f"{section.capitalize()}Config": kind for section, kind in SECTIONS.items()},
@@ -27,9 +27,14 @@ def json_schema() -> dict[str, Any]:
     schema = dump.json_schema()
     for section, kind in _KINDS.items():
         name_alone, whole = schema["$defs"][section]["anyOf"]
-        listed = {**name_alone, "enum": [choice.name for choice in choices(kind)]}
+        listed = {**name_alone, "enum": [choice.name for choice in _all_choices(kind)]}
         schema["$defs"][section]["anyOf"] = [listed, *_alternatives(whole, kind), *_of_the_user(whole, kind)]
     return schema
+
+
+def _all_choices(kind: str) -> tuple[Choice, ...]:
+    """Those that are listed, and the one that leaves the strategy to the start of a run."""
+    return (*choices(kind), *((AUTOMATIC,) if kind == "averagers" else ()))
 
 
 def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
@@ -42,7 +47,7 @@ def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     """The mapping of one section, once for each set of options; names with the same ones are alternatives of one."""
-    by_family = sorted(choices(kind), key=lambda choice: choice.family)
+    by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
     for family, group in groupby(by_family, key=lambda choice: choice.family):
         members = list(group)
         options = _most_options(members)

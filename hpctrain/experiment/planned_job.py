@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.planned_run import PlannedRun
+from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import declared
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.job import Candidate, Job
 
@@ -23,6 +28,24 @@ def job(task: PlannedRun) -> Job:
         needs_norms=optimizer.needs_norms,
         strategy=make_strategy,
     )
+
+
+def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, needs_norms: bool) -> Job:
+    """The training of a network that was made in Python.
+
+    Args:
+        dtype: of activations. batch: samples of a step over all ranks. needs_norms: of the optimiser.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the images.
+    """
+
+    def graph_of(samples: int) -> Graph:
+        builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
+        return builder.build(model.lower(builder, 0, ""))
+
+    specs, _ = declared(model, graph_of(1))
+    return Job(type(model).__name__, graph_of, specs, kernels, dtype, image_shape, batch, needs_norms, make_strategy)
 
 
 def candidate(task: PlannedRun) -> Candidate:

@@ -75,7 +75,7 @@ def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointCont
         CheckpointError: as `find_start`.
     """
     config, world = session.config, session.world
-    there = raise_on_all_ranks(world, lambda: _find(config.output, config.name, source) if session.is_root else None)
+    there = raise_on_all_ranks(world, lambda: locate(config.output, config.name, source) if session.is_root else None)
     name = world.broadcast_object(None if there is None else str(there[0]))
     if name is None:
         return None
@@ -83,7 +83,12 @@ def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointCont
     return path, raise_on_all_ranks(world, lambda: there[1] if there is not None else checkpoint.read(path))
 
 
-def _find(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
+def locate(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
+    """A checkpoint file and its content, for one rank; None where `source` is "auto" and no run of that name has one.
+
+    Raises:
+        CheckpointError: as `find_start`.
+    """
     if source != AUTO and Path(source).is_file():
         return Path(source), checkpoint.read(Path(source))
     if source != AUTO:

@@ -54,7 +54,18 @@ RULES = (
         for name in (
             *("name", "output", "batch", "micro_batches", "epochs", "ranks", "threads", "backend", "progress", "trace"),
             "precision",
-            *("schedule", "averager", "grid", "plan", "batch_norm", "checkpoint", "evaluate", "metrics", "deadline_seconds"),
+            *(
+                "schedule",
+                "averager",
+                "grid",
+                "plan",
+                "machine",
+                "batch_norm",
+                "checkpoint",
+                "evaluate",
+                "metrics",
+                "deadline_seconds",
+            ),
             "code",
         )
         for pattern in (name, f"{name}.*")

@@ -10,16 +10,18 @@ from typing import Any
 
 from hpctrain import user_code
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.errors import ConfigError
-from hpctrain.experiment import collective_schedules, compute_only, step_account
+from hpctrain.experiment import automatic, collective_schedules, compute_only
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
 from hpctrain.experiment.oversubscription import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.resume import Start, find_start, introduce
+from hpctrain.experiment.run_account import RunAccount
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
@@ -31,7 +33,7 @@ from hpctrain.train.metrics import Reporter
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Outcome, Trainer
+from hpctrain.train.trainer import Outcome
 
 
 def run_training(
@@ -70,11 +72,12 @@ def run_training(
             reporter.say(f"nothing to resume: no run named {session.config.name} in {session.config.output} has a checkpoint yet")
         reporter.say(f"run directory {directory.path}")
         collective_schedules.keep(session, parts, directory)
-        _start_measuring(session, parts, directory, reporter)
+        mode = _start_measuring(session, parts, directory, reporter)
+        account = RunAccount(session, parts, mode)
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
         save = partial(_save, session, parts, directory)
-        trainer = build_trainer(session, parts, reporter, save, steps=steps, stop_requested=watch.asked)
+        trainer = build_trainer(session, parts, reporter, save, steps=steps, stop_requested=watch.asked, sample=account.sample)
         outcome = trainer.run(position)
         evaluation = outcome.evaluation
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
@@ -83,7 +86,7 @@ def run_training(
         if report is not None:
             for line in report.finish(directory.path, _about(session, parts), reporter.width):
                 reporter.say(line)
-        _account(session, trainer, outcome, reporter)
+        account.finish(trainer.step_times, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
@@ -133,6 +136,7 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
         directory = RunDirectory.create(
             Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
         )
+        automatic.keep(session.resolved, directory)
         return str(directory.path)
 
     return RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
@@ -151,6 +155,7 @@ def _cut_records(session: Session, parts: Parts, start: Start) -> None:
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
+            automatic.keep(session.resolved, directory)
 
     raise_on_all_ranks(session.world, cut)
 
@@ -168,6 +173,8 @@ def _save(session: Session, parts: Parts, directory: RunDirectory, position: Pos
         "grid": describe(parallel_plan(session.config, session.grid.cols)),
         **collective_schedules.keep(session, parts, directory),
     }
+    if session.resolved.choice is not None:
+        meta[automatic.META] = session.resolved.choice.to_meta()
     if digests := user_code.digests():
         meta["code"] = digests
     content = parts.replica.state(position, meta, keep=session.is_root)
@@ -203,6 +210,8 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
     grid = describe(parallel_plan(config, session.grid.cols))
+    for line in session.resolved.lines:
+        reporter.say(line)
     ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
     reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
@@ -219,7 +228,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
         reporter.say(note)
 
 
-def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
+def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
     config = session.config
     samples = -(-config.batch // session.groups.all_ranks.size // config.micro_batches)
@@ -227,16 +236,7 @@ def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, re
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())
-
-
-def _account(session: Session, trainer: Trainer, outcome: Outcome, reporter: Reporter) -> None:
-    """Say and record how long steps took, in a run of several ranks. Collective."""
-    if session.world.size == 1:
-        return
-    measured = step_account.over_ranks(session.world, trainer.step_times.measured())
-    if measured is not None:
-        reporter.record("steps", step_account.facts(measured, outcome.position.global_step))
-        reporter.say(step_account.line(measured))
+    return chosen.mode
 
 
 def _about(session: Session, parts: Parts) -> dict[str, object]:

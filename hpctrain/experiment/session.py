@@ -13,6 +13,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
+from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.grid import check_batch, columns
 from hpctrain.launch.launcher import Launcher, check_world
 from hpctrain.launch.threads import ThreadPlan
@@ -65,14 +66,23 @@ class StartedRank:
 
 @dataclass(frozen=True)
 class Session(StartedRank):
-    """A started process of a configured job. revision: of the repository around the working directory, on rank 0."""
+    """A started process of a configured job.
 
-    config: Config
+    resolved: the configuration, with what was chosen for this run. revision: of the repository around the working directory, on
+    rank 0.
+    """
+
+    resolved: Resolved
     revision: Mapping[str, object]
+
+    @property
+    def config(self) -> Config:
+        """The configuration, in which nothing is left open."""
+        return self.resolved.config
 
     @classmethod
     def start(
-        cls, config: Config, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
+        cls, resolved: Resolved, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
     ) -> Session:
         """Make the groups and the progress engine over a started world. Collective.
 
@@ -80,6 +90,8 @@ class Session(StartedRank):
             ShapeError: a grid that does not multiply to it.
             ConfigError: fewer samples in a batch than ranks that share them.
         """
+        config = resolved.config
+        assert not config.automatic, "what is open is chosen before there is a grid"
         grid, progress = on_grid(
             world,
             config.grid.rows,
@@ -88,7 +100,7 @@ class Session(StartedRank):
             deadline_seconds=config.deadline_seconds,
             trace=Tracer(capacity_for(world.size)) if config.trace else None,
         )
-        return cls(launcher, threads, world, grid, GridGroups(grid), progress, config, revision)
+        return cls(launcher, threads, world, grid, GridGroups(grid), progress, resolved, revision)
 
 
 def on_grid(

@@ -1,10 +1,11 @@
-"""The account of a run's steps at its end: how long they took on all ranks, and how much of that waited for messages."""
+"""The account of a run's steps at its end: how long they took on all ranks, what waited for messages, and what was predicted."""
 
 from __future__ import annotations
 
 from statistics import fmean
 
 from hpctrain.comm.base import Communicator
+from hpctrain.experiment.automatic_choice import PredictedStep
 from hpctrain.train.step_times import MeasuredStep
 
 #: fewer tell nothing
@@ -21,16 +22,38 @@ def over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep |
     )
 
 
-def line(measured: MeasuredStep) -> str:
-    """The account in one line."""
-    return f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages"
+def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
+    """1 - |predicted - measured| / measured; 1 is exact, 0 and less is far off."""
+    return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
 
 
-def facts(measured: MeasuredStep, step: int) -> dict[str, object]:
+def line(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> str:
+    """The account in one line. reason: why there is no prediction."""
+    if predicted is None:
+        why = f" (no prediction: {reason})" if reason else ""
+        return f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages{why}"
+    return (
+        f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
+        f"({accuracy(predicted.seconds, measured.seconds):.0%}); "
+        f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}"
+    )
+
+
+def facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
     """For the metrics. step: of the run's end."""
-    return {
+    account: dict[str, object] = {
         "step": step,
         "steps": measured.steps,
         "measured_step_seconds": measured.seconds,
         "measured_exposed_seconds": measured.exposed_seconds,
     }
+    if predicted is not None:
+        account |= {
+            "predicted_step_seconds": predicted.seconds,
+            "predicted_exposed_seconds": predicted.exposed_seconds,
+            "accuracy": accuracy(predicted.seconds, measured.seconds),
+            "measured_share": predicted.measured_share,
+            "machine": predicted.machine,
+            "machine_digest": predicted.machine_digest,
+        }
+    return account

@@ -11,9 +11,12 @@ import numpy as np
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.factor_products import FactorProduct
+from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.move_traffic import is_move
+from hpctrain.planner.operator_work import OperatorWork, work_of
 from hpctrain.trace.tracer import Category, Events
 
+_AMOUNTS = ("flops", "bytes")
 _PHASES = {Category.FORWARD: Action.FORWARD, Category.PARAMETERS: Action.PARAMETERS, Category.INPUT: Action.INPUT}
 
 
@@ -110,3 +113,24 @@ def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterat
 def _waits(step: PlannedStep) -> bool:
     """The operator waits for other ranks."""
     return is_move(step.operator) or (step.node is not None and getattr(step.node.spec, "synchronised", False))
+
+
+def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
+    """The rates that a rank's sampled operators had: how costs of different sizes compare, where nothing else says so.
+
+    A class of which there is no operator has the rate of all others. plan: of the rank that was sampled.
+    """
+    works = []
+    for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
+        last, k = members[-1]
+        work = work_of(plan.steps[k], last, plan.memory[k])
+        if len(members) == 1 and not work.is_nothing and not _waits(plan.steps[k]):
+            works.append((work, times.operators[last, plan.steps[k].name]))
+    call_seconds = min((seconds for _, seconds in works), default=0.0)
+    return {kind: _rate([one for one in works if one[0].kind is kind] or works, call_seconds) for kind in OperatorClass}
+
+
+def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
+    """Operations and bytes over time, each as if it took all of it, of the operators with most: calls count least there."""
+    flops, n_bytes = (max(((getattr(work, amount), seconds) for work, seconds in works), default=(1, 1.0)) for amount in _AMOUNTS)
+    return OperatorRate(max(1, flops[0]) / max(flops[1], 1e-9), max(1, n_bytes[0]) / max(n_bytes[1], 1e-9), call_seconds)

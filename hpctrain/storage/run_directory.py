@@ -7,6 +7,8 @@
         git.json         revision of the directory that the run was started in; {} outside a repository
         metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
+        choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
+        machine.yaml     the machine that was measured for that, where none was named
         checkpoints/
 
 One rank creates and writes it; the others are told its path. Nothing here communicates.
@@ -137,6 +139,16 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         """The metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def choice_path(self) -> Path:
+        """The choice of the latest start for what its configuration left open."""
+        return self.path / "choice.json"
+
+    @property
+    def machine_path(self) -> Path:
+        """The machine that was measured for the choice."""
+        return self.path / "machine.yaml"
 
     def write_schedule(self, group: str, schedule: str) -> None:
         """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""

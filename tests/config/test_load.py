@@ -235,3 +235,35 @@ def test_any_override_is_applied_or_refused_by_name(key, value):
 def test_any_text_is_loaded_or_refused(text):
     with pytest.raises(ConfigError):
         parse(text, "f.yaml")
+
+
+AUTO = TEXT + "grid: auto\nplan: auto\naverager: auto\n"
+
+
+def test_a_value_that_is_given_ends_the_choice_of_its_section_alone():
+    for override, left in [
+        ("grid.rows=2", ("plan", "averager")),
+        ("plan.default=domain", ("grid", "averager")),
+        ("plan.features.*=domain", ("grid", "averager")),
+        ("averager.name=blocking", ("grid", "plan")),
+        ("averager=blocking", ("grid", "plan")),
+        ("grid={}", ("plan", "averager")),
+    ]:
+        config, _ = parse(AUTO, "f.yaml", [override])
+        assert config.automatic == left, override
+    assert parse(AUTO, "f.yaml", ["grid.rows=2"])[0].grid.rows == 2
+    assert parse(TEXT, "f.yaml", ["grid=auto", "plan=auto"])[0].automatic == ("grid", "plan")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("grid=outo", "grid is outo, but must be auto or a mapping with keys such as rows, cols, tiles, overlap."),
+        ("plan=5", "plan is 5, but must be auto or a mapping with keys such as default."),
+        ("machine=5", "machine is 5, but must be a string."),
+        ("machine=''", "machine is '', but must have at least 1 character."),
+    ],
+)
+def test_what_is_neither_auto_nor_a_section(override, words):
+    (line,) = faults(TEXT, override)
+    assert words in line

@@ -209,3 +209,13 @@ def test_the_command_lines_in_shipped_configurations_pass():
 @pytest.mark.parametrize("override", ["grid.rows=2", "grid={rows: 4, tiles: [2, 2]}", "plan.layer1.*=model", "plan={fc: model}"])
 def test_ranks_without_samples_of_their_own_and_plans_of_the_models_layers_pass(override):
     passes(TEXT, override, "batch=2", "grid.cols=2")
+
+
+def test_what_is_left_to_the_start_of_a_run_passes():
+    passes(TEXT, "grid=auto", "plan=auto", "averager=auto")
+    passes(TEXT, "averager=auto", "optimizer.clip_norm=0.5")
+
+
+def test_an_averager_that_is_chosen_has_no_options_yet():
+    (line,) = faults(TEXT, "averager=auto", "averager.window=3")
+    assert line.startswith('override "averager.window=3": averager is auto, which chooses options as well')

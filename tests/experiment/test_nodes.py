@@ -17,6 +17,7 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
 from hpctrain.experiment import collective_schedules, compute_only, dry_run
+from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.build import build, build_trainer
 from hpctrain.experiment.session import Session
 from hpctrain.launch.launcher import Launcher
@@ -90,7 +91,9 @@ def alone(file: Path) -> Trained:
 
 def _session(config: Config, world: Communicator, progress: ProgressEngine) -> Session:
     grid = ProcessGrid(world, config.grid.rows, world.size // config.grid.rows)
-    return Session(Launcher("none"), ThreadPlan(1, 1, "virtual ranks"), world, grid, GridGroups(grid), progress, config, {})
+    return Session(
+        Launcher("none"), ThreadPlan(1, 1, "virtual ranks"), world, grid, GridGroups(grid), progress, Resolved(config), {}
+    )
 
 
 def _train(

@@ -86,8 +86,24 @@ def _alternatives(section: str) -> list[dict]:
 @pytest.mark.parametrize(("section", "kind"), [*_SECTIONS, ("AugmentConfig", "augmentations"), ("ReporterConfig", "reporters")])
 def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
     known = [name for alternative in _alternatives(section) for name in alternative["properties"]["name"]["enum"]]
-    assert sorted(known) == sorted(names(kind))
-    assert json_schema()["$defs"][section]["anyOf"][0]["enum"] == list(names(kind))
+    expected = [*names(kind), *(["auto"] if kind == "averagers" else [])]  # which is none, and leaves it to the run
+    assert sorted(known) == sorted(expected)
+    assert json_schema()["$defs"][section]["anyOf"][0]["enum"] == expected
+
+
+def test_the_schema_lets_sections_be_left_to_the_run() -> None:
+    schema = json_schema()["$defs"]
+    assert [schema[section]["anyOf"][0]["const"] for section in ("GridConfig", "PlanConfig")] == ["auto", "auto"]
+    assert set(schema["GridConfig"]["anyOf"][1]["properties"]) == {"rows", "cols", "tiles", "overlap"}
+    assert "default" in schema["PlanConfig"]["anyOf"][1]["properties"]
+
+
+def test_an_open_averager_is_filled_with_nothing() -> None:
+    config, source = load(CONFIGS[0], ["averager=auto", "grid=auto", "plan=auto"])
+    check_names(config, source)
+    assert filled(config).automatic == ("grid", "plan", "averager")
+    assert filled(config).averager.options == {}
+    assert parse(dump(filled(config)))[0] == filled(config)
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.nn.network import Network
 from hpctrain.planner.factor_products import FactorProduct
-from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes
+from hpctrain.planner.machine import OperatorClass
+from hpctrain.planner.operator_work import work_of
+from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes, sampled_rates
 from hpctrain.trace.tracer import Category, Tracer
 from tests.support import nets
 
@@ -96,3 +98,31 @@ def test_times_are_medians_by_phase_and_name() -> None:
     assert times.operators == {(Action.FORWARD, "conv"): pytest.approx(2e-9), (Action.INPUT, "conv"): pytest.approx(4e-9)}
     assert times.others == {"loss": pytest.approx(5e-9)}
     assert all(isinstance(seconds, float) and np.isfinite(seconds) for seconds in times.operators.values())
+
+
+def test_rates_are_work_over_time_of_each_class() -> None:
+    plan = _plan(2)
+    works = {
+        (action, plan.steps[k].name): work_of(plan.steps[k], action, plan.memory[k])
+        for action, k in (*plan.forward, *plan.backward)
+        if action in _PHASES
+    }
+    seconds = {OperatorClass.CONVOLUTION: 1e-9, OperatorClass.PRODUCT: 2e-9, OperatorClass.MEMORY: 4e-9}
+    by_class = {
+        phase: seconds[work.kind] * (work.flops if work.kind is not OperatorClass.MEMORY else work.bytes)
+        for phase, work in works.items()
+    }
+    rates = sampled_rates(plan, SampledTimes(by_class, {}))
+    assert rates[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(1e9)
+    assert rates[OperatorClass.PRODUCT].flops_per_second == pytest.approx(5e8)
+    assert rates[OperatorClass.MEMORY].bytes_per_second == pytest.approx(2.5e8)
+
+
+def test_a_class_without_operators_has_the_rate_of_all_others() -> None:
+    plan = _plan(2)
+    times = _times(plan)
+    kinds = {plan.steps[k].name: work_of(plan.steps[k], Action.FORWARD, plan.memory[k]).kind for k in range(len(plan.steps))}
+    convolutions = {phase: value for phase, value in times.operators.items() if kinds[phase[1]] is OperatorClass.CONVOLUTION}
+    rates = sampled_rates(plan, SampledTimes(convolutions, {}))
+    assert rates[OperatorClass.PRODUCT] == rates[OperatorClass.CONVOLUTION]
+    assert all(rate.bytes_per_second > 0 for rate in sampled_rates(plan, SampledTimes({}, {})).values())

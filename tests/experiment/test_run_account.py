@@ -1,0 +1,76 @@
+"""The account of a run: where there is one, and why there is no prediction. Whole runs are in tests/cli/test_automatic.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.experiment.automatic_choice import PredictedStep
+from hpctrain.experiment.run_account import RunAccount
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.step_times import MeasuredStep
+
+MEASURED = MeasuredStep(0.5, 0.25, 20)
+PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
+
+
+class _Heard(Reporter):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.records: list[tuple[str, Mapping[str, Any]]] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        self.records.append((kind, values))
+
+
+def _heard(
+    machine: str | None, choice: Any = None, *, on_host: bool = True, stopped: bool = False, steps: Any = MEASURED
+) -> _Heard:
+    """All that an account of one rank says; its operators were not sampled."""
+    session: Any = SimpleNamespace(
+        world=SingleCommunicator(),
+        config=SimpleNamespace(machine=machine),
+        resolved=SimpleNamespace(choice=choice),
+        progress=SimpleNamespace(trace=None),
+        threads=SimpleNamespace(threads=1),
+        is_root=True,
+    )
+    kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
+    parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
+    account = RunAccount(session, parts, ProgressMode.TEST)
+    assert (account.sample is not None) == (machine is not None and choice is None)
+    outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
+    heard = _Heard()
+    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)  # type: ignore[arg-type]
+    return heard
+
+
+def test_one_rank_without_a_machine_has_no_account() -> None:
+    heard = _heard(None)
+    assert (heard.lines, heard.records) == ([], [])
+
+
+def test_a_run_of_few_steps_has_no_account() -> None:
+    assert _heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)).lines == []
+    assert _heard("xc40", steps=None).lines == []
+
+
+def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
+    heard = _heard("xc40", SimpleNamespace(prediction=PREDICTED))
+    assert heard.lines == ["predicted 0.4 s a step, measured 0.5 (80%); exposed 0.2 against 0.25"]
+    ((kind, values),) = heard.records
+    assert kind == "steps"
+    assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.4, pytest.approx(0.8))
+
+
+def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
+    (line,) = _heard("nowhere.yaml").lines
+    assert line.startswith("measured 0.5 s a step, of which 0.25 s waited for messages (no prediction: There is no machine file")
