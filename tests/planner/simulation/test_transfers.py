@@ -64,7 +64,6 @@ def test_a_message_that_the_transport_takes_moves_by_itself() -> None:
 
 def test_a_wait_that_begins_as_the_last_byte_arrives_finds_all_of_it_moved() -> None:
     assert _end(2.0, waits_from=2.0) == 2.0
-    assert _end(3.0, rounds=3, looks=(1.0, 2.0), waits_from=3.0) == 3.0
 
 
 def test_nothing_moves_beyond_what_goes_unattended() -> None:
