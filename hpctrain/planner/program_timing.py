@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.onednn.library import processor_flags
@@ -155,6 +156,7 @@ def _products(program: RankProgram, plan: ExecutionPlan) -> list[FactorProduct]:
 
 
 def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Callable[[], None]) -> None:
+    clock = clock_of(times.setting.threads, on_host=job.kernels.arithmetic.on_host)
     timed = TimedProgram(
         program.graph,
         job.kernels,
@@ -162,12 +164,12 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
         shards=program.shards,
         mergers=stand_in_mergers(program.split_ranks, program.data_ranks),
         dtype=job.dtype,
-        clock=clock_of(times.setting.threads),
+        clock=clock,
     )
     record(times, timed.plan, timed.parameters, timed.measure(_STEPS, before))
     for product in _products(program, timed.plan):
         if not times.measured(product_key(product)):
-            times.put(product_key(product), time_product(product, job.dtype, _STEPS, clock_of(times.setting.threads), before))
+            times.put(product_key(product), time_product(product, parameter_dtype(job.dtype), _STEPS, clock, before))
 
 
 def _parameter_bytes(job: Job) -> int:

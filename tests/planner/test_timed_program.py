@@ -73,6 +73,19 @@ def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism)
     assert np.isfinite(timed._group.grad).all()
 
 
+def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
+    timed = TimedProgram(
+        Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64").graph(2),
+        NETWORK.kernels,
+        NETWORK.parameter_specs,
+        shards={},
+        mergers=stand_in_mergers(1, 1),
+        dtype="float64",
+    )
+    assert timed.measure(1).sum > 0.0
+    assert timed._group.data.dtype == np.float64
+
+
 def test_others_are_waited_for_before_every_step() -> None:
     calls = []
     _timed(None).measure(3, lambda: calls.append(1), wholes=True)
@@ -81,6 +94,7 @@ def test_others_are_waited_for_before_every_step() -> None:
 
 def test_one_thread_is_timed_by_its_work() -> None:
     assert clock_of(1) is not clock_of(2)
+    assert clock_of(1, on_host=False) is clock_of(2)
 
 
 def test_typical_laps_add_up_to_a_typical_step() -> None:
