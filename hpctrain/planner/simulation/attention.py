@@ -15,12 +15,13 @@ class Attention:
         held_up: called where a transfer needs a poll to go on.
 
     Attributes:
-        attends: the rank waits, and so polls all the time.
+        attends: the rank waits, and so polls all the time. debt_seconds: of the core, for what has moved and is not paid.
     """
 
     def __init__(self, held_up: Callable[[], None]) -> None:
         self._held_up = held_up
         self.attends = False
+        self.debt_seconds = 0.0
         self._lanes: dict[Lane, None] = {}
         self._blocked: list[StageTransfer] = []
         self._restricted: dict[StageTransfer, None] = {}
@@ -40,13 +41,13 @@ class Attention:
         """It is complete."""
         self._restricted.pop(transfer, None)
 
-    def look(self) -> None:
-        """A poll."""
+    def look(self, tests: int = 1) -> None:
+        """A poll. tests: operations in flight, each of which is tested."""
         if self._restricted and not self.attends:
-            self._mark()
+            self._mark(tests)
             blocked, self._blocked = self._blocked, []
             for transfer in blocked:
-                transfer.look()
+                transfer.look(tests)
 
     def begin_wait(self) -> None:
         """Poll all the time from now on."""
@@ -55,10 +56,10 @@ class Attention:
         for transfer in tuple(self._restricted):
             transfer.attend()
 
-    def end_wait(self) -> None:
-        """Poll no more."""
+    def end_wait(self, tests: int = 1) -> None:
+        """Poll no more; the last poll had so many tests."""
         self.attends = False
-        self._mark()
+        self._mark(tests)
         for transfer in tuple(self._restricted):
             transfer.leave()
 
@@ -67,6 +68,15 @@ class Attention:
         self._blocked.append(transfer)
         self._held_up()
 
-    def _mark(self) -> None:
+    def owes(self, seconds: float) -> None:
+        """Messages that moved while the rank did not wait take so much of its core, to be paid at a poll."""
+        self.debt_seconds += seconds
+
+    def pay(self) -> float:
+        """All that is owed; nothing is any more."""
+        debt, self.debt_seconds = self.debt_seconds, 0.0
+        return debt
+
+    def _mark(self, tests: int) -> None:
         for lane in self._lanes:
-            lane.look()
+            lane.look(tests)

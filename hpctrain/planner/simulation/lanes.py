@@ -40,6 +40,7 @@ class Lane:
         self._job: SharedJob | None = None
         self._granted = 0.0
         self._moved_seconds = self._looked_seconds = 0.0
+        self._tests = 1
 
     def enter(self, sender: Sender) -> None:
         """Queue a message; its turn may come at once."""
@@ -71,15 +72,16 @@ class Lane:
         self._moved_seconds += moved
         return moved
 
-    def look(self) -> None:
-        """The rank's program looks after its messages."""
+    def look(self, tests: int = 1) -> None:
+        """The rank's program looks after its messages. tests: of operations; each lets the transport work on all of them."""
+        self._tests = tests
         self._looked_seconds = self._moved_seconds
         if self._job is not None:
             self._looked_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
-        """Seconds that may still move before the next look, where so many may between two of them."""
-        return self._looked_seconds + unattended_seconds - self._moved_seconds
+        """Seconds that may still move before the next look, where so many may after one test."""
+        return self._looked_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
         self._job = None

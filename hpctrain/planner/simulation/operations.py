@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.transfers import StageTransfer
 from hpctrain.planner.tasks import GroupPlacement
 
@@ -95,8 +96,8 @@ class MeetingShare:
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of the rank's core for the stage."""
-        return 0.0 if self.stage is None else self.stage.cpu_seconds
+        """Seconds of the rank's core for the stage that are still to be paid."""
+        return 0.0 if self.stage is None or self.transfer is None else self.transfer.cpu_left
 
     @property
     def begun_seconds(self) -> float:
@@ -120,8 +121,8 @@ class Meeting:
         members: that take part. forget: called once all have arrived, so that nobody looks for it again.
     """
 
-    def __init__(self, members: int, forget: Callable[[], None]) -> None:
-        self._members, self._forget = members, forget
+    def __init__(self, loop: EventLoop, members: int, forget: Callable[[], None]) -> None:
+        self._loop, self._members, self._forget = loop, members, forget
         self._shares: list[MeetingShare] = []
         self._waiting = members
         self._moving = 0
@@ -155,6 +156,12 @@ class Meeting:
             return
         self._waiting = self._moving = self._members
         self._stage += 1
+        if self._members == 1 and not self._stages:
+            self._begin()
+        else:  # once all that poll at this instant have done so: no member's order matters
+            self._loop.soon(self._begin)
+
+    def _begin(self) -> None:
         for share in self._shares:
             share.begin(self._stage)
 
@@ -162,14 +169,15 @@ class Meeting:
 class Meetings:
     """All meetings that somebody has come to and not everybody yet, by the operation's key."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
         self._open: dict[Hashable, Meeting] = {}
 
     def of(self, key: Hashable, members: int) -> Meeting:
         """The meeting of an operation: the communicator that it is posted on, and its position there."""
         meeting = self._open.get(key)
         if meeting is None:
-            meeting = self._open[key] = Meeting(members, lambda: self._forget(key))
+            meeting = self._open[key] = Meeting(self._loop, members, lambda: self._forget(key))
         return meeting
 
     def _forget(self, key: Hashable) -> None:

@@ -8,7 +8,7 @@ poll. A rank that waits polls all the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence, Sized
 from typing import TypeAlias
 
 from hpctrain.comm.progress_mode import ProgressMode
@@ -51,7 +51,7 @@ class SimulatedProcess:
         self._attention = Attention(self._expect_thread)
         self._lanes: dict[tuple[str, bool], Lane] = {}
         self._flying: dict[Posted, None] = {}
-        self._wait_begun = self._paid_until = self._debt = 0.0
+        self._wait_begun = self._paid_until = 0.0
         self._posted: dict[Hashable, int] = {}
         self._count = 0
 
@@ -96,11 +96,21 @@ class SimulatedProcess:
     @property
     def busy(self) -> bool:
         """Whether a poll would do anything."""
-        return bool(self._unseen) or self._attention.needed or any(queue.startable for queue in self.queues)
+        return (
+            bool(self._unseen)
+            or self._attention.needed
+            or self._attention.debt_seconds > 0
+            or any(queue.startable for queue in self.queues)
+        )
 
     def poll(self) -> Stretch:
         """Look at what is in flight, notice what is complete, and start what may start."""
-        self._attention.look()
+        self._attention.look(_tests(self._flying))
+        debt = self._attention.pay()
+        if debt > 0:
+            begin = self._loop.now
+            yield from self.work(debt)
+            self._record_progress(begin)
         while True:
             unseen, self._unseen = self._unseen, []
             for share in sorted(unseen, key=_position):
@@ -124,7 +134,7 @@ class SimulatedProcess:
     def finish(self) -> None:
         """The simulation ends: record what is still in flight."""
         for posted in self._flying:
-            self._record_operation(posted)
+            _record_operation(self.recorder, posted, self._loop.now)
 
     # -- operations --------------------------------------------------------------------------------------------------------------
 
@@ -132,8 +142,7 @@ class SimulatedProcess:
         task, posted = queue.take()
         begin = self._loop.now
         yield from self.work(task.prepare_seconds)
-        if self._loop.now > begin and not self._attention.attends:
-            self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
+        self._record_progress(begin)
         yield from self.update(task.update_seconds, task.parameter)
         self.post(self.group_of[queue], posted, task.stages)
 
@@ -146,9 +155,8 @@ class SimulatedProcess:
 
     def _see(self, share: MeetingShare) -> Stretch:
         """Notice that a stage is over, and pay what it took of the core."""
-        cpu_seconds, self._debt = self._debt + share.cpu_seconds, 0.0
-        if cpu_seconds > 0:
-            yield from self._pay(cpu_seconds, share.begun_seconds)
+        if share.cpu_seconds > 0:
+            yield from self._pay(share.cpu_seconds, share.begun_seconds)
         if not share.is_last:
             share.next_stage()
             return
@@ -160,14 +168,14 @@ class SimulatedProcess:
         for later in posted.dependents:
             later.needs -= 1
         posted.dependents.clear()
-        self._record_operation(posted)
+        _record_operation(self.recorder, posted, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
         """The core's time for messages. While the rank waits it is paid as they come, else at the poll that notices them."""
         begin = self._loop.now
         if not self._attention.attends:
             yield from self.work(seconds)
-            self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
+            self._record_progress(begin)
             return
         from_seconds = max(since, self._wait_begun, self._paid_until)
         covered = min(seconds, max(0.0, begin - from_seconds))
@@ -175,8 +183,10 @@ class SimulatedProcess:
         self._cores.charge(covered, self.place.node_ranks)
         yield from self.work(seconds - covered)
 
-    def _record_operation(self, posted: Posted) -> None:
-        self.recorder.add(Category.COMMUNICATION, posted.text, posted.begun_seconds, self._loop.now, posted.track, posted.number)
+    def _record_progress(self, begin: float) -> None:
+        """Time of the program between operators; in a wait it is the wait's."""
+        if self._loop.now > begin and not self._attention.attends:
+            self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
 
     # -- attention ---------------------------------------------------------------------------------------------------------------
 
@@ -187,17 +197,17 @@ class SimulatedProcess:
 
     def _end_wait(self) -> None:
         self._cores.end_wait(self.place.node_ranks)
-        self._attention.end_wait()
+        self._attention.end_wait(_tests(self._flying))
 
     def _look_from_thread(self) -> None:
         """The progress thread lets messages move, and a second stage begin; it completes nothing."""
         self._thread_due = False
-        self._attention.look()
+        self._attention.look(_tests(self._flying))
         if not self._attention.attends:
             intermediate = [share for share in self._unseen if not share.is_last]
             self._unseen = [share for share in self._unseen if share.is_last]
             for share in intermediate:
-                self._debt += share.cpu_seconds
+                self._attention.owes(share.cpu_seconds)
                 share.next_stage()
 
     def _expect_thread(self) -> None:
@@ -231,3 +241,12 @@ class SimulatedProcess:
 def _position(share: MeetingShare) -> int:
     """Operations are tested in the order in which they were posted."""
     return share.posted.position
+
+
+def _tests(flying: Sized) -> int:
+    """The tests of a poll: one for each operation in flight."""
+    return max(1, len(flying))
+
+
+def _record_operation(recorder: EventRecorder, posted: Posted, now: float) -> None:
+    recorder.add(Category.COMMUNICATION, posted.text, posted.begun_seconds, now, posted.track, posted.number)

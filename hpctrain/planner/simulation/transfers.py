@@ -21,6 +21,10 @@ class Looker(Protocol):
 
     attends: bool
 
+    def owes(self, seconds: float) -> None:
+        """The core's time for what moved while the rank did not wait."""
+        ...
+
     def blocked(self, transfer: StageTransfer) -> None:
         """The transfer goes on at the next look."""
         ...
@@ -35,6 +39,7 @@ class StageTransfer:
 
     Attributes:
         begun_seconds: the instant of its begin. restricted: looks matter to it.
+        cpu_left: seconds of the core that its messages still take.
     """
 
     def __init__(self, loop: EventLoop, looker: Looker, stage: Stage, lane: Lane, weight: float, ended: Act) -> None:
@@ -51,6 +56,8 @@ class StageTransfer:
         self._polls = stage.polls
         self._polls_left = 0  # before the first byte of the round
         self._blocked = False
+        self.cpu_left = stage.cpu_seconds
+        self._cpu_share = stage.cpu_seconds / self._wire_left if self._wire_left > 0 else 0.0
         self.begun_seconds = loop.now
         self.restricted = self._rounds_left > 1 or self._polls > 0 or unattended_bytes is not None
 
@@ -61,13 +68,13 @@ class StageTransfer:
 
     # -- looks -------------------------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """The program looks: what was held up goes on."""
+    def look(self, tests: int = 1) -> None:
+        """The program looks, by so many tests: what was held up goes on."""
         if not self._blocked:
             return
         self._blocked = False
-        if self._polls_left > 1:
-            self._polls_left -= 1
+        if self._polls_left > tests:
+            self._polls_left -= tests
             self._block()
         elif self._polls_left:
             self._polls_left = 0
@@ -79,11 +86,11 @@ class StageTransfer:
 
     def attend(self) -> None:
         """The rank begins to wait: nothing is held up."""
-        self._polls_left = min(1, self._polls_left)
+        self._polls_left = min(1, self._polls_left)  # a wait tests again at once
         if self._blocked:
             self.look()
         elif self._lane.sends(self):
-            self._progress(self._lane.withdraw())
+            self._progress(self._lane.withdraw(), attended=False)
             self.send()
 
     def leave(self) -> None:
@@ -92,7 +99,7 @@ class StageTransfer:
             return
         sends = self._lane.sends(self)
         if sends:
-            self._progress(self._lane.withdraw())
+            self._progress(self._lane.withdraw(), attended=True)
         if self._going > 1:
             self._going = 1
             self._rounds_left = max(1, math.ceil(self._wire_left / self._round_wire - 1e-9))
@@ -144,12 +151,16 @@ class StageTransfer:
 
     def moved(self, seconds: float) -> None:
         """All that was granted has moved; a look in the meantime allows more."""
-        self._progress(seconds)
+        self._progress(seconds, attended=self._looker.attends)
         self.send()
 
-    def _progress(self, seconds: float) -> None:
+    def _progress(self, seconds: float, *, attended: bool) -> None:
         self._round_left -= seconds
         self._wire_left -= seconds
+        if not attended:
+            cpu = min(self.cpu_left, self._cpu_share * seconds)
+            self.cpu_left -= cpu
+            self._looker.owes(cpu)
 
     def _end_rounds(self) -> None:
         self._rounds_left -= self._going

@@ -23,7 +23,8 @@ class SimulatedWorld:
 
     def __init__(self, program: StepProgram, machine: Machine, places: Sequence[SimulatedPlace]) -> None:
         self.program, self.machine = program, machine
-        self.loop, self.meetings = EventLoop(), Meetings()
+        self.loop = EventLoop()
+        self.meetings = Meetings(self.loop)
         count = machine.cores_per_rank * machine.ranks_per_node
         nodes = {place.node for place in places}
         self._cores = {node: Cores(self.loop, count, machine.ranks_per_node) for node in nodes}

@@ -42,3 +42,34 @@ def test_a_poll_counts_for_what_moves_after_it() -> None:
 def test_a_wait_lets_all_move_until_it_ends() -> None:
     assert _run((3.0, "begin_wait"), rounds=4) == ([6.0], 1)
     assert _run((3.0, "begin_wait"), (4.5, "end_wait"), (9.0, "look"), rounds=4) == ([10.0], 2)
+
+
+def test_each_test_of_a_poll_lets_the_transport_take_as_much_again() -> None:
+    loop, ends = EventLoop(), list[float]()
+    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
+    stage = Stage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
+    transfer.begin()  # moves 0.5
+    loop.at(2.0, lambda: attention.look(6))  # six operations are tested: 3.0 more
+    loop.at(10.0, attention.look)  # one: the last 0.5
+    loop.run()
+    assert ends == [10.5]
+
+
+def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:
+    loop = EventLoop()
+    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
+    stage = Stage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: None)
+    attention.add(transfer, lane)
+    transfer.begin()
+    owed: list[float] = []
+    loop.at(1.0, attention.begin_wait)
+    loop.at(1.0, lambda: owed.append(attention.pay()))
+    loop.at(3.0, attention.end_wait)
+    loop.at(5.0, lambda: owed.append(attention.pay()))
+    loop.run()
+    assert owed == [0.25, 0.25]  # of the first and of the last second
+    assert transfer.cpu_left == 0.5  # of those that were attended to
+    assert attention.pay() == 0

@@ -185,11 +185,9 @@ def _halves(split: int) -> StepProgram:
 @every_mode
 @pytest.mark.parametrize("cores_per_rank", [1.0, 0.5])
 def test_folded_ranks_give_what_single_ones_give(cores_per_rank: float, mode: ProgressMode) -> None:
-    # Where ranks share cores, messages take none of them here: many would be complete at one instant, in any order.
-    costs = {"byte_seconds": 1e-8, "operation_seconds": 1e-5} if cores_per_rank == 1 else {}
     on = machine(
-        link(1e-4, 1e-6, unattended_bytes=3000, **costs),
-        link(1e-5, 1e-7, unattended_bytes=2000, **costs),
+        link(1e-4, 1e-6, unattended_bytes=3000, byte_seconds=1e-8, operation_seconds=1e-5),
+        link(1e-5, 1e-7, unattended_bytes=2000, byte_seconds=1e-7, operation_seconds=1e-5),
         ranks_per_node=4,
         cores_per_rank=cores_per_rank,
     )

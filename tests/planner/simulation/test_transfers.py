@@ -23,6 +23,10 @@ class _Looker:
         if waits_from is not None:
             loop.at(waits_from, self._wait)
 
+    def owes(self, seconds: float) -> None:
+        """Messages take no time of a core here."""
+        assert seconds == 0
+
     def blocked(self, transfer: StageTransfer) -> None:
         """It goes on at the next look."""
 
@@ -122,3 +126,8 @@ def test_an_ended_wait_leaves_a_round_under_way() -> None:
     loop.at(2.5, leave)  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
     loop.run()
     assert ends == pytest.approx([10.0])
+
+
+def test_a_wait_that_begins_at_the_last_byte_ends_the_round() -> None:
+    assert _end(2.0, unattended=5.0, waits_from=2.0) == pytest.approx(2.0)
+    assert _end(2.0, rounds=2, unattended=5.0, waits_from=1.0) == pytest.approx(2.0)
