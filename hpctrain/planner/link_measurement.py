@@ -29,6 +29,8 @@ _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.04, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
+# What a step sends was written some layers ago, and is in no core's cache any more: so much is written before it is sent.
+_CACHE_BYTES = 128 << 20
 # A message that takes longer is measured less often, ...
 _SLOW_SECONDS = 0.05
 # ... and one that takes even longer ends the growth of sizes.
@@ -87,6 +89,7 @@ class LinkProbe:
     def __init__(self, everybody: Communicator, pair: Communicator | None, progress: ProgressEngine) -> None:
         self._everybody, self._pair, self._progress = everybody, pair, progress
         self._queue = None if pair is None else progress.queue(pair)
+        self._written = np.zeros(0 if pair is None else _CACHE_BYTES // 4, np.float32)
 
     def measure(
         self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
@@ -130,7 +133,9 @@ class LinkProbe:
         gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
         polled = polls and n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
-        core, summing = (min(self._core_seconds(post, gap) for _ in range(_POLLED_REPEATS)) for post in (gather, reduce))
+        core, summing = (
+            min(self._core_seconds(post, gap, cold=long) for _ in range(_POLLED_REPEATS)) for post in (gather, reduce)
+        )
         return _Raw(n_bytes, one, two, needed, gap, core, summing)
 
     def _gather(self, n_bytes: int) -> Callable[[], Handle]:
@@ -179,9 +184,11 @@ class LinkProbe:
         self._progress.wait(ticket)
         return polls
 
-    def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float) -> float:
-        """Time inside of posting and polls of an operation, with computation between them."""
+    def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
+        """Time inside of posting and polls of an operation, with computation between them. cold: its data are in no cache."""
         assert self._queue is not None
+        if cold:
+            self._written += 1.0
         self._meet()
         begin = self._progress.now()
         ticket = self._queue.post(post, _PURPOSE)
