@@ -20,7 +20,7 @@ from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, 
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
 _USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
 # Of the time, what is for the two kinds of link; where there is one kind, it gets all of that.
-_LINKS_SHARE = 0.7
+_LINKS_SHARE = 0.6
 
 #: measures the rates of this rank; what it is given is called before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]

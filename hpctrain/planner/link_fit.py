@@ -11,6 +11,7 @@ from hpctrain.planner.machine import Link, LinkSegment
 
 # Messages that take so many polls more than the time between polls explains move in chunks, one between two polls.
 _CHUNKED_POLLS = 7
+_MOST_LONGER = 1.08
 # A burst is a little larger than it seems: what it lets pass takes time as well.
 _COVERED = 1.25
 # Bytes that seem to pass at once are none where they are less than this share of all.
@@ -109,8 +110,12 @@ def _rising(times: Sequence[float]) -> list[float]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """The rate of one large message after another, which no pause helps."""
-    return max(1e-15, points[-1].next_seconds / points[-1].n_bytes)
+    """The rate of one large message after another, which no pause helps.
+
+    The next message can take longer than the first by what a pause saves, which is little of a large one; more is disturbance.
+    """
+    last = points[-1]
+    return max(1e-15, min(last.next_seconds, _MOST_LONGER * last.seconds) / last.n_bytes)
 
 
 def _byte_seconds(points: Sequence[MessagePoint]) -> float:

@@ -32,7 +32,7 @@ _MOST_POLLED_SECONDS = 1.5
 # What a step sends was written some layers ago, and is in no core's cache any more: so much is written before it is sent.
 _CACHE_BYTES = 128 << 20
 # A message that takes longer is measured less often, ...
-_SLOW_SECONDS = 0.05
+_SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
 # ... and one that takes even longer ends the growth of sizes.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
@@ -129,7 +129,7 @@ class LinkProbe:
         long = n_bytes >= _LONG_BYTES
         repeats, pause = (_REPEATS_LONG, _PAUSE_SECONDS) if long else (_REPEATS_SHORT, 0.0)
         one = self._seconds([gather], repeats, pause)
-        two = self._seconds([gather, self._gather(n_bytes)], 1 if one > _SLOW_SECONDS else repeats, pause)
+        two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
         gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
         polled = polls and n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0

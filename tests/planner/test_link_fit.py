@@ -92,3 +92,9 @@ def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:
     ]
     found = link_fit.segments(points)
     assert [(one.from_bytes, one.unattended_bytes, one.polls) for one in found][:2] == [(0, None, 0), (128 << 10, 64 << 10, 1)]
+
+
+def test_a_disturbed_second_message_makes_no_burst() -> None:
+    found = link_fit.link(_points(lambda n: 2e-5 + 8e-9 * n, lambda n: 3 * 8e-9 * n))
+    assert found.burst_bytes == 0
+    assert found.message_seconds(50_000_000) == pytest.approx(8e-9 * 50_000_000, rel=0.1)
