@@ -19,7 +19,7 @@ from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction, SimulationOptions
-from hpctrain.planner.search_reasons import gibibytes, reason
+from hpctrain.planner.search_reasons import UNCERTAIN_SHARE, gibibytes, reason
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
@@ -41,7 +41,10 @@ class SearchChoice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The simulated candidates, the fastest that fits first. estimated: candidates that had a lower bound computed."""
+    """The simulated candidates, the fastest that fits first, but pure batch before grids that are hardly faster.
+
+    estimated: candidates that had a lower bound computed.
+    """
 
     choices: tuple[SearchChoice, ...]
     estimated: int
@@ -240,11 +243,28 @@ def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -
         fits = result[1].memory_bytes <= machine.memory_bytes
         return not fits, result[1].step.seconds if fits else float(result[1].memory_bytes)
 
+    in_order = sorted(results, key=order)
+    first = _simplest(in_order, machine)
+    in_order.sort(key=lambda result: result is not first)
     choices: list[SearchChoice] = []
-    for candidate, prediction in sorted(results, key=order):
+    for candidate, prediction in in_order:
         why = reason(choices[-1].prediction, prediction, machine) if choices else ""
         choices.append(SearchChoice(candidate, prediction, why, prediction.memory_bytes <= machine.memory_bytes))
     return tuple(choices)
+
+
+def _simplest(in_order: list[tuple[Candidate, Prediction]], machine: Machine) -> tuple[Candidate, Prediction]:
+    """The first one, or the first pure batch where the first splits layers for less than predictions can be wrong by.
+
+    What all candidates have in common, and is wrong for all of them, does not matter; what split layers cost comes on top.
+    """
+    limit = in_order[0][1].step.seconds * (1 + UNCERTAIN_SHARE)
+    for result in in_order:
+        candidate, prediction = result
+        fits = prediction.memory_bytes <= machine.memory_bytes
+        if fits and prediction.step.seconds <= limit and candidate.plan.rows == candidate.micro_batches == 1:
+            return result
+    return in_order[0]
 
 
 def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchChoice, ...]) -> ConfigError:

@@ -11,6 +11,8 @@ from hpctrain.trace.time_table import TimeTable
 _GIBIBYTE = 1 << 30
 # Predictions that differ by less are not told apart.
 _EQUAL_SHARE = 0.005
+#: of a step: predictions of other layers' parallelism may be wrong by so much, one against the other
+UNCERTAIN_SHARE = 0.05
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
@@ -18,6 +20,8 @@ def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
     if worse.memory_bytes > machine.memory_bytes:
         return f"does not fit: {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
+    if longer < -_EQUAL_SHARE * better.step.seconds:
+        return f"{seconds(-longer)} shorter, which is less than predictions of split layers may be wrong by"
     if longer <= _EQUAL_SHARE * better.step.seconds:
         return "takes as long, as far as predictions tell"
     waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))

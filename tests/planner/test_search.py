@@ -86,6 +86,18 @@ def test_the_best_plan_is_simulated_with_all_averagers_and_its_averager_with_oth
     assert {candidate.averager for candidate in of_best} == {choice.name for choice in AVERAGERS}
 
 
+@pytest.mark.parametrize(("gain", "rows"), [(0.04, 1), (0.06, 4)])
+def test_layers_are_split_for_more_than_predictions_may_be_wrong_by(gain: float, rows: int) -> None:
+    result, _ = searched(
+        lambda one: 1.0 + 0.001 * len(one.averager) if one.plan.rows == 1 else 1.0 - gain + 0.001 * (4 - one.plan.rows)
+    )
+    assert result.best.candidate.plan.rows == rows
+    if rows == 1:
+        assert len(result.best.candidate.averager) == min(map(len, (choice.name for choice in AVERAGERS)))
+        assert "shorter" in result.choices[1].why
+    assert all(choice.fits for choice in result.choices)
+
+
 def test_options_that_change_nothing_are_not_simulated_twice() -> None:
     layer = Sequential({"conv": Conv2d(3, 8, 3), "avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(8, 3)})
     _, simulated = searched(

@@ -31,9 +31,10 @@ BEST = prediction(CONV, FC)
         (prediction(CONV, FC, left_over=0.2), "0.2 s longer: 0.2 s more computed, most of it in the rest of the step"),
         (prediction(CONV, FC, Row("sums", "communication", exposed_seconds=0.5)), "0.5 s more exposed, most of it in sums"),
         (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "takes as long, as far as predictions tell"),
+        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, which is less than predictions of split layers"),
         (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: 9 GiB of 8 GiB"),
     ],
-    ids=["exposed", "computed", "left over", "communication", "equal", "memory"],
+    ids=["exposed", "computed", "left over", "communication", "equal", "shorter", "memory"],
 )
 def test_the_reason_is_the_largest_part_of_what_is_longer(worse: Prediction, sentence: str) -> None:
     assert sentence in reason(BEST, worse, MACHINE)
