@@ -93,11 +93,12 @@ def simulate(
     check_writable("--trace", trace)
     configs = _configs(file, overrides, averagers)
     from hpctrain.experiment import simulated_scaling
+    from hpctrain.experiment.planner_search import progress_of
     from hpctrain.planner import machine_file
     from hpctrain.planner.prediction import SimulationOptions
 
     slow_factors = planner_options.slow_ranks(slow, ranks[-1])
-    progress = simulated_scaling.progress_of(next(iter(configs.values())))
+    progress = progress_of(next(iter(configs.values())))
     study = simulated_scaling.SimulatedStudy(
         configs=configs,
         ranks=ranks,

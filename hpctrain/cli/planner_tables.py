@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from hpctrain.experiment.planner_search import job_of
 from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy, by_averager
 from hpctrain.planner.machine import Machine
 
@@ -81,7 +82,7 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
     """The simulated points of each averager, with their efficiency, and what to know about them."""
-    _, task = next(study.tasks())
+    task = job_of(study.search_task(next(iter(study.configs)), study.ranks[0]))
     height, width, channels = task.image_shape
     weak = study.mode == "weak"
     batch = points[0].batch // points[0].ranks if weak else points[0].batch

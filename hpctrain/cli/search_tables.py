@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from textwrap import fill
 from typing import Any
-
-from rich.padding import Padding
 
 from hpctrain.backend.kernels.specs import BatchNormSpec
 from hpctrain.cli.planner_tables import console, machine_lines, measured_line, megabytes, milliseconds, size_lines, table
@@ -16,6 +15,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice
 
+_INDENT = "   "
 _MOST_LISTED = 3  # patterns of the same use; all of them stand in --json and in a written file
 
 
@@ -47,7 +47,8 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {words(choice.candidate)}.")
         if choice.why:
-            out.print(Padding(f"Against {number - 1}: {choice.why}.", (0, 0, 0, 3), expand=False))
+            reason = f"Against {number - 1}: {choice.why}."
+            out.print(fill(reason, out.width, initial_indent=_INDENT, subsequent_indent=_INDENT), soft_wrap=True)
     out.print("")
     for line in _statistics_lines(outcome, choices[0].candidate):
         out.print(line)

@@ -6,17 +6,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.comm.grid import check_grid
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.experiment import grid, planned_job, planner_costs
+from hpctrain.experiment.candidate_keys import with_candidate
 from hpctrain.experiment.dry_run import prepare
 from hpctrain.experiment.planned_run import Image, PlannedRun
-from hpctrain.experiment.simulated_scaling import progress_of
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import SimulationOptions
 from hpctrain.planner.search import SearchResult, search
 from hpctrain.planner.search_space import SearchSpace
+
+#: sections of a configuration that a search chooses
+SECTIONS = ("grid", "plan", "averager", "micro_batches")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ def job_of(task: SearchTask) -> PlannedRun:
     return prepare(config.model_copy(update=open_sections), ranks, task.image, task.classes)
 
 
+def progress_of(config: Config) -> ProgressMode:
+    """The mode of progress that is simulated: as configured, where it is not left to a measurement."""
+    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
+
+
 def space_of(task: SearchTask, job: PlannedRun) -> SearchSpace:
     """All grids, plans, averagers and micro-batches, but those that the configuration names in sections that are kept.
 
@@ -93,3 +102,12 @@ def run(task: SearchTask) -> PlannedSearch:
     machine, space = task.machine.scaled(**task.factors), space_of(task, job)
     result = search(planned_job.job(job), machine, costs, task.ranks, space, predicted_by=predict)
     return PlannedSearch(task, job, result)
+
+
+def chosen(task: SearchTask) -> Config:
+    """The configuration with a value for each section that it leaves open (auto): the best by a search, where there is any.
+
+    Raises:
+        ConfigError: as `run`.
+    """
+    return with_candidate(task.config, run(task).result.best.candidate) if task.config.automatic else task.config

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.schema import Config
-from hpctrain.experiment import planned_job, planner_costs
+from hpctrain.experiment import planned_job, planner_costs, planner_search
 from hpctrain.experiment.dry_run import prepare
 from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.experiment.planner_search import SearchTask
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction, SimulationOptions
@@ -100,10 +100,18 @@ class SimulatedStudy:
         Raises:
             HpctrainError: a number of ranks on which it cannot run.
         """
-        for label, config in self.configs.items():
+        for label in self.configs:
             for ranks in self.ranks:
-                batch = config.batch * ranks if self.mode == "weak" else config.batch
-                yield label, prepare(config.model_copy(update={"batch": batch}), ranks, self.image, self.classes)
+                search = self.search_task(label, ranks)
+                yield label, prepare(planner_search.chosen(search), ranks, self.image, self.classes)
+
+    def search_task(self, label: str, ranks: int) -> SearchTask:
+        """The search for what the configuration of a label leaves open (auto) on so many ranks; all else is kept."""
+        config = self.configs[label]
+        batch = config.batch * ranks if self.mode == "weak" else config.batch
+        keep = [section for section in planner_search.SECTIONS if section not in config.automatic]
+        config = config.model_copy(update={"batch": batch})
+        return SearchTask(config, ranks, self.machine, self.factors, keep, self.image, self.classes)
 
 
 def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -> list[SimulatedPoint]:
@@ -132,11 +140,6 @@ def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, 
         "mode": study.mode,
         "points": [point.facts(line[0]) for line in by_averager(points).values() for point in line],
     }
-
-
-def progress_of(config: Config) -> ProgressMode:
-    """The mode of progress that is simulated: as configured, where it is not left to a measurement."""
-    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
 
 
 def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:

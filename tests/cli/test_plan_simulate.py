@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
-from hpctrain.experiment.simulated_scaling import progress_of
+from hpctrain.experiment.planner_search import progress_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (str(CONFIGS / "quickstart.yaml"), "model.width=0.25", "batch=8", "backend=numpy", "--machine", "xc40")
@@ -68,6 +68,15 @@ def test_what_ifs_move_the_step_in_their_direction() -> None:
     jittered = seconds("--jitter", "0.5", "--seed", "7")
     assert jittered != usual["step_seconds"]
     assert jittered == seconds("--jitter", "0.5", "--seed", "7")
+
+
+@pytest.mark.slow
+def test_open_sections_are_chosen_for_each_number_of_ranks() -> None:
+    auto = points(*SMALL, "--ranks", "1,4", "grid=auto", "plan=auto", "averager=auto", "--bandwidth", "0.5")
+    for averager in ("blocking", "sharded"):
+        named = points(*SMALL, "--ranks", "1,4", "--averager", averager, "--bandwidth", "0.5")
+        assert all(best["step_seconds"] <= 1.001 * other["step_seconds"] for best, other in zip(auto, named, strict=True))
+    assert "averager sharded, simulated" in run(*SMALL, "--ranks", "2", "--averager", "sharded", "grid=auto").stdout
 
 
 @pytest.mark.slow
