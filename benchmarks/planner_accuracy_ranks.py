@@ -27,6 +27,7 @@ from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.build import build_replica
 from hpctrain.experiment.session import Session
 from hpctrain.launch.launcher import detect
@@ -69,7 +70,7 @@ class MeasuredPoint:
     def __init__(self, point: Point, world: Communicator, deadline_seconds: float, *, trace: bool = False) -> None:
         launcher = detect(os.environ)
         config = configuration(point, trace=trace).model_copy(update={"deadline_seconds": deadline_seconds})
-        session = Session.start(config, launcher, set_threads(launcher, 1), world, {})
+        session = Session.start(Resolved(config), launcher, set_threads(launcher, 1), world, {})
         backend = make_backend(config.backend, config.dtype, config.precision, session.place)
         self.point, self.progress = point, session.progress
         self.replica = build_replica(session, backend, NETWORKS[point.network].classes, image_shape(point))
