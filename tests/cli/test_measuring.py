@@ -58,7 +58,10 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Job, fold
     assert isinstance(seconds, float)
     assert isinstance(exposed, float)
     assert seconds > exposed > 0
-    assert f"measured {seconds:.3g} s a step, of which {exposed:.3g} s waited for messages\n" in outcome.stdout
+    predicted = record["predicted_step_seconds"]
+    assert isinstance(predicted, float)
+    assert f"predicted {predicted:.3g} s a step, measured {seconds:.3g} (" in outcome.stdout
+    assert f" against {exposed:.3g}\n" in outcome.stdout
 
 
 @pytest.mark.parametrize(("ranks", "epochs"), [(0, 5), (2, 3)])

@@ -73,6 +73,8 @@ TEXTS = {
     ("README.md", "batch, classifier.* model; averager sharded."): "simulated figures, which change with the model of a step",
     ("README.md", "averager sharded, simulated:"): "the same",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
+    ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
+    ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
 
 
