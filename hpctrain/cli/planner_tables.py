@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from hpctrain.experiment.planner_search import job_of
@@ -13,6 +14,7 @@ from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy
 from hpctrain.planner.machine import Machine
 
 _COLUMNS = 100  # where there is no terminal
+_WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
 
@@ -27,6 +29,13 @@ def table(*titles: str, left: int = 1) -> Table:
     for number, title in enumerate(titles):
         rows.add_column(title, justify="left" if number < left else "right", no_wrap=number >= left, overflow="fold")
     return rows
+
+
+def print_whole(out: Console, rows: Table) -> None:
+    """Print a table as wide as it is: on a narrow terminal its lines are broken, but no number is cut."""
+    width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
+    wide = Console(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, highlight=False, soft_wrap=False)
+    wide.print(rows)
 
 
 def milliseconds(seconds: float) -> str:
@@ -95,7 +104,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         out.print(line)
     for name, line_points in by_averager(points).items():
         out.print(f"\naverager {name}, simulated:")
-        out.print(scaling_table(line_points))
+        print_whole(out, scaling_table(line_points))
     out.print("")
     out.print(measured_line(min(point.prediction.measured_share for point in points)))
     for line in size_lines(study.machine, max(point.ranks for point in points), max(map(_memory, points))):

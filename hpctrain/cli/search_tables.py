@@ -8,7 +8,16 @@ from textwrap import fill
 from typing import Any
 
 from hpctrain.backend.kernels.specs import BatchNormSpec
-from hpctrain.cli.planner_tables import console, machine_lines, measured_line, megabytes, milliseconds, size_lines, table
+from hpctrain.cli.planner_tables import (
+    console,
+    machine_lines,
+    measured_line,
+    megabytes,
+    milliseconds,
+    print_whole,
+    size_lines,
+    table,
+)
 from hpctrain.experiment.candidate_keys import keys_of, overrides
 from hpctrain.experiment.planner_search import PlannedSearch
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -42,7 +51,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
             f"{choice.candidate.micro_batches}",
             f"{plan.rows} x {plan.cols}",
         )
-    out.print(figures)
+    print_whole(out, figures)
     out.print("")
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {words(choice.candidate)}.")

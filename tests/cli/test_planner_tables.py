@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hpctrain.cli.planner_tables import machine_lines, measured_line, megabytes, milliseconds, scaling_table, size_lines
+from hpctrain.cli.planner_tables import (
+    machine_lines,
+    measured_line,
+    megabytes,
+    milliseconds,
+    print_whole,
+    scaling_table,
+    size_lines,
+)
 from hpctrain.experiment.simulated_scaling import SimulatedPoint
 from tests.planner.test_rate_costs import MACHINE
 from tests.support import predictions
@@ -37,6 +45,14 @@ def test_the_largest_figures_fit_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert "…" not in out.getvalue()
     assert lines[2].split() == ["8,192", "99,000", "98,000", "100.0%", "21,183", "1,000,000"]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_no_number_is_cut_on_a_narrow_terminal(columns: int) -> None:
+    points = [SimulatedPoint("sharded", 8192, 8192, (1, 8192), predictions.prediction(99.0, 98.0, memory_bytes=10**12))]
+    out = io.StringIO()
+    print_whole(Console(file=out, width=columns), scaling_table(points))
+    assert out.getvalue().splitlines()[1].split() == ["8,192", "99,000", "98,000", "100.0%", "82.7", "1,000,000"]
 
 
 def test_a_machine_says_how_much_of_it_was_measured() -> None:
