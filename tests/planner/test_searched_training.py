@@ -48,7 +48,7 @@ def _by_name(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCos
 
 def _candidates(net: str, ranks: int, bandwidth: float, latency: float) -> list[Candidate]:
     machine = planned.machine().scaled(bandwidth=bandwidth, latency=latency)
-    space = SearchSpace(fixed_micro_batches=1, simulated=3)
+    space = SearchSpace(fixed_micro_batches=1, simulated=5)
     result = search(planned.job_of(_task(net)), machine, RateCosts(machine), ranks, space, predicted_by=_by_name)
     return [choice.candidate for choice in result.choices]
 
