@@ -21,6 +21,7 @@ from benchmarks.planner_jobs import configuration, image_shape, made_up_batch
 from benchmarks.planner_points import NETWORKS, POINTS, Point
 from benchmarks.planner_predictions import Planner
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
+from benchmarks.quiet import QuietCores
 from hpctrain.backend.backend import make_backend
 from hpctrain.bench.machine import peak_resident_bytes
 from hpctrain.comm import mpi, progress_mode
@@ -106,6 +107,9 @@ class Rank:
         barriers = self.world.split(0, self.world.rank, "barriers")
         assert barriers is not None
         self._barriers = barriers
+        quiet = self.world.split(0, self.world.rank, "quiet")
+        assert quiet is not None
+        self.quiet = QuietCores(quiet)
         self._bare = ProgressEngine(rank=self.world.rank, deadline_seconds=settings.deadline_seconds, abort=self.world.abort)
         self.points = [point for point in POINTS if point.name in settings.points]
 
@@ -121,7 +125,7 @@ class Rank:
         """Calibrate, time the operators of all points, and predict them: rank 0 writes that down."""
         settings, begin = self.settings, time.perf_counter()
         self.say("calibration")
-        planner = Planner(self._barriers, self._bare, Path(settings.machine), settings.deadline_seconds)
+        planner = Planner(self._barriers, self._bare, self.quiet, Path(settings.machine), settings.deadline_seconds)
         calibrated = time.perf_counter()
         self.say("times of operators")
         planner.time_operators(self.points)
@@ -220,7 +224,14 @@ def main(arguments: list[str] | None = None) -> int:
     traces = {point.name: rank.trace(point) for point in rank.points if point.name in settings.traced}
     resident = rank.world.allgather_object(peak_resident_bytes())
     if rank.world.rank == 0:
-        facts = {"mpi": mpi.describe(), "ranks": rank.world.size, "resident_bytes": resident, "measured": time.time()}
+        waited = rank.quiet.waited_seconds
+        facts = {
+            "quiet_seconds": waited,
+            "mpi": mpi.describe(),
+            "ranks": rank.world.size,
+            "resident_bytes": resident,
+            "measured": time.time(),
+        }
         result = {"settings": asdict(settings), "facts": facts, "predictions": {}, "rounds": rounds, "traces": traces}
         Path(settings.out).write_text(json.dumps(result))
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.planner_jobs import planned_run
 from benchmarks.planner_points import Point
+from benchmarks.quiet import QuietCores
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
@@ -22,6 +23,7 @@ from hpctrain.planner.program_timing import ensure_measured, setting_here
 from hpctrain.planner.rate_costs import RateCosts
 
 _CALIBRATION_SECONDS = 45.0
+_QUIET_SECONDS = 2.0  # that a step waits for a quiet moment at most
 _BUDGET_SECONDS = 90.0  # of the times of one network's operators
 
 
@@ -29,17 +31,20 @@ class Planner:
     """The machine as this job measures it, and predictions on it.
 
     Args:
-        world: all ranks. path: of the machine's file, which rank 0 writes.
+        world: all ranks. quiet: says when operators are timed. path: of the machine's file, which rank 0 writes.
     """
 
-    def __init__(self, world: Communicator, progress: ProgressEngine, path: Path, deadline_seconds: float) -> None:
-        self._world, self._progress = world, progress
+    def __init__(
+        self, world: Communicator, progress: ProgressEngine, quiet: QuietCores, path: Path, deadline_seconds: float
+    ) -> None:
+        self._world, self._progress, self._quiet = world, progress, quiet
         self._queue = progress.queue(world)
         self.machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
         self._times: OperatorTimes | None = None
         self.coverage: list[dict[str, Any]] = []
 
     def _barrier(self) -> None:
+        self._quiet.wait(_QUIET_SECONDS)
         self._progress.wait(self._queue.post(self._world.ibarrier, "barrier"))
 
     def time_operators(self, points: Sequence[Point]) -> None:

@@ -31,7 +31,7 @@ _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """A typical step of those that were timed, in seconds.
+    """An undisturbed step, from those that were timed, in seconds.
 
     actions: of (action, position) of the plan; what begins early counts in the phase that it ends in. input: the copy of the
     images. update: of all parameters, with the look at finite numbers. others: loss, sums and statistics. step: whole steps
@@ -118,7 +118,7 @@ class TimedProgram:
 
     @_without_warnings
     def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
-        """The typical one of so many steps with a clock between actions; two steps come before, which are not counted.
+        """The least disturbed of so many steps with a clock between actions; two steps come before, which are not counted.
 
         before: is called before each step: a barrier, where several ranks measure at the same time.
         wholes: run as many steps without that clock, in turn with the others.
@@ -184,13 +184,14 @@ class TimedProgram:
 
 
 def typical(laps: np.ndarray) -> np.ndarray:
-    """Seconds of each lap (L,) of a typical step, from those of several steps (steps, L); their sum is the median of the sums.
+    """Seconds of each lap (L,) of an undisturbed step, from those of several steps (steps, L); their sum is the least sum.
 
-    Medians of the laps alone would add up to too little: on a busy machine most steps meet some disturbance, most laps do not.
+    Others that use the machine only ever lengthen steps, by half and more for seconds at a time, so the least is what repeats.
+    Least laps alone would add up to too little: something disturbs most steps somewhere.
     """
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
-    return medians * (float(np.median(laps.sum(axis=1))) / total) if total else medians
+    return medians * (float(np.min(laps.sum(axis=1))) / total) if total else medians
 
 
 def _spans(actions: int, stepwise: bool) -> list[range]:
