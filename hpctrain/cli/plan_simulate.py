@@ -47,13 +47,16 @@ if TYPE_CHECKING:
 @planner_options.LATENCY
 @planner_options.COMPUTE
 @click.option(
-    "--slow", type=planner_options.SlowRank(), multiple=True, help="What if: a rank that computes so many times longer, as 3=1.5."
+    "--slow",
+    type=planner_options.SlowRank(),
+    multiple=True,
+    help="Rank that computes so many times longer than others, as 3=1.5.",
 )
 @click.option(
     "--jitter",
     type=click.FloatRange(min=0, max=1),
     default=0.0,
-    help="What if: operators whose times deviate by this share of them, at random.",
+    help="Share by which the times of operators deviate at random.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
 @planner_options.IMAGE

@@ -86,10 +86,14 @@ MACHINE = click.option(
     help="Machine to plan for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
 )
 BANDWIDTH = click.option(
-    "--bandwidth", type=Factor(), default=1.0, help="What if: links of so many times the machine's bandwidth."
+    "--bandwidth", type=Factor(), default=1.0, help="Factor on the bandwidth of the machine's links, to ask what if."
 )
-LATENCY = click.option("--latency", type=Factor(), default=1.0, help="What if: so many times the machine's latency.")
-COMPUTE = click.option("--compute", type=Factor(), default=1.0, help="What if: ranks that compute so many times as fast.")
+LATENCY = click.option(
+    "--latency", type=Factor(), default=1.0, help="Factor on the latency of the machine's links, to ask what if."
+)
+COMPUTE = click.option(
+    "--compute", type=Factor(), default=1.0, help="Factor on the speed at which ranks compute, to ask what if."
+)
 IMAGE = click.option(
     "--image",
     nargs=3,

@@ -100,8 +100,9 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
     """
     known = entry(name)
     converted = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **given})
+    meant = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **known.fixed})
     for option, value in known.fixed.items():
-        if converted.get(option, value) != value:
+        if converted.get(option, meant[option]) != meant[option]:
             raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
     return {**options(name), **converted}
 

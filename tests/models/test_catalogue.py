@@ -119,3 +119,8 @@ def test_a_users_model_is_built_for_its_images_without_data(
     else:
         with pytest.raises(ConfigError, match="does not say for which images it is meant; add a line such as IMAGE_SHAPE"):
             catalogue.image_shape(name)
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_a_name_may_be_given_what_it_stands_for(name: str) -> None:
+    assert catalogue.check(name, catalogue.options(name)) == catalogue.check(name, {})
