@@ -123,4 +123,5 @@ def test_a_users_model_is_built_for_its_images_without_data(
 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_a_name_may_be_given_what_it_stands_for(name: str) -> None:
-    assert catalogue.check(name, catalogue.options(name)) == catalogue.check(name, {})
+    everything = catalogue.check(name, catalogue.options(name))
+    assert catalogue.check(name, everything) == everything
