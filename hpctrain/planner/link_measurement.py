@@ -17,8 +17,8 @@ import numpy as np
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 
-#: of one message, in each direction
-SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
+#: of one message, in each direction; dense where transports take another protocol, which may move far more between two polls
+SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2

@@ -12,6 +12,10 @@ from typing import Protocol
 
 from hpctrain.planner.simulation.shared_resource import SharedJob, SharedResource
 
+# A test of a further operation at the same poll lets so much of an unattended share move beside that of the first: with MPICH
+# over TCP 2, 3, 4 and 6 operations in flight moved 1.28, 1.50, 1.80 and 2.24 times as much between polls as one.
+_FURTHER_TEST = 0.26
+
 
 class Sender(Protocol):
     """A message in a lane."""
@@ -40,7 +44,7 @@ class Lane:
         self._job: SharedJob | None = None
         self._granted = 0.0
         self._moved_seconds = self._looked_seconds = 0.0
-        self._tests = 1
+        self._tests = 1.0
 
     def enter(self, sender: Sender) -> None:
         """Queue a message; its turn may come at once."""
@@ -73,8 +77,8 @@ class Lane:
         return moved
 
     def look(self, tests: int = 1) -> None:
-        """The rank's program looks after its messages. tests: of operations; each lets the transport work on all of them."""
-        self._tests = tests
+        """The rank's program looks after its messages. tests: of operations; further ones let a little more move."""
+        self._tests = 1 + _FURTHER_TEST * (tests - 1)
         self._looked_seconds = self._moved_seconds
         if self._job is not None:
             self._looked_seconds += self._granted - self._resource.remaining(self._job)

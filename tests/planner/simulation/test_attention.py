@@ -1,5 +1,7 @@
 """Polls let go on what was held up; waits hold nothing up."""
 
+import pytest
+
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.attention import Attention
 from hpctrain.planner.simulation.event_loop import EventLoop
@@ -44,17 +46,19 @@ def test_a_wait_lets_all_move_until_it_ends() -> None:
     assert _run((3.0, "begin_wait"), (4.5, "end_wait"), (9.0, "look"), rounds=4) == ([10.0], 2)
 
 
-def test_each_test_of_a_poll_lets_the_transport_take_as_much_again() -> None:
+def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
     loop, ends = EventLoop(), list[float]()
     attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
     stage = Stage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     transfer.begin()  # moves 0.5
-    loop.at(2.0, lambda: attention.look(6))  # six operations are tested: 3.0 more
-    loop.at(10.0, attention.look)  # one: the last 0.5
+    loop.at(2.0, lambda: attention.look(6))  # six operations are tested: 0.5 for the first, and 5 * 0.26 * 0.5 more
+    loop.at(10.0, lambda: attention.look(8))  # 1.41 more
+    loop.at(20.0, attention.look)  # one: 0.5 more
+    loop.at(30.0, attention.look)  # the last 0.44
     loop.run()
-    assert ends == [10.5]
+    assert ends == [pytest.approx(30.44)]
 
 
 def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:
