@@ -61,7 +61,8 @@ def run_job(chosen: argparse.Namespace, link: str, ranks: int, points: Sequence[
             "steps": chosen.steps,
             "traced": [point.name for point in points if traced(chosen.traces, point)],
             "predicts": not chosen.measure_only,
-            "cores": _HOSTS if link == SHARED_MEMORY else 0,
+            "cores": _HOSTS,
+            "times": str(chosen.times / f"{link}-{ranks}.json") if chosen.times else "",
             "nice": chosen.nice,
         }
         path = directory / "settings.json"
@@ -136,7 +137,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--traces", default="named", choices=["named", "all", "none"], help="points that are stepped with a trace"
     )
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one job may take")
+    parser.add_argument("--times", type=Path, help="directory that keeps the operators' times")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that one job may take")
     parser.add_argument("--out", type=Path, default=_OUT)
     parser.add_argument("--report", type=Path, help="print the report of an earlier run; runs nothing")
     return parser.parse_args(arguments)

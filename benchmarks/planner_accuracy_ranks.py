@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.core_speed import Yardstick, slowed, slowed_ranks
 from benchmarks.planner_jobs import configuration, image_shape, made_up_batch
 from benchmarks.planner_points import NETWORKS, POINTS, Point
 from benchmarks.planner_predictions import Planner
@@ -47,7 +48,8 @@ class Settings:
 
     points: names. rounds: turns of each. lead: steps that open a turn and are not timed. steps: timed ones. traced: names of
     points that are stepped again with a trace, `traced_steps` times. predicts: False only measures. cores: rank r runs on core r
-    modulo so many; 0: wherever the launcher puts it. out, predictions, machine: files that rank 0 writes.
+    modulo so many; 0: wherever the launcher puts it. out, predictions, machine: files that rank 0 writes. times: one that keeps
+    the operators' times; "": they are not kept.
     """
 
     points: list[str]
@@ -61,6 +63,7 @@ class Settings:
     traced_steps: int = 6
     predicts: bool = True
     cores: int = 0
+    times: str = ""
     nice: int = 0
     deadline_seconds: float = 120.0
 
@@ -112,6 +115,8 @@ class Rank:
         self.quiet = QuietCores(quiet)
         self._bare = ProgressEngine(rank=self.world.rank, deadline_seconds=settings.deadline_seconds, abort=self.world.abort)
         self.points = [point for point in POINTS if point.name in settings.points]
+        self._yardsticks: dict[str, Yardstick] = {}
+        self._planner: Planner | None = None
 
     def say(self, text: str) -> None:
         """A line on rank 0's stderr: how far the job has come, where it ends early."""
@@ -125,7 +130,10 @@ class Rank:
         """Calibrate, time the operators of all points, and predict them: rank 0 writes that down."""
         settings, begin = self.settings, time.perf_counter()
         self.say("calibration")
-        planner = Planner(self._barriers, self._bare, self.quiet, Path(settings.machine), settings.deadline_seconds)
+        times = Path(settings.times) if settings.times else None
+        machine = Path(settings.machine)
+        planner = Planner(self._barriers, self._bare, self.quiet, machine, settings.deadline_seconds, times)
+        self._planner = planner
         calibrated = time.perf_counter()
         self.say("times of operators")
         planner.time_operators(self.points)
@@ -142,9 +150,23 @@ class Rank:
             write_json(Path(settings.predictions), {"predictions": predictions, **account})
         self.barrier()
 
+    def yardstick(self, point: Point) -> float:
+        """Seconds of the network's step on each rank's samples alone, all ranks at once."""
+        if point.network not in self._yardsticks:
+            self._yardsticks[point.network] = Yardstick(point)
+        self.barrier()
+        return self._yardsticks[point.network].seconds()
+
     def turn(self, measured: MeasuredPoint) -> dict[str, float]:
         """Seconds, exposed waits and CPU seconds of a step, bytes on the link of a step; begins and ends with messages on their
-        way, as the steps of a run do."""
+        way, as the steps of a run do. Yardsticks are taken before and after."""
+        before = self.yardstick(measured.point)
+        turn = self.timed_steps(measured)
+        after = self.yardstick(measured.point)
+        return turn | {"yardstick_seconds": (before + after) / 2, "yardstick_least_seconds": min(before, after)}
+
+    def timed_steps(self, measured: MeasuredPoint) -> dict[str, float]:
+        """As `turn`, without yardsticks."""
         settings = self.settings
         progress_mode.apply(measured.progress, ProgressMode.TEST)
         self.barrier()
@@ -179,6 +201,19 @@ class Rank:
             for measured in all_measured[at:] + all_measured[:at]:
                 turns[measured.point.name].append(self.turn(measured))
         return turns
+
+    def at_speed(self, turns: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
+        """By point, for each turn: how many times each rank's core was slowed, and what the prediction is with that."""
+        network_of = {point.name: point.network for point in self.points}
+        all_ranks = self.world.allgather_object(slowed(turns, network_of))
+        if self._planner is None or self.world.rank:
+            return {}
+        result = {}
+        for point in self.points:
+            by_turn = slowed_ranks(all_ranks, point.name)
+            seconds = [self._planner.step_seconds(point, slow) for slow in by_turn]
+            result[point.name] = {"slowed": [list(slow.values()) for slow in by_turn], "step_seconds": seconds}
+        return result
 
     def trace(self, point: Point) -> dict[str, Any]:
         """The time table of some steps at a point, the mean over the ranks."""
@@ -221,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank.warm_up(all_measured[-1])
     turns = rank.rounds(all_measured)
     rounds = mean_over_ranks(rank.world.allgather_object(turns))
+    at_speed = rank.at_speed(turns)
     traces = {point.name: rank.trace(point) for point in rank.points if point.name in settings.traced}
     resident = rank.world.allgather_object(peak_resident_bytes())
     if rank.world.rank == 0:
@@ -233,6 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
             "measured": time.time(),
         }
         result = {"settings": asdict(settings), "facts": facts, "predictions": {}, "rounds": rounds, "traces": traces}
+        result["at_speed"] = at_speed
         Path(settings.out).write_text(json.dumps(result))
     return 0
 

@@ -48,9 +48,15 @@ def planned_run(point: Point) -> PlannedRun:
     return prepare(configuration(point), point.ranks, image_shape(point), NETWORKS[point.network].classes)
 
 
+def made_up_samples(point: Point, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Made-up images (N, H, W, C) and labels (N,), the same ones on every rank."""
+    random = np.random.default_rng(0)
+    images = random.standard_normal((samples, *image_shape(point)), np.float32)
+    return images, random.integers(0, NETWORKS[point.network].classes, samples)
+
+
 def made_up_batch(point: Point, place: Place) -> Batch:
-    """One rank's share of a step on made-up images, the same ones on every rank."""
-    network, random = NETWORKS[point.network], np.random.default_rng(0)
-    images = random.standard_normal((network.batch, *image_shape(point)), np.float32)
-    labels = random.integers(0, network.classes, network.batch)
-    return next(ArrayLoader(images, labels, Sampler(network.batch, network.batch, shuffle=False), **place).epoch(0))
+    """One rank's share of a step on made-up images."""
+    batch = NETWORKS[point.network].batch
+    images, labels = made_up_samples(point, batch)
+    return next(ArrayLoader(images, labels, Sampler(batch, batch, shuffle=False), **place).epoch(0))

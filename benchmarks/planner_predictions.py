@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.experiment import planned_job
 from hpctrain.experiment.calibration_job import run_calibration
+from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_costs import MeasuredCosts
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.prediction import Prediction, SimulationOptions
 from hpctrain.planner.program_timing import ensure_measured, setting_here
 from hpctrain.planner.rate_costs import RateCosts
 
@@ -32,11 +33,19 @@ class Planner:
 
     Args:
         world: all ranks. quiet: says when operators are timed. path: of the machine's file, which rank 0 writes.
+        times: of the file that keeps the operators' times; None: it is not kept.
     """
 
     def __init__(
-        self, world: Communicator, progress: ProgressEngine, quiet: QuietCores, path: Path, deadline_seconds: float
+        self,
+        world: Communicator,
+        progress: ProgressEngine,
+        quiet: QuietCores,
+        path: Path,
+        deadline_seconds: float,
+        times: Path | None = None,
     ) -> None:
+        self._kept_at = times if world.rank == 0 else None
         self._world, self._progress, self._quiet = world, progress, quiet
         self._queue = progress.queue(world)
         self.machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
@@ -53,7 +62,7 @@ class Planner:
             tasks = [planned_run(point) for point in points if point.network == network]
             job = planned_job.job(tasks[0])
             if self._times is None:
-                self._times = OperatorTimes(setting_here(job.kernels, 1, self.machine.ranks_per_node))
+                self._times = OperatorTimes(setting_here(job.kernels, 1, self.machine.ranks_per_node), self._kept_at)
             coverage = ensure_measured(
                 job,
                 [planned_job.candidate(task) for task in tasks],
@@ -63,15 +72,12 @@ class Planner:
                 before=self._barrier,
                 agree=self._world.broadcast_object,
             )
+            self._times.save()
             self.coverage.append({"network": network, **asdict(coverage)})
 
     def predict(self, point: Point) -> dict[str, Any]:
         """The prediction of one point, for JSON. Not collective."""
-        assert self._times is not None
-        task = planned_run(point)
-        costs = MeasuredCosts(self._times, RateCosts(self.machine, task.config.dtype))
-        options = SimulationOptions(progress=ProgressMode.TEST)
-        prediction = predict(planned_job.job(task), planned_job.candidate(task), self.machine, costs, options)
+        prediction = self._predict(point, {})
         return {
             "step_seconds": prediction.step.seconds,
             "exposed_seconds": prediction.step.exposed_seconds,
@@ -80,3 +86,19 @@ class Planner:
             "measured_share": prediction.measured_share,
             "table": asdict(prediction.step.table),
         }
+
+    def step_seconds(self, point: Point, slow: Mapping[int, float]) -> float:
+        """Of the predicted step where ranks compute so many times as long. Not collective."""
+        return self._predict(point, slow).step.seconds
+
+    def _predict(self, point: Point, slow: Mapping[int, float]) -> Prediction:
+        assert self._times is not None
+        return predicted(point, self.machine, self._times, slow)
+
+
+def predicted(point: Point, machine: Machine, times: OperatorTimes, slow: Mapping[int, float]) -> Prediction:
+    """The prediction of a point. slow: by rank, how many times longer its compute takes."""
+    task = planned_run(point)
+    costs = MeasuredCosts(times, RateCosts(machine, task.config.dtype))
+    options = SimulationOptions(progress=ProgressMode.TEST, slow=slow)
+    return predict(planned_job.job(task), planned_job.candidate(task), machine, costs, options)

@@ -1,0 +1,79 @@
+"""How fast each rank's core is while a point is stepped, on a machine whose other tenants slow cores for seconds at a time.
+
+The yardstick is a step of the same network on the rank's samples alone, with no other rank and no message, just before and just
+after the measured steps. How many times as long it takes as the least time it ever took is how many times the core was slowed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.planner_jobs import configuration, image_shape, made_up_samples
+from benchmarks.planner_points import NETWORKS, Point
+from hpctrain.backend.backend import make_backend
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.sampler import Sampler
+from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment.build import build_replica
+from hpctrain.experiment.session import Session
+from hpctrain.launch.launcher import detect
+from hpctrain.launch.threads import set_threads
+
+_LR = 1e-4
+_WARM_UP = 2
+
+
+class Yardstick:
+    """A network's step on one rank's samples, without any other rank. Nothing here is collective.
+
+    Args:
+        point: whose network and number of ranks it has.
+    """
+
+    def __init__(self, point: Point) -> None:
+        batch = NETWORKS[point.network].batch // point.ranks
+        grid = Point(point.network, point.link, 1, 1, "batch", "blocking")
+        config = configuration(grid).model_copy(update={"batch": batch})
+        launcher = detect(os.environ)
+        session = Session.start(Resolved(config), launcher, set_threads(launcher, 1), SingleCommunicator(), {})
+        backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+        self._replica = build_replica(session, backend, NETWORKS[point.network].classes, image_shape(point))
+        self._replica.agree()
+        images, labels = made_up_samples(point, batch)
+        loader = ArrayLoader(images, labels, Sampler(batch, batch, shuffle=False), **self._replica.place)
+        self._batch = next(loader.epoch(0))
+        for _ in range(_WARM_UP):
+            self._replica.step(self._batch, _LR)
+
+    def seconds(self) -> float:
+        """Of one step, now."""
+        begin = time.perf_counter()
+        self._replica.step(self._batch, _LR)
+        return time.perf_counter() - begin
+
+
+def slowed(turns: Mapping[str, Sequence[Mapping[str, float]]], network_of: Mapping[str, str]) -> dict[str, list[float]]:
+    """How many times one rank's core was slowed in each turn of each point, from its turns with their `yardstick_seconds`.
+
+    network_of: the network of each point, whose turns share the least time.
+    """
+    least: dict[str, float] = {}
+    for name, of_point in turns.items():
+        network = network_of[name]
+        least[network] = min(least.get(network, float("inf")), *(turn["yardstick_least_seconds"] for turn in of_point))
+    return {name: [turn["yardstick_seconds"] / least[network_of[name]] for turn in turns[name]] for name in turns}
+
+
+def at_speed(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Predicted over measured seconds: the median over turns, each predicted at the speed that the cores had in it."""
+    return statistics.median(one / other for one, other in zip(predicted, measured, strict=True))
+
+
+def slowed_ranks(all_ranks: Sequence[Mapping[str, Any]], name: str) -> list[dict[int, float]]:
+    """By turn of a point: rank -> how many times its core was slowed."""
+    return [dict(enumerate(turn)) for turn in zip(*(of_rank[name] for of_rank in all_ranks), strict=True)]
