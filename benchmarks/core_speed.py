@@ -7,7 +7,6 @@ after the measured steps. How many times as long it takes as the least time it e
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,11 +66,6 @@ def slowed(turns: Mapping[str, Sequence[Mapping[str, float]]], network_of: Mappi
         network = network_of[name]
         least[network] = min(least.get(network, float("inf")), *(turn["yardstick_least_seconds"] for turn in of_point))
     return {name: [turn["yardstick_seconds"] / least[network_of[name]] for turn in turns[name]] for name in turns}
-
-
-def at_speed(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Predicted over measured seconds: the median over turns, each predicted at the speed that the cores had in it."""
-    return statistics.median(one / other for one, other in zip(predicted, measured, strict=True))
 
 
 def slowed_ranks(all_ranks: Sequence[Mapping[str, Any]], name: str) -> list[dict[int, float]]:

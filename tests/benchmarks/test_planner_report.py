@@ -30,14 +30,19 @@ def _result(predicted: dict[Point, float], measured: dict[Point, tuple[float, ..
     return {"runs": [run]}
 
 
-def test_accuracy_is_that_of_the_least_disturbed_round() -> None:
+def test_accuracy_is_that_of_the_median_turn_at_the_speed_that_cores_had() -> None:
     first, second, *_ = _JOB
-    rows = compared(_result({first: 0.9, second: 3.0}, {first: (1.5, 9.0, 1.0), second: (2.0, 2.0, 2.0)}))
+    result = _result({first: 0.9, second: 3.0}, {first: (1.5, 2.0, 1.0), second: (2.0, 2.0, 2.0)})
+    result["runs"][0]["at_speed"] = {
+        first.name: {"slowed": [[1.0, 1.6], [1.0, 1.1], [1.0, 1.0]], "step_seconds": [1.5, 1.0, 0.9]}
+    }
+    rows = compared(result)
     assert [row.point for row in rows] == [first, second]
     assert [row.accuracy for row in rows] == pytest.approx([0.9, 0.5])
+    assert rows[0].measured_seconds == pytest.approx(1.0)
     assert rows[0].measured_waited_seconds == pytest.approx(0.1)
-    assert rows[0].median_seconds == 1.5
-    assert rows[1].spread == 0
+    assert (rows[0].least_seconds, rows[0].median_seconds, rows[0].slowed) == (1.0, 1.5, 1.1)
+    assert rows[1].slowed == 1
 
 
 def test_points_without_a_prediction_or_a_measurement_are_left_out() -> None:
