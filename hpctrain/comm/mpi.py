@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,7 +162,9 @@ class MpiCommunicator:
         assert (send.size, recv.size, send.dtype) == (sum(send_counts), sum(recv_counts), recv.dtype)
         # Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
         send, recv = (buffer if buffer.size else np.empty(1, buffer.dtype)[:0] for buffer in (send, recv))
-        request = self._comm.Ialltoallv(self._parts(send, send_counts), self._parts(recv, recv_counts))
+        # A rank's piece for itself is copied here: through shared memory libraries can take many times as long for it.
+        self._own_piece(recv, recv_counts)[...] = self._own_piece(send, send_counts)
+        request = self._comm.Ialltoallv(self._others_parts(send, send_counts), self._others_parts(recv, recv_counts))
         return MpiHandle(request, "all-to-all", send.size)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
@@ -211,3 +214,14 @@ class MpiCommunicator:
     def _parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, list[int], MPI.Datatype]:
         buffer, datatype = self._whole(array)
         return buffer, list(counts), datatype
+
+    def _own_piece(self, array: Array, counts: Sequence[int]) -> Array:
+        """The piece of an all-to-all's buffer that stays on this rank."""
+        begin = sum(counts[: self.rank])
+        return array.reshape(-1)[begin : begin + counts[self.rank]]
+
+    def _others_parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, tuple[list[int], list[int]], MPI.Datatype]:
+        """As `_parts`, without the own piece, which keeps its place."""
+        buffer, datatype = self._whole(array)
+        places = list(accumulate(counts, initial=0))[:-1]
+        return buffer, ([0 if rank == self.rank else count for rank, count in enumerate(counts)], places), datatype

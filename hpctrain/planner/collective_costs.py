@@ -52,6 +52,7 @@ class Stage:
         sharers: ranks whose wire_bytes go through the same card when all groups alike do this at once; 1 within a node.
         unattended_bytes: of wire_bytes, that move between two polls of the rank; None: all of a round.
         polls: that each round needs before its first byte moves.
+        yields: shorter messages of a rank to the same others pass its own.
     """
 
     between: bool
@@ -63,6 +64,7 @@ class Stage:
     sharers: float = 1.0
     unattended_bytes: float | None = None
     polls: int = 0
+    yields: bool = False
 
     @property
     def wire_seconds(self) -> float:
@@ -266,6 +268,7 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
         sharers=sharers,
         unattended_bytes=unattended,
         polls=largest.polls,
+        yields=link.is_passed(largest),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from statistics import median
 
 from hpctrain.planner.link_measurement import MessagePoint
@@ -11,7 +11,11 @@ from hpctrain.planner.machine import Link, LinkSegment
 
 # Messages that take so many polls more than the time between polls explains move in chunks, one between two polls.
 _CHUNKED_POLLS = 7
-_MOST_LONGER = 1.08
+# A second message of the largest size takes longer than the first by no more than this, for what a pause saves; of a smaller one
+# that is a larger share.
+_LONGER = 0.1
+# Messages from this share of the largest on have the rate of large ones, which follows from those that are so far apart.
+_LARGE, _APART = 0.25, 0.5
 # A burst is a little larger than it seems: what it lets pass takes time as well.
 _COVERED = 1.25
 # Bytes that seem to pass at once are none where they are less than this share of all.
@@ -110,12 +114,19 @@ def _rising(times: Sequence[float]) -> list[float]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """The rate of one large message after another, which no pause helps.
-
-    The next message can take longer than the first by what a pause saves, which is little of a large one; more is disturbance.
-    """
-    last = points[-1]
-    return max(1e-15, min(last.next_seconds, _MOST_LONGER * last.seconds) / last.n_bytes)
+    """The rate of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
+    largest = points[-1].n_bytes
+    large = [point for point in points if point.n_bytes >= _LARGE * largest]
+    totals = [(point.n_bytes, point.seconds) for point in large]
+    for point in large:
+        second = min(point.next_seconds, (1 + _LONGER * largest / point.n_bytes) * point.seconds)
+        totals.append((2 * point.n_bytes, point.seconds + second))
+    slopes = [
+        (seconds - less_seconds) / (n_bytes - less_bytes)
+        for (n_bytes, seconds), (less_bytes, less_seconds) in permutations(totals, 2)
+        if n_bytes - less_bytes >= _APART * largest
+    ]
+    return max(1e-15, median(slopes))
 
 
 def _byte_seconds(points: Sequence[MessagePoint]) -> float:

@@ -26,7 +26,7 @@ _MOST_PASSES = 8
 # A link that lets some bytes pass at once has saved them up after such a pause; smaller messages do not show it.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
-_MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.04, 0.5e-3
+_MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
 # What a step sends was written some layers ago, and is in no core's cache any more: so much is written before it is sent.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -64,6 +65,11 @@ class Link:
     def segment(self, n_bytes: float) -> LinkSegment:
         """The segment of messages of so many bytes."""
         return max((one for one in self.segments if one.from_bytes <= n_bytes), key=lambda one: one.from_bytes)
+
+    def is_passed(self, segment: LinkSegment) -> bool:
+        """Whether shorter messages pass those of a segment: it follows one in which messages move in chunks, and they do not."""
+        chunked = [one.from_bytes for one in self.segments if one.unattended_bytes is not None]
+        return segment.unattended_bytes is None and segment.polls > 0 and min(chunked, default=math.inf) < segment.from_bytes
 
     @property
     def burst_seconds(self) -> float:

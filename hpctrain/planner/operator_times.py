@@ -72,6 +72,11 @@ class OperatorTimes:
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
+    def take_less(self, others: OperatorTimes) -> None:
+        """Keep the less of both times of all that another measurement has timed: it was disturbed less."""
+        for key, seconds in others._exact.items():
+            self.put(key, min(seconds, self._exact.get(key, seconds)))
+
     def measured(self, key: OperatorKey) -> bool:
         """An operator of these extents was measured, whatever its details."""
         return key.extents in self._families.get(key.family, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,15 @@ def test_a_disturbed_second_message_makes_no_burst() -> None:
     found = link_fit.link(_points(lambda n: 2e-5 + 8e-9 * n, lambda n: 3 * 8e-9 * n))
     assert found.burst_bytes == 0
     assert found.message_seconds(50_000_000) == pytest.approx(8e-9 * 50_000_000, rel=0.1)
+
+
+@pytest.mark.parametrize(("slower", "slower_next"), [(1.07, 1.0), (1.0, 1.07), (1.07, 0.93)])
+def test_the_rate_of_large_messages_is_not_that_of_one_disturbed_message(slower: float, slower_next: float) -> None:
+    def seconds(n: int) -> float:
+        return 20e-6 + 8e-9 * max(0, n - 500_000)
+
+    points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
+    points[-1] = replace(points[-1], seconds=slower * points[-1].seconds, next_seconds=slower_next * points[-1].next_seconds)
+    found = link_fit.link(points)
+    assert found.burst_bytes == pytest.approx(500_000, rel=0.1)
+    assert found.segments[-1].beta_seconds_per_byte == pytest.approx(8e-9, rel=0.015)

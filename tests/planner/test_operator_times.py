@@ -127,3 +127,14 @@ def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path) -> Non
     assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}).parent == tmp_path / "hpctrain"
     assert cache_file({}).is_relative_to(Path.home() / ".cache")
     assert cache_file({"XDG_CACHE_HOME": "not/absolute"}) == cache_file({})
+
+
+def test_of_two_measurements_the_less_counts() -> None:
+    first, second, third = (_key(n) for n in (8, 16, 32))
+    times, others = OperatorTimes(SETTING), OperatorTimes(SETTING)
+    for key, seconds in ((first, 2.0), (second, 1.0)):
+        times.put(key, seconds)
+    for key, seconds in ((first, 1.5), (second, 3.0), (third, 4.0)):
+        others.put(key, seconds)
+    times.take_less(others)
+    assert [times.seconds(key) for key in (first, second, third)] == [1.5, 1.0, 4.0]

@@ -35,10 +35,13 @@ class SimulatedProcess:
     Attributes:
         place: whom it stands for. world: where. recorder: of its events. queues: it posts from, in the order of polls.
         awaited: the operation that it waits for.
+
+    Args:
+        slow: how many times longer its core takes, for whatever it does.
     """
 
-    def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode) -> None:
-        self.place, self.world, self._progress = place, world, progress
+    def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode, slow: float = 1.0) -> None:
+        self.place, self.world, self._progress, self._slow = place, world, progress, slow
         self.recorder = EventRecorder()
         self.queues: list[OperationQueue] = []
         self.group_of: dict[OperationQueue, SimulatedGroup] = {}
@@ -67,9 +70,10 @@ class SimulatedProcess:
         next(self._program, None)
 
     def work(self, seconds: float) -> Stretch:
-        """Compute so many seconds of a core."""
+        """Compute so many seconds of a core that is not slow."""
         if seconds <= 0:
             return
+        seconds *= self._slow
         attended = self._attention.attends
         if attended:
             self._end_wait()

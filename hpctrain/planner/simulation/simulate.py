@@ -65,7 +65,9 @@ class _Simulation:
         self._world = SimulatedWorld(program, machine, where)
         self._running = len(where)
         self._group_tasks: dict[Hashable, GroupTasks] = {}
-        self._processes = [SimulatedProcess(place, self._world, options.progress) for place in where]
+        self._processes = [
+            SimulatedProcess(place, self._world, options.progress, options.slow.get(place.first_rank, 1.0)) for place in where
+        ]
         self._steps = [
             StepTasks(process, self._groups_of(process.place), options, self._count_down) for process in self._processes
         ]

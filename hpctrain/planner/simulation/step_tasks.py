@@ -59,7 +59,6 @@ class StepTasks:
         self._numbers: dict[str, int] = {}
         self._exchanges: dict[int, Posted] = {}
         self._message: Posted | None = None
-        self._slow = options.slow.get(process.place.first_rank, 1.0)
         self._random = np.random.default_rng((options.seed, process.place.first_rank)) if options.jitter > 0 else None
         self._stages: dict[tuple[str, int, int | None], tuple[Stage, ...]] = {}
         self._do: dict[type[Task], Callable[..., Stretch]] = {
@@ -104,7 +103,6 @@ class StepTasks:
                 yield from process.poll()
 
     def _seconds(self, seconds: float) -> float:
-        seconds *= self._slow
         if self._random is None:
             return seconds
         return seconds * max(0.0, 1.0 + self._options.jitter * float(self._random.standard_normal()))

@@ -14,6 +14,8 @@ from hpctrain.planner.simulation.event_loop import Act, EventLoop
 from hpctrain.planner.simulation.lanes import Lane
 
 _ROUNDING_SECONDS = 1e-12
+# Of a long message, in buffers on its way when a shorter one passes it: 2 MiB with MPICH over TCP.
+_COMMITTED_BYTES = 2 << 20
 
 
 class Looker(Protocol):
@@ -39,12 +41,14 @@ class StageTransfer:
 
     Attributes:
         begun_seconds: the instant of its begin. restricted: looks matter to it.
+        yields: others pass it in its lane, once `committed_seconds` more of it have moved.
         cpu_left: seconds of the core that its messages still take.
     """
 
     def __init__(self, loop: EventLoop, looker: Looker, stage: Stage, lane: Lane, weight: float, ended: Act) -> None:
         self._loop, self._looker, self._lane, self._ended = loop, looker, lane, ended
-        self.weight = weight
+        self.weight, self.yields = weight, stage.yields
+        self.committed_seconds = _COMMITTED_BYTES * stage.beta_seconds_per_byte
         self._rounds_left = max(1, stage.rounds)
         self._latency = stage.latency_seconds / self._rounds_left
         self._wire_left = stage.wire_bytes * stage.beta_seconds_per_byte
@@ -79,10 +83,10 @@ class StageTransfer:
         elif self._polls_left:
             self._polls_left = 0
             self._begin_latency()
-        elif self._round_left > _ROUNDING_SECONDS:
-            self.send()
-        else:
+        elif self._round_left <= _ROUNDING_SECONDS:
             self._begin_rounds()
+        elif self._lane.sends(self):
+            self.send()
 
     def attend(self) -> None:
         """The rank begins to wait: nothing is held up."""
@@ -134,6 +138,10 @@ class StageTransfer:
         else:
             self._end_rounds()
 
+    def interrupt(self) -> None:
+        """Another message passes this one, which goes on when that has moved."""
+        self._progress(self._lane.withdraw(), attended=self._looker.attends)
+
     def send(self) -> None:
         """Move what may move now; all of it may have moved at this very instant."""
         if self._round_left <= _ROUNDING_SECONDS:
@@ -149,10 +157,10 @@ class StageTransfer:
         else:
             self._block()
 
-    def moved(self, seconds: float) -> None:
-        """All that was granted has moved; a look in the meantime allows more."""
+    def moved(self, seconds: float) -> bool:
+        """All that was granted has moved; whether the round has. A look in the meantime may allow more."""
         self._progress(seconds, attended=self._looker.attends)
-        self.send()
+        return self._round_left <= _ROUNDING_SECONDS
 
     def _progress(self, seconds: float, *, attended: bool) -> None:
         self._round_left -= seconds

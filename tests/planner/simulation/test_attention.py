@@ -53,12 +53,12 @@ def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     transfer.begin()  # moves 0.5
-    loop.at(2.0, lambda: attention.look(6))  # six operations are tested: 0.5 for the first, and 5 * 0.26 * 0.5 more
-    loop.at(10.0, lambda: attention.look(8))  # 1.41 more
+    loop.at(2.0, lambda: attention.look(3))  # three operations are tested: 0.5 for the first, and 2 * 0.78 * 0.5 more
+    loop.at(10.0, lambda: attention.look(4))  # 1.67 more
     loop.at(20.0, attention.look)  # one: 0.5 more
-    loop.at(30.0, attention.look)  # the last 0.44
+    loop.at(30.0, attention.look)  # the last 0.05
     loop.run()
-    assert ends == [pytest.approx(30.44)]
+    assert ends == [pytest.approx(30.05)]
 
 
 def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:

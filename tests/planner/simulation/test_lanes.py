@@ -10,23 +10,32 @@ from hpctrain.planner.simulation.shared_resource import SharedResource
 
 
 class _Message:
-    """Moves in pieces, as soon as it is its turn."""
+    """Moves in pieces, as soon as it is its turn. ends: of pieces, or of what was granted of them."""
 
-    def __init__(self, loop: EventLoop, lane: Lane, *pieces: float) -> None:
-        self.weight = 1.0
+    def __init__(self, loop: EventLoop, lane: Lane, *pieces: float, yields: bool = False) -> None:
+        self.weight, self.yields, self.committed_seconds = 1.0, yields, 0.5
         self.ends: list[float] = []
         self._loop, self._lane, self._pieces = loop, lane, list(pieces)
 
     def send(self) -> None:
-        self._lane.grant(self._pieces[0])
-
-    def moved(self, seconds: float) -> None:
-        assert seconds == self._pieces.pop(0)
-        self.ends.append(self._loop.now)
         if self._pieces:
-            self.send()
+            self._lane.grant(self._pieces[0])
         else:
             self._lane.leave()
+
+    def interrupt(self) -> None:
+        self._progress(self._lane.withdraw())
+
+    def moved(self, seconds: float) -> bool:
+        self._progress(seconds)
+        self.ends.append(self._loop.now)
+        return not self._pieces
+
+    def _progress(self, seconds: float) -> None:
+        self._pieces[0] -= seconds
+        assert self._pieces[0] >= 0
+        if self._pieces[0] == 0:
+            del self._pieces[0]
 
 
 def test_first_come_first_sent() -> None:
@@ -77,3 +86,27 @@ def test_a_grant_can_be_withdrawn() -> None:
     assert moved == [1.25, 0.0]
     assert message.ends == []
     assert lane.allowed(1.0) == pytest.approx(-0.25)
+
+
+def test_shorter_messages_pass_a_long_one_behind_what_is_on_its_way() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    long, *short = _Message(loop, lane, 10.0, yields=True), _Message(loop, lane, 1.0), _Message(loop, lane, 2.0)
+    lane.enter(long)
+    loop.at(2.0, lambda: lane.enter(short[0]))
+    loop.at(2.25, lambda: lane.enter(short[1]))
+    loop.run()
+    assert long.ends == [2.5, 13.0]  # half a second of it is on its way when the first one comes
+    assert [message.ends for message in short] == [[3.5], [5.5]]
+
+
+def test_a_long_message_passes_nothing_and_one_that_has_almost_moved_is_not_passed() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    first, second = _Message(loop, lane, 1.0, yields=True), _Message(loop, lane, 1.0, yields=True)
+    short = _Message(loop, lane, 1.0)
+    for message in (first, second):
+        lane.enter(message)
+    loop.at(0.75, lambda: lane.enter(short))
+    loop.run()
+    assert (first.ends, short.ends, second.ends) == ([1.0], [2.0], [3.0])
