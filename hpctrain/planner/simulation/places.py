@@ -11,6 +11,8 @@ from hpctrain.planner.tasks import RankClass, StepProgram
 
 #: single ranks that are simulated at most
 MOST_SINGLE_RANKS = 512
+#: processes beyond which all nodes are taken to be alike, each with its share of the ranks of a place
+MOST_PLACES = 64
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
     """The processes of a program. single: one for each rank.
 
     World rank c * Pr + r is (r, c) of the grid, and nodes hold ranks that follow each other. Ranks are one process where their
-    class, the classes on their node, in their split group and in their data group are the same.
+    class, the classes on their node, in their split group and in their data group are the same. Where split groups do not fit
+    into nodes and have unequal samples, nodes differ in many ways: beyond `MOST_PLACES` they count as alike.
 
     Raises:
         ConfigError: too many ranks to be simulated one by one.
@@ -53,12 +56,18 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
             SimulatedPlace(program.classes[number], 1, rank, rank // ranks_per_node, 1, rank // height, rank % height)
             for rank, number in enumerate(classes)
         )
-    return _folded(program, classes, ranks_per_node)
+    begins = range(0, len(classes), ranks_per_node)
+    folded = _folded(program, classes, ranks_per_node, [_kind(classes[begin : begin + ranks_per_node]) for begin in begins])
+    if len(folded) <= MOST_PLACES:
+        return folded
+    return _folded(program, classes, ranks_per_node, ["any node"] * len(begins))
 
 
-def _folded(program: StepProgram, classes: Sequence[int], ranks_per_node: int) -> tuple[SimulatedPlace, ...]:
+def _folded(
+    program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
+) -> tuple[SimulatedPlace, ...]:
+    """nodes: the kind of each."""
     size, height = program.all_ranks.ranks, program.split.ranks
-    nodes = [_kind(classes[begin : begin + ranks_per_node]) for begin in range(0, size, ranks_per_node)]
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
     surroundings = [

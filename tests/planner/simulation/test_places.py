@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from hpctrain.errors import ConfigError
-from hpctrain.planner.simulation.places import MOST_SINGLE_RANKS, class_of_ranks, places
+from hpctrain.planner.simulation.places import MOST_PLACES, MOST_SINGLE_RANKS, class_of_ranks, places
 from hpctrain.planner.tasks import RankClass, StepProgram
 from tests.support.simulated import placement
 
@@ -64,3 +64,15 @@ def test_many_ranks_are_few_processes() -> None:
 def test_too_many_single_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"1,024 ranks .* {MOST_SINGLE_RANKS} ranks"):
         places(_program(1, (1024, 0)), 32, single=True)
+
+
+def test_nodes_that_differ_in_too_many_ways_count_as_alike() -> None:
+    classes = [(50, row) for row in range(20)]
+    program = _program(20, *classes[:7], *((count, row) for row in range(7, 20) for count in (20, 30)))
+    folded = places(program, 32)
+    assert len(folded) <= MOST_PLACES
+    assert sum(place.ranks for place in folded) == 1000
+    assert {place.node for place in folded} == {folded[0].node}
+    assert sum(place.node_ranks for place in folded) == pytest.approx(1000 / 32, rel=0.03)  # of 32 nodes, the last is not full
+    few = places(program, 1000)
+    assert len({place.node for place in few}) == 1
