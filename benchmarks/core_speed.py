@@ -50,7 +50,7 @@ class Yardstick:
             self._replica.step(self._batch, _LR)
 
     def seconds(self) -> float:
-        """Of one step, now."""
+        """The seconds of one step, now."""
         begin = time.perf_counter()
         self._replica.step(self._batch, _LR)
         return time.perf_counter() - begin

@@ -131,7 +131,7 @@ def _ratio(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def _undisturbed(seconds: float, turns: int) -> dict[str, Any]:
-    """Of turns without yardsticks."""
+    """The speed in turns without yardsticks."""
     return {"slowed": [[1.0]] * turns, "step_seconds": [seconds] * turns}
 
 
