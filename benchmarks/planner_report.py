@@ -39,7 +39,7 @@ class Compared:
 
     @property
     def measured_seconds(self) -> float:
-        """Of an undisturbed step: the measured ones without what the cores were slowed by."""
+        """The seconds of an undisturbed step: the measured ones without what the cores were slowed by."""
         return self.predicted_seconds / self.ratio
 
     @property
