@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,16 @@ def run_job(chosen: argparse.Namespace, link: str, ranks: int, points: Sequence[
         known = {"link": link, "load": machine()["load"]}
         if not chosen.measure_only:
             before = json.loads(files["predictions"].read_text())
+            without_needless_tables(before["predictions"], result["traces"])
             known |= {"machine_file": files["machine"].read_text(), **before}
     return {**known, **{key: value for key, value in result.items() if key not in known}}
+
+
+def without_needless_tables(predictions: dict[str, dict[str, Any]], traces: Container[str]) -> None:
+    """Drop the simulated tables of points that were not traced: they would be most of the file."""
+    for name, prediction in predictions.items():
+        if name not in traces:
+            prediction.pop("table", None)
 
 
 def _run(running: Jobs, link: str, ranks: int, command: list[str]) -> None:

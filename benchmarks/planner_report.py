@@ -1,8 +1,9 @@
 """The report on the planner's predictions: all points, the ones that were named before, picks, and traces. Pure.
 
 Other tenants of a shared machine slow a core by half and more for seconds at a time. Predictions are of an undisturbed step, so
-each turn is compared with the prediction at the speed that the cores had in it, by the ranks' yardsticks: the median over
-turns of predicted over measured seconds is what a prediction is judged by. An undisturbed step is the prediction over that.
+each turn is compared with the prediction at the speed that the cores had in it, by the ranks' yardsticks. The median of predicted
+over measured seconds, over the half of the turns in which the cores were slowed least, is what a prediction is judged by. An
+undisturbed step is the prediction over that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Compared:
     """A point with seconds a step, predicted and measured, and waits.
 
     predicted_seconds, predicted_exposed_seconds: of an undisturbed step. ratio: of predicted to measured seconds, the median over
-    turns. least_seconds, median_seconds: of the steps as they were. measured_waited_seconds: in the least one.
+    the less disturbed turns. least_seconds, median_seconds: of the steps as they were. measured_waited_seconds: in the least one.
     slowed: how many times the slowest rank's core was slowed, the median over turns; 1 where nobody measured it.
     """
 
@@ -112,22 +113,24 @@ def compared(result: Mapping[str, Any]) -> list[Compared]:
                 continue
             prediction, seconds = run["predictions"][name], [turn["step_seconds"] for turn in turns]
             speed = run.get("at_speed", {}).get(name) or _undisturbed(prediction["step_seconds"], len(turns))
+            slowed = [max(ranks) for ranks in speed["slowed"]]
             rows[name] = Compared(
                 by_name[name],
                 prediction["step_seconds"],
-                _ratio(speed["step_seconds"], seconds),
+                _ratio(speed["step_seconds"], seconds, slowed),
                 prediction["exposed_seconds"],
                 min(turns, key=lambda turn: turn["step_seconds"])["waited_seconds"],
                 min(seconds),
                 statistics.median(seconds),
-                statistics.median(max(ranks) for ranks in speed["slowed"]),
+                statistics.median(slowed),
             )
     return [rows[name] for name in by_name if name in rows]
 
 
-def _ratio(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Predicted over measured seconds, the median over turns."""
-    return statistics.median(one / other for one, other in zip(predicted, measured, strict=True))
+def _ratio(predicted: Sequence[float], measured: Sequence[float], slowed: Sequence[float]) -> float:
+    """Predicted over measured seconds, the median over the half of the turns in which the cores were slowed least."""
+    order = sorted(range(len(slowed)), key=lambda turn: slowed[turn])
+    return statistics.median(predicted[turn] / measured[turn] for turn in order[: (len(order) + 1) // 2])
 
 
 def _undisturbed(seconds: float, turns: int) -> dict[str, Any]:

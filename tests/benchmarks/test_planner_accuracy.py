@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_accuracy import chosen_points, parse, traced
+from benchmarks.planner_accuracy import chosen_points, parse, traced, without_needless_tables
 from benchmarks.planner_accuracy_ranks import mean_over_ranks
 from benchmarks.planner_points import POINTS, SHARED_MEMORY, TRACED
 
@@ -26,3 +26,9 @@ def test_ranks_are_averaged_turn_by_turn() -> None:
     first = {"a": [{"seconds": 1.0}, {"seconds": 2.0}], "b": [{"seconds": 4.0}]}
     second = {"a": [{"seconds": 3.0}, {"seconds": 4.0}], "b": [{"seconds": 0.0}]}
     assert mean_over_ranks([first, second]) == {"a": [{"seconds": 2.0}, {"seconds": 3.0}], "b": [{"seconds": 2.0}]}
+
+
+def test_only_traced_points_keep_their_tables() -> None:
+    predictions: dict[str, dict[str, object]] = {name: {"step_seconds": 1.0, "table": {}} for name in "ab"}
+    without_needless_tables(predictions, {"b": {}})
+    assert predictions == {"a": {"step_seconds": 1.0}, "b": {"step_seconds": 1.0, "table": {}}}
