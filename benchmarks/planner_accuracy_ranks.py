@@ -47,9 +47,9 @@ class Settings:
     """The request of `planner_accuracy.py`.
 
     points: names. rounds: turns of each. lead: steps that open a turn and are not timed. steps: timed ones. traced: names of
-    points that are stepped again with a trace, `traced_steps` times. predicts: False only measures. cores: rank r runs on core r
-    modulo so many; 0: wherever the launcher puts it. out, predictions, machine: files that rank 0 writes. times: one that keeps
-    the operators' times; "": they are not kept.
+    points that are stepped again with a trace, `traced_steps` times. predicts: False only measures. cores: of this machine, on
+    which ranks take turns; 0: a rank runs wherever the launcher puts it. out, predictions, machine: files that rank 0
+    writes. times: one that keeps the operators' times; "": they are not kept.
     """
 
     points: list[str]
@@ -106,7 +106,7 @@ class Rank:
         self.settings = settings
         self.world = mpi.world(settings.deadline_seconds)
         if settings.cores:
-            os.sched_setaffinity(0, {self.world.rank % settings.cores})
+            os.sched_setaffinity(0, {core_of(self.world.rank, settings.cores)})
         barriers = self.world.split(0, self.world.rank, "barriers")
         assert barriers is not None
         self._barriers = barriers
@@ -132,7 +132,7 @@ class Rank:
         self.say("calibration")
         times = Path(settings.times) if settings.times else None
         machine = Path(settings.machine)
-        planner = Planner(self._barriers, self._bare, self.quiet, machine, settings.deadline_seconds, times)
+        planner = Planner(self._barriers, self._bare, self.quiet, machine, settings.deadline_seconds, settings.cores, times)
         self._planner = planner
         calibrated = time.perf_counter()
         self.say("times of operators")
@@ -229,6 +229,11 @@ class Rank:
         measured.settle()
         assert table is not None, "whole steps are recorded"
         return asdict(merge(self.world.allgather_object(table), {}))
+
+
+def core_of(rank: int, cores: int) -> int:
+    """The core of a rank: neighbours have different ones, and so have ranks of the same number on neighbouring hosts."""
+    return (rank + rank // cores) % cores
 
 
 def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:

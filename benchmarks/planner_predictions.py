@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Planner:
 
     Args:
         world: all ranks. quiet: says when operators are timed. path: of the machine's file, which rank 0 writes.
+        cores: of this machine, which all ranks share, whatever host they are on; 0: hosts have the cores that they tell.
         times: of the file that keeps the operators' times; None: it is not kept.
     """
 
@@ -45,12 +46,14 @@ class Planner:
         quiet: QuietCores,
         path: Path,
         deadline_seconds: float,
+        cores: int = 0,
         times: Path | None = None,
     ) -> None:
         self._kept_at = times if world.rank == 0 else None
         self._world, self._progress, self._quiet = world, progress, quiet
         self._queue = progress.queue(world)
-        self.machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
+        machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
+        self.machine = on_shared_cores(machine, cores / world.size) if cores else machine
         self._times: OperatorTimes | None = None
         self.coverage: list[dict[str, Any]] = []
 
@@ -103,6 +106,11 @@ class Planner:
     def _predict(self, point: Point, slow: Mapping[int, float]) -> Prediction:
         assert self._times is not None
         return predicted(point, self.machine, self._times, slow)
+
+
+def on_shared_cores(machine: Machine, cores_per_rank: float) -> Machine:
+    """The machine where hosts that seem to have cores of their own share those of one machine."""
+    return replace(machine, cores_per_rank=min(machine.cores_per_rank, cores_per_rank))
 
 
 def predicted(point: Point, machine: Machine, times: OperatorTimes, slow: Mapping[int, float]) -> Prediction:

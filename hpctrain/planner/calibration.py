@@ -172,11 +172,16 @@ def _between(
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
-    """Ranks of a node on one card, from how much longer a large message takes beside all others: a divisor of the ranks."""
-    seconds = {point.n_bytes: point.next_seconds for point in alone}
-    slowed = at_once[-1].next_seconds / max(1e-9, seconds[at_once[-1].n_bytes])
+    """Ranks of a node on one card, from how much longer large messages take beside all others: a divisor of the ranks."""
+    seconds = {point.n_bytes: _both(point) for point in alone}
+    slowed = sum(map(_both, at_once)) / max(1e-9, sum(seconds[point.n_bytes] for point in at_once))
     divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
     return min(divisors, key=lambda count: abs(count - slowed))
+
+
+def _both(point: MessagePoint) -> float:
+    """Seconds of two messages that are posted together: how they are told apart is more easily disturbed."""
+    return point.seconds + point.next_seconds
 
 
 def _is_first(layout: _Layout, rank: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner_accuracy import chosen_points, parse, traced, without_needless_tables
-from benchmarks.planner_accuracy_ranks import mean_over_ranks
+from benchmarks.planner_accuracy_ranks import core_of, mean_over_ranks
 from benchmarks.planner_points import POINTS, SHARED_MEMORY, TRACED
 
 
@@ -32,3 +32,7 @@ def test_only_traced_points_keep_their_tables() -> None:
     predictions: dict[str, dict[str, object]] = {name: {"step_seconds": 1.0, "table": {}} for name in "ab"}
     without_needless_tables(predictions, {"b": {}})
     assert predictions == {"a": {"step_seconds": 1.0}, "b": {"step_seconds": 1.0, "table": {}}}
+
+
+def test_neighbours_and_ranks_across_hosts_have_different_cores() -> None:
+    assert [core_of(rank, 2) for rank in range(4)] == [0, 1, 1, 0]

@@ -64,5 +64,5 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
 @pytest.mark.parametrize(("slowed", "ranks", "sharing"), [(1.0, 4, 1), (2.1, 4, 2), (3.6, 4, 4), (9.0, 4, 4), (2.4, 6, 2)])
 def test_ranks_share_as_many_cards_as_their_slowdown_says(slowed: float, ranks: int, sharing: int) -> None:
     alone = [MessagePoint(1 << 20, 1.0, 1.0, 0, 1.0, 0.0, 0.0)]
-    at_once = [MessagePoint(1 << 20, 1.0, slowed, 0, 1.0, 0.0, 0.0)]
+    at_once = [MessagePoint(1 << 20, slowed, slowed, 0, 1.0, 0.0, 0.0)]
     assert calibration._sharing(alone, at_once, ranks) == sharing
