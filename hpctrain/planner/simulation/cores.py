@@ -7,6 +7,8 @@ from hpctrain.planner.simulation.shared_resource import SharedResource
 
 #: of a core, taken by a rank that waits: it offers its core to others after each poll, and soon sleeps between polls
 _POLLING_SHARE = 0.05
+# Linux lets a rank that computes go on until a tick of its clock, of which there are 250 a second: half of the time between them.
+_SLICE_SECONDS = 2e-3
 
 
 class Cores:
@@ -14,11 +16,15 @@ class Cores:
 
     Args:
         count: cores. ranks: of the node; where each has a core of its own, nothing is shared.
+
+    Attributes:
+        slice_seconds: until a rank that has offered its core to another one gets it back, a mean; 0 where nothing is shared.
     """
 
     def __init__(self, loop: EventLoop, count: float, ranks: int) -> None:
         self._loop = loop
         self._shared = SharedResource(loop, count) if count < ranks else None
+        self.slice_seconds = 0.0 if self._shared is None else _SLICE_SECONDS
 
     def run(self, seconds: float, ranks: float, action: Act) -> None:
         """Compute so many seconds of a core on each of `ranks` ranks, then act."""

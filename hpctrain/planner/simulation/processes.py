@@ -94,8 +94,16 @@ class SimulatedProcess:
             yield
             yield from self.poll()
         self.awaited = None
+        yield from self._get_core_back(begin)
         self._end_wait()
         self.recorder.add(Category.WAIT, posted.text, begin, self._loop.now, posted.track, posted.number)
+
+    def _get_core_back(self, begin: float) -> Stretch:
+        """Where ranks share cores, one that has offered its core in a wait gets it back when the other's time is over."""
+        back = begin + self._cores.slice_seconds
+        if back > self._loop.now:
+            self._loop.at(back, self.resume)
+            yield
 
     @property
     def busy(self) -> bool:
