@@ -17,11 +17,14 @@ from tests.support.simulated import link, machine, program
 
 
 def _run(
-    body: Callable[[SimulatedProcess], Stretch], mode: ProgressMode = ProgressMode.TEST, unattended: int = 0
+    body: Callable[[SimulatedProcess], Stretch],
+    mode: ProgressMode = ProgressMode.TEST,
+    unattended: int = 0,
+    cores_per_rank: float = 1.0,
 ) -> SimulatedProcess:
     step = program([(1, ())])
     (place,) = places(step, 1)
-    world = SimulatedWorld(step, machine(link(unattended_bytes=unattended)), [place])
+    world = SimulatedWorld(step, machine(link(unattended_bytes=unattended), cores_per_rank=cores_per_rank), [place])
     process = SimulatedProcess(place, world, mode)
     process.recorder.begin()
     process.start(body(process))
@@ -106,3 +109,24 @@ def test_what_flies_at_the_end_is_recorded() -> None:
     assert len(process.recorder.events()) == 0
     process.finish()
     assert process.recorder.events().category.tolist() == [Category.COMMUNICATION]
+
+
+@pytest.mark.parametrize(("seconds", "cores_per_rank", "end"), [(1e-4, 1.0, 1e-4), (1e-4, 0.5, 2e-3), (0.5, 0.5, 0.5)])
+def test_a_rank_that_shares_its_core_gets_it_back_at_a_tick(seconds: float, cores_per_rank: float, end: float) -> None:
+    def body(process: SimulatedProcess) -> Stretch:
+        yield from process.wait(_post(process, _stage(seconds)))
+
+    process = _run(body, cores_per_rank=cores_per_rank)
+    assert _now(process) == pytest.approx(end)
+    (wait,) = [k for k, category in enumerate(process.recorder.events().category) if category == Category.WAIT]
+    assert process.recorder.events().stop_ns[wait] == pytest.approx(end * 1e9)
+
+
+def test_an_operation_that_is_complete_costs_no_wait_on_a_shared_core() -> None:
+    def body(process: SimulatedProcess) -> Stretch:
+        posted = _post(process, _stage(0.5))
+        yield from process.work(1.0)
+        yield from process.poll()
+        yield from process.wait(posted)
+
+    assert Category.WAIT not in _run(body, cores_per_rank=0.5).recorder.events().category.tolist()

@@ -88,7 +88,7 @@ def test_an_allreduce_hides_under_the_backward_that_follows() -> None:
 def test_two_ranks_on_one_core_take_twice_as_long() -> None:
     free = machine(ranks_per_node=2, cores_per_rank=0.5)
     step = program([(2, tasks(SECONDS))], SIZES, sharded(SIZES, 2), ranks_per_node=2)
-    assert simulate(step, free).seconds == pytest.approx(2 * COMPUTE)
+    assert simulate(step, free).seconds == pytest.approx(2 * COMPUTE, abs=3e-3)  # a wait ends at a tick
 
 
 def test_ranks_of_a_node_share_its_card() -> None:
