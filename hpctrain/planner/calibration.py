@@ -164,9 +164,9 @@ def _between(
         return link_fit.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     sizes = [point.n_bytes for point in points[-2:]]
-    at_once = LinkProbe(comm, _pair(comm, color, "calibration of cards"), progress).measure(
-        sizes, polls=False, budget_seconds=0.0
-    )  # one pass
+    pair = _pair(comm, color, "calibration of cards")
+    together = comm.split(None if pair is None else 0, comm.rank, "calibration of cards, all pairs")
+    at_once = LinkProbe(comm, pair, progress, together).measure(sizes, polls=False, budget_seconds=0.0)  # one pass
     sharing = _sharing(points, at_once, layout.ranks_per_node)
     return link_fit.link(points), sharing, {**sources, "ranks_per_card": f"{here}, pairs of all ranks of two nodes at once"}
 

@@ -84,10 +84,18 @@ class LinkProbe:
 
     Args:
         everybody: decides together. progress: its queues carry nothing else meanwhile.
+        at_once: all ranks with partners, where they are to begin together; None: each pair by itself.
     """
 
-    def __init__(self, everybody: Communicator, pair: Communicator | None, progress: ProgressEngine) -> None:
+    def __init__(
+        self,
+        everybody: Communicator,
+        pair: Communicator | None,
+        progress: ProgressEngine,
+        at_once: Communicator | None = None,
+    ) -> None:
         self._everybody, self._pair, self._progress = everybody, pair, progress
+        self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
         self._written = np.zeros(0 if pair is None else _CACHE_BYTES // 4, np.float32)
 
@@ -151,8 +159,8 @@ class LinkProbe:
         return lambda: pair.ireduce_scatter(whole, own, counts)
 
     def _meet(self) -> None:
-        assert self._pair is not None
-        self._progress.wait_handle(self._pair.ibarrier(), _PURPOSE)
+        assert self._meeting is not None
+        self._progress.wait_handle(self._meeting.ibarrier(), _PURPOSE)
 
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
         """Least time until both ranks have waited for operations that are posted together; the first ones warm up."""

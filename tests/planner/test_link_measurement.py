@@ -44,3 +44,32 @@ def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:
 
     points = run_virtual(2, program, link=LinkModel(1e-3, 1e-6))[0]
     assert [point.n_bytes for point in points] == [512, 1024, 2 << 20]
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins: list[tuple[int, float]] = []
+
+    def program(comm: ThreadCommunicator) -> list[MessagePoint]:
+        late = comm.rank // 2  # the second pair comes to everything later
+        engine = virtual_engine(comm)
+        pair = comm.split(comm.rank // 2 if comm.rank < 4 else None, comm.rank, "pair")
+        together = comm.split(0 if comm.rank < 4 else None, comm.rank, "together")
+        probe = LinkProbe(comm, pair, engine, together)
+        if pair is not None:
+            meet = probe._meet
+
+            def met() -> None:
+                if late:
+                    engine.wait_handle(pair.ibarrier(), "delay")
+                meet()
+                begins.append((comm.rank, engine.now()))
+
+            monkeypatch.setattr(probe, "_meet", met)
+        return probe.measure(SIZES, polls=False)
+
+    results = run_virtual(ranks, program, link=LinkModel(50e-6, 8e-9))
+    assert all(points == results[0] for points in results)
+    of_rank = [[now for rank, now in begins if rank == one] for one in range(4)]
+    assert of_rank[0]
+    assert all(times == pytest.approx(of_rank[0]) for times in of_rank)
