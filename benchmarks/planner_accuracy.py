@@ -74,7 +74,9 @@ def run_job(chosen: argparse.Namespace, link: str, ranks: int, points: Sequence[
             before = json.loads(files["predictions"].read_text())
             without_needless_tables(before["predictions"], result["traces"])
             known |= {"machine_file": files["machine"].read_text(), **before}
-    return {**known, **{key: value for key, value in result.items() if key not in known}}
+    kept = {key: value for key, value in result.items() if key not in known}
+    kept["settings"] = {key: value for key, value in kept["settings"].items() if key not in {*files, "times"}}  # paths
+    return {**known, **kept}
 
 
 def without_needless_tables(predictions: dict[str, dict[str, Any]], traces: Container[str]) -> None:
