@@ -94,16 +94,11 @@ class SimulatedProcess:
             yield
             yield from self.poll()
         self.awaited = None
-        yield from self._get_core_back(begin)
+        if begin + self._cores.slice_seconds > self._loop.now:  # the core that it has offered to others comes back then
+            self._loop.at(begin + self._cores.slice_seconds, self.resume)
+            yield
         self._end_wait()
         self.recorder.add(Category.WAIT, posted.text, begin, self._loop.now, posted.track, posted.number)
-
-    def _get_core_back(self, begin: float) -> Stretch:
-        """Where ranks share cores, one that has offered its core in a wait gets it back when the other's time is over."""
-        back = begin + self._cores.slice_seconds
-        if back > self._loop.now:
-            self._loop.at(back, self.resume)
-            yield
 
     @property
     def busy(self) -> bool:
