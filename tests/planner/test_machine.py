@@ -44,3 +44,11 @@ def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
 
 def test_a_machine_scaled_by_one_is_the_same() -> None:
     assert MACHINE.scaled() == MACHINE
+
+
+def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() -> None:
+    eager, chunked = LinkSegment(0, 1e-6, 1e-9), LinkSegment(1 << 16, 1e-6, 1e-9, unattended_bytes=1 << 16, polls=1)
+    long = LinkSegment(1 << 22, 1e-6, 1e-9, polls=3)
+    link = Link((eager, chunked, long))
+    assert [link.is_passed(one) for one in link.segments] == [False, False, True]
+    assert not Link((eager, long)).is_passed(long)  # none of them moves in chunks
