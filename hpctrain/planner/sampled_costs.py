@@ -29,13 +29,24 @@ class SampledTimes:
 
     @classmethod
     def of(cls, events: Events) -> SampledTimes:
-        """From the events of some steps, as `TracingHooks` records them."""
+        """From the events of some steps, as `TracingHooks` records them; where steps are recorded too, from what lies in them."""
+        events = _within_steps(events)
         phases = {
             (action, name): seconds
             for category, action in _PHASES.items()
             for name, seconds in _medians(events, category).items()
         }
         return cls(phases, _medians(events, Category.WORK))
+
+
+def _within_steps(events: Events) -> Events:
+    """All events that begin in a step, where there are steps; else all."""
+    steps = events.of(Category.STEP)
+    if not len(steps):
+        return events
+    order = np.argsort(steps.start_ns)
+    before = np.searchsorted(steps.start_ns[order], events.start_ns, side="right") - 1
+    return events.select((before >= 0) & (events.start_ns < steps.stop_ns[order][before]))
 
 
 def _medians(events: Events, category: Category) -> dict[str, float]:

@@ -100,6 +100,16 @@ def test_times_are_medians_by_phase_and_name() -> None:
     assert all(isinstance(seconds, float) and np.isfinite(seconds) for seconds in times.operators.values())
 
 
+def test_work_between_steps_is_none_of_a_step() -> None:
+    tracer = Tracer(16)
+    for number, begin in enumerate((0, 100, 200)):
+        tracer.add(Category.WORK, "loss", begin + 10, begin + 15)
+        tracer.add(Category.STEP, "step", begin, begin + 50, "", number)
+        tracer.add(Category.WORK, "checkpoint", begin + 60, begin + 90)
+    tracer.add(Category.WORK, "before", -20, -10)
+    assert SampledTimes.of(tracer.events()).others == {"loss": pytest.approx(5e-9)}
+
+
 def test_rates_are_work_over_time_of_each_class() -> None:
     plan = _plan(2)
     works = {
