@@ -6,22 +6,15 @@ after the measured steps. How many times as long it takes as the least time it e
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.planner_jobs import configuration, image_shape, made_up_samples
+from benchmarks.planner_jobs import configuration, made_up_samples, started
 from benchmarks.planner_points import NETWORKS, Point
-from hpctrain.backend.backend import make_backend
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.build import build_replica
-from hpctrain.experiment.session import Session
-from hpctrain.launch.launcher import detect
-from hpctrain.launch.threads import set_threads
 
 _LR = 1e-4
 _WARM_UP = 2
@@ -36,13 +29,9 @@ class Yardstick:
 
     def __init__(self, point: Point) -> None:
         batch = NETWORKS[point.network].batch // point.ranks
-        grid = Point(point.network, point.link, 1, 1, "batch", "blocking")
-        config = configuration(grid).model_copy(update={"batch": batch})
-        launcher = detect(os.environ)
-        session = Session.start(Resolved(config), launcher, set_threads(launcher, 1), SingleCommunicator(), {})
-        backend = make_backend(config.backend, config.dtype, config.precision, session.place)
-        self._replica = build_replica(session, backend, NETWORKS[point.network].classes, image_shape(point))
-        self._replica.agree()
+        alone = Point(point.network, point.link, 1, 1, "batch", "blocking")
+        config = configuration(alone).model_copy(update={"batch": batch})
+        _, self._replica = started(config, point, SingleCommunicator())
         images, labels = made_up_samples(point, batch)
         loader = ArrayLoader(images, labels, Sampler(batch, batch, shuffle=False), **self._replica.place)
         self._batch = next(loader.epoch(0))

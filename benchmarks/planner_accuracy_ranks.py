@@ -18,22 +18,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.core_speed import Yardstick, slowed, slowed_ranks
-from benchmarks.planner_jobs import configuration, image_shape, made_up_batch
-from benchmarks.planner_points import NETWORKS, POINTS, Point
+from benchmarks.planner_jobs import configuration, made_up_batch, started
+from benchmarks.planner_points import POINTS, Point
 from benchmarks.planner_predictions import Planner
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.quiet import QuietCores
-from hpctrain.backend.backend import make_backend
 from hpctrain.bench.machine import peak_resident_bytes
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.build import build_replica
-from hpctrain.experiment.session import Session
-from hpctrain.launch.launcher import detect
-from hpctrain.launch.threads import set_threads
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.time_table import merge, tabulate
 from hpctrain.trace.tracer import Category
@@ -72,13 +66,9 @@ class MeasuredPoint:
     """One point, ready to step. Making one is collective."""
 
     def __init__(self, point: Point, world: Communicator, deadline_seconds: float, *, trace: bool = False) -> None:
-        launcher = detect(os.environ)
         config = configuration(point, trace=trace).model_copy(update={"deadline_seconds": deadline_seconds})
-        session = Session.start(Resolved(config), launcher, set_threads(launcher, 1), world, {})
-        backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+        session, self.replica = started(config, point, world)
         self.point, self.progress = point, session.progress
-        self.replica = build_replica(session, backend, NETWORKS[point.network].classes, image_shape(point))
-        self.replica.agree()
         self._batch = made_up_batch(point, self.replica.place)
         replans = any(getattr(strategy.options, "replan", False) for strategy in self.replica.strategies.values())
         self.warmup = _WARMUP_OF_PLANS if replans else _WARMUP

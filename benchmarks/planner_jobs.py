@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from benchmarks.planner_points import AVERAGERS, NETWORKS, Point
+from hpctrain.backend.backend import make_backend
+from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, Place
 from hpctrain.data.sampler import Sampler
+from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment.build import build_replica
 from hpctrain.experiment.dry_run import prepare
 from hpctrain.experiment.planned_run import PlannedRun
+from hpctrain.experiment.session import Session
+from hpctrain.launch.launcher import detect
+from hpctrain.launch.threads import set_threads
+from hpctrain.train.replica import Replica
 
 
 def configuration(point: Point, *, trace: bool = False) -> Config:
@@ -46,6 +56,16 @@ def image_shape(point: Point) -> tuple[int, int, int]:
 def planned_run(point: Point) -> PlannedRun:
     """The point without ranks and images."""
     return prepare(configuration(point), point.ranks, image_shape(point), NETWORKS[point.network].classes)
+
+
+def started(config: Config, point: Point, world: Communicator) -> tuple[Session, Replica]:
+    """A point's replica on a rank of `world`, ready to step. Collective over `world`."""
+    launcher = detect(os.environ)
+    session = Session.start(Resolved(config), launcher, set_threads(launcher, 1), world, {})
+    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+    replica = build_replica(session, backend, NETWORKS[point.network].classes, image_shape(point))
+    replica.agree()
+    return session, replica
 
 
 def made_up_samples(point: Point, samples: int) -> tuple[np.ndarray, np.ndarray]:

@@ -113,6 +113,6 @@ def test_the_rate_of_large_messages_is_not_that_of_one_disturbed_message(
 
     points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
     points[-1] = replace(points[-1], seconds=slower * points[-1].seconds, next_seconds=slower_next * points[-1].next_seconds)
-    found = link_fit.link(points)
-    assert found.burst_bytes == pytest.approx(500_000, rel=0.15)  # of 4 MB, of which 1.5 % are 60,000 bytes
-    assert found.segments[-1].beta_seconds_per_byte == pytest.approx(8e-9, rel=within)
+    fitted = link_fit.link(points)
+    assert fitted.burst_bytes == pytest.approx(500_000, rel=0.15)  # of 4 MB, of which 1.5 % are 60,000 bytes
+    assert fitted.segments[-1].beta_seconds_per_byte == pytest.approx(8e-9, rel=within)
