@@ -65,11 +65,14 @@ class GradientAverager(ABC):
 
     Attributes:
         schedule: the operations of a step, as they are now; None where a strategy has no schedule.
-        pending: the state, named "<strategy>_gradient", of gradients that are added up and not applied yet; None where there is
-            none. It is empty at the start, and a checkpoint without it says just that.
+        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None where there is
+            none. It is empty at the start, and a checkpoint without it says just that. Only its sum over the holders is applied,
+            so a run on other ranks goes on with the sum.
+        holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
 
     pending: ClassVar[str | None] = None
+    holders: int = 1
     schedule: CollectiveSchedule | None = None
 
     def __init__(self, setup: AveragerSetup) -> None:
@@ -129,15 +132,23 @@ class GradientAverager(ABC):
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
 
-        Collective where the state is sharded; here it is a view of what this rank holds.
+        That named `pending` is (holders, size) instead. Collective where the state is sharded; here it is a
+        view of what this rank holds.
         """
         state = self.optimizer.state(self.group.segment(parameter.name))
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of one parameter's whole state (1-D, by name), as `full_state` gave it."""
+        """Take this rank's part of one parameter's whole state, as `full_state` gave it."""
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
                 for name, view in self.optimizer.state(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
+
+    def counters(self) -> dict[str, int]:
+        """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""
+        return {}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027  most count nothing
+        """Take what `counters` gave; names that are missing, as in a checkpoint of another strategy, start as in a new run."""

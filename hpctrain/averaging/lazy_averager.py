@@ -72,6 +72,7 @@ class LazyAverager(AllreduceAverager):
         stop = max((self.group.segment(name).stop for name in lazy), default=0)
         self._arithmetic = self.group.arithmetic
         self._added, self._latest = (self._arithmetic.zeros(stop, self.group.dtype) for _ in range(2))
+        self.holders = self.comm.size
         self._decision = np.ones(1, np.int64)
         self._decided: Ticket | None = None
         self._comparison: _Comparison | None = None
@@ -183,23 +184,27 @@ class LazyAverager(AllreduceAverager):
     # -- gradients that are not averaged yet, in a checkpoint ------------------------------------------------------------------
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Also the gradient added up since the last averaging, over all ranks. Collective."""
+        """Also the gradients added up since the last averaging, each rank's. Collective."""
         state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
-            added = np.array(self._arithmetic.to_host(self._added[segment.start : segment.stop]))
-            self.progress.wait_handle(self.comm.iallreduce(added), f"{_ADDED} of {parameter.name}")
-            state[_ADDED] = added
+            added = np.ascontiguousarray(self._arithmetic.to_host(self._added[segment.start : segment.stop]))
+            by_rank = np.empty((self.holders, segment.size), added.dtype)
+            handle = self.comm.iallgather(added, by_rank.reshape(-1), [segment.size] * self.holders)
+            self.progress.wait_handle(handle, f"{_ADDED} of {parameter.name}")
+            state[_ADDED] = by_rank
         return state
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Rank 0 takes the added gradient. The interval starts at 1 again."""
         super().load_state(parameter, state)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
-            added = self._added[segment.start : segment.stop]
-            if self.comm.rank == 0:
-                self._arithmetic.from_host(added, state[_ADDED])
-            else:
-                self._arithmetic.fill(added, 0.0)
-            self.interval, self._steps = 1, 0
+            self._arithmetic.from_host(self._added[segment.start : segment.stop], state[_ADDED][self.comm.rank])
+
+    def counters(self) -> dict[str, int]:
+        self._adopt()
+        return {"interval": self.interval, "steps": self._steps, "averagings": self._averagings}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        self.interval, self._steps = counters.get("interval", 1), counters.get("steps", 0)
+        self._averagings = counters.get("averagings", 0)

@@ -1,9 +1,10 @@
 """The transport that hpctrain needs: buffer operations among an ordered group of ranks.
 
 A communicator never sees a parameter, and posts nothing by itself. Collectives on one communicator match by posting order, so
-every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64 or uint8 and
-must stay untouched between posting and completion. Names that end in `_object` pickle and are for start-up and shut-down
-only; they wait through the same deadline as everything else.
+every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64, uint8 or
+uint16, and must stay untouched between posting and completion; 16-bit floats travel as their bits, and are never summed on their
+way. Names that end in `_object` pickle and are for start-up and shut-down only; they wait through the same deadline as everything
+else.
 """
 
 from __future__ import annotations

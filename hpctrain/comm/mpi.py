@@ -134,6 +134,7 @@ class MpiCommunicator:
             "l": MPI.INT64_T,
             "q": MPI.INT64_T,
             "B": MPI.UINT8_T,
+            "H": MPI.UINT16_T,
         }
         self._deadline_seconds = deadline_seconds
         self._waits = ProgressEngine(rank=MPI.COMM_WORLD.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort)

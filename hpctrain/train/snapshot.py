@@ -15,6 +15,7 @@ from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parame
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 
+_COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
 _PENDING = "_gradient"  # a state of that ending belongs to the averager before it, see GradientAverager.pending
 
 
@@ -72,10 +73,15 @@ def take(
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
-                value = shards.whole(name, values.reshape(parameter.spec.shape))
+                shape = parameter.spec.shape
+                if state == averager.pending:
+                    value = np.stack([shards.whole(name, of_holder.reshape(shape)) for of_holder in values])
+                else:
+                    value = shards.whole(name, values.reshape(shape))
                 if keep:
                     tensors[optimizer_key(state, name)] = value
-    return CheckpointContent(tensors, {**meta, "position": asdict(position)})
+    counters = {group: counts for group, averager in averagers.items() if (counts := averager.counters())}
+    return CheckpointContent(tensors, {**meta, "position": asdict(position), _COUNTERS: counters})
 
 
 def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards) -> Position:
@@ -91,19 +97,42 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
     _refuse_leftovers(content, {optimizer_key(state, name) for name, keys in states.items() for state in keys})
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
-            state = {key: _state(content, key, name, network, shards, averager.pending) for key in states[name]}
-            averager.load_state(parameter, {key: values.reshape(-1) for key, values in state.items()})
+            state = {}
+            for key in states[name]:
+                if key == averager.pending:
+                    state[key] = _kept_back(content, optimizer_key(key, name), name, network, shards, averager.holders)
+                else:
+                    state[key] = _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
+            averager.load_state(parameter, state)
+    _put_counters(content, averagers)
     return Position.from_meta(content.meta)
 
 
-def _state(
-    content: CheckpointContent, state: str, name: str, network: Network, shards: Shards, pending: str | None
-) -> np.ndarray:
-    """This rank's part of a state of parameter `name`; zeros where the averager of the checkpoint kept none."""
-    key = optimizer_key(state, name)
-    if state == pending and key not in content.tensors:
-        return shards.part(name, np.zeros(shards.whole_shape(name), network.parameter_dtype))
-    return _part(content, key, name, network, shards)
+def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
+    """Counters go by parameter group; on another grid, which may have other groups, any group's do, as all count the same."""
+    stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
+    any_group: Mapping[str, int] = next(iter(stored.values()), {})
+    for group, averager in averagers.items():
+        averager.load_counters(stored.get(group, any_group))
+
+
+def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:
+    """Gradients of parameter `name` that are kept back, (holders, elements of this rank's part); zeros where there are none.
+
+    Each holder's own, where as many wrote the checkpoint; else the first one gets the sum.
+    """
+    shape, dtype = shards.whole_shape(name), network.parameter_dtype
+    by_holder = np.zeros((holders, *shape), dtype)
+    if key in content.tensors:
+        stored = content.tensors[key]
+        writers = stored.shape[0] if stored.ndim > len(shape) else 1  # a sum, before checkpoints had every holder's
+        values = restore(content, key, (writers, *shape) if stored.ndim > len(shape) else shape, dtype)
+        values = values.reshape(writers, *shape)
+        if writers == holders:
+            by_holder = values
+        else:
+            by_holder[0] = values.sum(axis=0)
+    return np.stack([shards.part(name, of_holder).reshape(-1) for of_holder in by_holder])
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:

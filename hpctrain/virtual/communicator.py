@@ -30,7 +30,7 @@ from hpctrain.virtual.rank import RankEnded, source_line
 from hpctrain.virtual.scheduler import Scheduler
 
 #: type of a buffer -> its name; NumPy makes the name again each time that it is asked
-_DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64", "uint8")}
+_DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64", "uint8", "uint16")}
 
 
 class VirtualHandle:

@@ -7,7 +7,7 @@ from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 
 RANKS = [1, 2, 3, 4]
-DTYPES = ["float32", "float64", "int32", "int64", "uint8"]
+DTYPES = ["float32", "float64", "int32", "int64", "uint8", "uint16"]
 
 
 def _values(rank: int, size: int, dtype: str) -> np.ndarray:

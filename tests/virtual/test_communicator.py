@@ -10,7 +10,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, wait
 
 RANKS = (1, 2, 3, 5, 7, 8)
-DTYPES = ("float32", "float64", "int32", "int64", "uint8")
+DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
 SEEDS = (None, 0, 1, 2)
 
 everywhere = pytest.mark.parametrize("ranks", RANKS)
