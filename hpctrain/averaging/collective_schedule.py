@@ -10,7 +10,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
-from hpctrain.averaging.slices import Slice, layer_slices
+from hpctrain.averaging.slice_seconds import INDEX_BYTES
+from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from hpctrain.errors import CheckpointError
 
 #: attribute of a slice -> the key that stored schedules have it under
@@ -26,13 +27,18 @@ class OperationKind(StrEnum):
     INPUTS = "all-to-all of inputs"
     ERRORS = "allgather of errors"
     NORMS = "allreduce of norms"
+    SPARSE = "allgather of largest elements"
 
 
 class Stream(StrEnum):
-    """The communicator that an operation is posted on; operations of different streams may overtake each other."""
+    """The communicator that an operation is posted on; operations of different streams may overtake each other.
+
+    NODES: of the ranks of equal number on all nodes, where slices are compressed.
+    """
 
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    NODES = "nodes"
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ class CollectiveSchedule:
     def to_json(self) -> str:
         """As text that `from_json` reads; a slice and an operation per line, for people."""
         values = asdict(self)
-        values["slices"] = [{_STORED_KEYS.get(key, key): value for key, value in piece.items()} for piece in values["slices"]]
+        values["slices"] = [
+            {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) != ("compression", None)}
+            for piece in values["slices"]
+        ]
         items = []
         for name, value in values.items():
             if isinstance(value, list | tuple):
@@ -117,12 +126,15 @@ class CollectiveSchedule:
             if operation.slice >= 0:
                 piece = self.slices[operation.slice]
                 replicated = f" with {', '.join(piece.replicated)}" if piece.replicated else ""
-                where = f" of {piece.name} [{piece.start}, {piece.stop}){replicated}"
+                compressed = "" if piece.compression is None else f" at density {piece.compression.density:g}"
+                where = f" of {piece.name} [{piece.start}, {piece.stop}){replicated}{compressed}"
             lines.append(f"{operation.kind}{where} on {operation.stream}")
         return lines
 
     def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[OperationKind, int]:
         """Elements that a rank exchanges with others in a step, by kind, in integers; norms left out.
+
+        An element and its position count as two. Those of compressed slices are as many as in a step that has warmed up.
 
         Args:
             samples: of the step, by rank.
@@ -139,6 +151,8 @@ class CollectiveSchedule:
                 others = sum(samples[rank] * (part.size - part.owned_size(rank, self.ranks)) // part.unit for part in layer)
             elif operation.kind is OperationKind.ERRORS:
                 others = (sum(samples) - samples[rank]) * piece.unit
+            elif operation.kind is OperationKind.SPARSE:
+                others = 2 * _pairs(piece, piece.owned_size(rank, self.ranks))
             elements[operation.kind] += others
         return elements
 
@@ -151,8 +165,9 @@ class CollectiveSchedule:
             samples: of the step, by rank.
         """
         of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
+        of_rank.add(self._pairs_by_rank(), 2)
         for operation in self.operations:
-            if operation.kind is OperationKind.NORMS:
+            if operation.kind in (OperationKind.NORMS, OperationKind.SPARSE):
                 continue
             piece = self.slices[operation.slice]
             if operation.kind is OperationKind.INPUTS:  # of each sample, the columns that others own
@@ -162,9 +177,26 @@ class CollectiveSchedule:
                 of_rank.of_all += sum(samples) * piece.unit
                 of_sample.of_all -= piece.unit
             else:
-                of_rank.add_not_owned(piece.units, piece.unit * (2 if operation.kind is OperationKind.ALLREDUCE else 1))
+                weight = piece.unit * (2 if operation.kind is OperationKind.ALLREDUCE else 1)
+                of_rank.add_not_owned(piece.units, weight, piece.copies)
         per_sample = of_sample.by_rank()
         return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
+
+    def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+        """Bytes of the same. item_bytes: of an element; the position of one has 4."""
+        elements, pairs = self.exchanged_by_rank(samples), self._pairs_by_rank().by_rank()
+        return tuple(item_bytes * n + (INDEX_BYTES - item_bytes) * m for n, m in zip(elements, pairs, strict=True))
+
+    def _pairs_by_rank(self) -> _Elements:
+        """Elements of compressed slices that each rank exchanges together with their positions."""
+        pairs = _Elements(self.ranks)
+        for operation in self.operations:
+            if operation.kind is OperationKind.SPARSE:
+                piece = self.slices[operation.slice]
+                least, longer = divmod(piece.size, self.ranks // piece.copies)
+                few = _pairs(piece, least)
+                pairs.add_by_limit(few, longer * piece.copies, _pairs(piece, least + 1) - few)
+        return pairs
 
     def table(self) -> str:
         """For people: position, stream, operation, slice, elements, priority."""
@@ -193,11 +225,20 @@ class _Elements:
         self.of_all = 0
         self._less = [0] * (ranks + 1)
 
-    def add_not_owned(self, units: int, weight: int) -> None:
-        """`weight` times the units that a rank does not own; the first ranks may own one more."""
-        least, longer = divmod(units, len(self._less) - 1)
-        self.of_all += weight * (units - least)
-        self._less[longer] += weight
+    def add_not_owned(self, units: int, weight: int, copies: int = 1) -> None:
+        """`weight` times the units that a rank does not own; the first ranks may own one more, `copies` neighbours the same."""
+        least, longer = divmod(units, (len(self._less) - 1) // copies)
+        self.add_by_limit(weight * (units - least), longer * copies, -weight)
+
+    def add_by_limit(self, elements: int, limit: int, more: int) -> None:
+        """So many elements of each rank, and `more` of those below a limit."""
+        self.of_all += elements
+        self._less[limit] -= more
+
+    def add(self, other: _Elements, weight: int) -> None:
+        """Each rank's of another sum, `weight` times."""
+        self.of_all += weight * other.of_all
+        self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
     def by_rank(self) -> list[int]:
         # What lies at limits above a rank: all of it, less what lies at or below.
@@ -206,8 +247,16 @@ class _Elements:
         return [self.of_all - (total - passed) for passed in below]
 
 
+def _pairs(piece: Slice, owned: int) -> int:
+    """Elements of a part of a compressed slice that its owner exchanges with the other nodes."""
+    assert piece.compression is not None
+    return (piece.compression.nodes - 1) * piece.compression.kept(owned)
+
+
 def _slice(stored: Mapping[str, Any]) -> Slice:
     values = dict(stored)
     for attribute, key in _STORED_KEYS.items():
         values[attribute] = values.pop(key)
+    if "compression" in values:
+        values["compression"] = Compression(**values["compression"])
     return Slice(**{**values, "parameters": tuple(stored["parameters"]), "replicated": tuple(stored["replicated"])})

@@ -50,8 +50,10 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     """Those of each operation, by position.
 
     An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
-    before are used until their slices are gathered, so it comes after these gathers. Norms need all sums. A gather writes the
-    parameters, so it needs that backward has read them for the last time, beside the sums of its slice and, if any, the norms.
+    before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
+    are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need all sums. A gather
+    writes the parameters, so it needs that backward has read them for the last time, beside the sums of its slice and, if any,
+    the norms.
     """
     summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
     norms: list[int] = []
@@ -65,6 +67,12 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
         if operation.kind is OperationKind.ALLGATHER:
             events = _keys(EventKind.LAST_READ, (*piece.parameters, *piece.replicated))
             needs.append(Dependencies(events, (*summing[operation.slice], *norms)))
+            continue
+        if operation.kind is OperationKind.SPARSE:
+            within = tuple(summing.get(operation.slice, ()))
+            events = () if within else _keys(EventKind.GRADIENT, piece.parameters)
+            needs.append(Dependencies(events, within, gathers_before=(operation.slice,)))
+            summing.setdefault(operation.slice, []).append(position)
             continue
         kind = EventKind.INPUTS if operation.kind is OperationKind.INPUTS else EventKind.GRADIENT
         together = layer_slices(schedule.slices, operation.slice)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from hpctrain.averaging.slice_seconds import gather_seconds, reduce_seconds
 from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
 
@@ -83,11 +84,8 @@ class LinkSimulation:
         # Slices of one linear layer's sufficient factors are reduced together, with the first.
         together = [layer_slices(slices, k) for k in range(len(slices))]
         self._together = [members if members[0] == k else () for k, members in enumerate(together)]
-        self._gather_seconds = [link.allgather_seconds(piece.size * item_bytes, ranks) for piece in slices]
-        self._reduce_seconds = [
-            link.allgather_seconds((batch * piece.unit if piece.sufficient_factors else piece.size) * item_bytes, ranks)
-            for piece in slices
-        ]
+        self._gather_seconds = [gather_seconds(piece, link, ranks, item_bytes) for piece in slices]
+        self._reduce_seconds = [reduce_seconds(piece, link, ranks, item_bytes, batch) for piece in slices]
         self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
         self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
         self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap

@@ -17,6 +17,28 @@ _MOST_SLICES = 10_000
 
 
 @dataclass(frozen=True)
+class Compression:
+    """A slice whose largest elements alone cross between nodes.
+
+    The ranks of a node divide the slice among them; a stream counts its ranks by (number on the node, node), as `Levels` does.
+
+    Attributes:
+        nodes: m, those that exchange. density: the share of the elements of a part that a node sends, once it has warmed up.
+    """
+
+    nodes: int
+    density: float
+
+    def kept(self, size: int, density: float | None = None) -> int:
+        """Elements that a node sends of a part of `size`: at least one, where there are any.
+
+        Args:
+            density: another one than in the end, as in the first steps.
+        """
+        return min(size, max(1, round((self.density if density is None else density) * size)))
+
+
+@dataclass(frozen=True)
 class Slice:
     """Elements [start, stop) of a group's flat buffers that one operation moves.
 
@@ -27,6 +49,8 @@ class Slice:
         sufficient_factors: the gradient is made from the exchanged inputs and errors of a linear layer, of whose weight the slice
             is rows.
         replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
+        compression: how it crosses between nodes where not all of it does; its parts are then those of the ranks of a node, and
+            ranks of equal number on all nodes have the same one.
     """
 
     name: str
@@ -37,6 +61,7 @@ class Slice:
     unit: int = 1
     sufficient_factors: bool = False
     replicated: tuple[str, ...] = ()
+    compression: Compression | None = None
 
     @property
     def size(self) -> int:
@@ -46,13 +71,18 @@ class Slice:
     def units(self) -> int:
         return self.size // self.unit
 
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same part: all nodes' of a number, where it is compressed; else 1."""
+        return 1 if self.compression is None else self.compression.nodes
+
     def counts(self, ranks: int) -> tuple[int, ...]:
-        """Elements of each rank's part: whole units, as even as can be, the first ranks taking one more."""
-        return tuple(self.unit * units for units in even(self.units, ranks))
+        """Elements of the parts: whole units, as even as can be, the first ones having one more."""
+        return tuple(self.unit * units for units in even(self.units, ranks // self.copies))
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
         """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
-        begin, end = even_interval(self.units, ranks, rank)
+        begin, end = even_interval(self.units, ranks // self.copies, rank // self.copies)
         return self.start + self.unit * begin, self.start + self.unit * end
 
     def owned_size(self, rank: int, ranks: int) -> int:

@@ -145,7 +145,7 @@ def _totals(report: PlanReport) -> Iterator[str]:
 def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[str]:
     item = 8 if task.config.dtype == "float64" else 4
     for group in averaged:
-        exchanged = _range([item * words for words in group.exchanged])
+        exchanged = _range(group.exchanged_bytes(item))
         which = f" (r = {', '.join(map(str, group.split_ranks))})" if len(group.split_ranks) < task.plan.rows else ""
         yield (
             f"Gradients of group {group.group}{which}: {group.elements:,} elements over {group.ranks} ranks, {exchanged} "

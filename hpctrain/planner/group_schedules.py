@@ -41,11 +41,16 @@ class GroupSchedule:
 
     @property
     def exchanged(self) -> tuple[int, ...]:
+        """Elements; one that goes with its position counts as two."""
         return exchanged(self.schedule, self.elements, self.samples, self.order)
+
+    def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
+        """Bytes of the same. item_bytes: of an element."""
+        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes)
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
         """Elements of a slice that each rank of the group owns."""
-        return _by_rank(piece.counts(self.ranks), self.order)
+        return _by_rank([piece.owned_size(rank, self.ranks) for rank in range(self.ranks)], self.order)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,16 @@ def exchanged(
         return tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
     in_order = samples if order is None else [samples[rank] for rank in order]
     return _by_rank(schedule.exchanged_by_rank(in_order), order)
+
+
+def exchanged_bytes(
+    schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None, item_bytes: int
+) -> tuple[int, ...]:
+    """Bytes that each rank of a group exchanges in a step. item_bytes: of an element."""
+    if schedule is None:
+        return tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order))
+    in_order = samples if order is None else [samples[rank] for rank in order]
+    return _by_rank(schedule.exchanged_bytes_by_rank(in_order, item_bytes), order)
 
 
 def group_schedules(
@@ -128,12 +143,12 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
     """Bytes that each position exchanges in a step to average gradients, norms left out. split_size: Pr."""
     total = np.zeros((ranks // split_size, split_size), np.int64)  # (c, r)
     for schedule in schedules:
-        elements = np.array(schedule.exchanged, np.int64)
+        bytes_by_rank = np.array(schedule.exchanged_bytes(item_bytes), np.int64)
         if schedule.group == ALL:
-            total += elements.reshape(total.shape)
+            total += bytes_by_rank.reshape(total.shape)
         else:
-            total[:, list(schedule.split_ranks)] += elements[:, None]
-    return tuple((item_bytes * total).reshape(-1).tolist())
+            total[:, list(schedule.split_ranks)] += bytes_by_rank[:, None]
+    return tuple(total.reshape(-1).tolist())
 
 
 def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:

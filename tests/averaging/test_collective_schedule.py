@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.slices import Slice, layer_slices
+from hpctrain.averaging.slices import Compression, Slice, layer_slices
+from hpctrain.boxes import even
 from hpctrain.comm.base import Communicator
 from hpctrain.errors import CheckpointError
 from hpctrain.virtual.run import run_virtual, virtual_engine
@@ -67,3 +68,47 @@ def test_exchanged_counts_one_allreduce_as_two_ways() -> None:
     slices = (Slice("x", 0, 10, 0, ("x",)),)
     schedule = CollectiveSchedule("x", 4, slices, (Operation(OperationKind.ALLREDUCE, 0, Stream.GRADIENTS),))
     assert [schedule.exchanged(rank, (1,) * 4)[OperationKind.ALLREDUCE] for rank in range(4)] == [14, 14, 16, 16]
+
+
+COMPRESSED = tuple(
+    Operation(kind, 0, stream)
+    for kind, stream in (
+        (OperationKind.REDUCE_SCATTER, Stream.GRADIENTS),
+        (OperationKind.SPARSE, Stream.NODES),
+        (OperationKind.ALLGATHER, Stream.PARAMETERS),
+    )
+)
+
+
+def _compressed(size: int, nodes: int, per_node: int, density: float) -> CollectiveSchedule:
+    slices = (Slice("x", 0, size, 0, ("x",), compression=Compression(nodes, density)),)
+    return CollectiveSchedule("x", nodes * per_node, slices, COMPRESSED)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("size", [1, 5, 10, 1000])
+def test_a_compressed_slice_exchanges_its_largest_elements_with_their_positions(
+    size: int, nodes: int, per_node: int, density: float
+) -> None:
+    """Over all ranks: (n - 1) of the slice twice within each node, and k pairs of each part to m - 1 other nodes."""
+    schedule = _compressed(size, nodes, per_node, density)
+    ranks, samples = nodes * per_node, (1,) * nodes * per_node
+    counts = even(size, per_node)
+    pairs = [(nodes - 1) * min(count, max(1, round(density * count))) for count in counts]
+    for rank in range(ranks):
+        number = rank // nodes
+        assert schedule.slices[0].owned_size(rank, ranks) == counts[number]
+        by_kind = schedule.exchanged(rank, samples)
+        within = size - counts[number]
+        assert (by_kind[OperationKind.REDUCE_SCATTER], by_kind[OperationKind.ALLGATHER]) == (within, within)
+        assert by_kind[OperationKind.SPARSE] == 2 * pairs[number]
+        assert schedule.exchanged_by_rank(samples)[rank] == sum(by_kind.values())
+        for item in (4, 8):
+            assert schedule.exchanged_bytes_by_rank(samples, item)[rank] == item * 2 * within + (item + 4) * pairs[number]
+
+
+def test_a_stored_schedule_names_compression_only_where_there_is_some() -> None:
+    schedule = _compressed(10, 2, 2, 0.25)
+    assert CollectiveSchedule.from_json(schedule.to_json()) == schedule
+    assert "compression" not in _schedule("sharded").to_json()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
-from hpctrain.averaging.slices import layer_slices
+from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from tests.support.averaging import STRATEGIES, make_group, planned
 
 SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.INPUTS, OperationKind.ERRORS)
@@ -60,3 +60,19 @@ def test_every_parameter_is_let_go_before_it_is_written() -> None:
     events = {event for each in dependencies(schedule) for event in each.events}
     names = {name for name, parameter in group.parameters.items() if parameter.size}
     assert {event.parameter for event in events if event.kind is EventKind.LAST_READ} == names
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_largest_elements_come_after_the_nodes_sum_and_before_the_gather(per_node: int) -> None:
+    """Where nodes have one rank each, after the gradients themselves."""
+    piece = Slice("x", 0, 8, 0, ("x",), compression=Compression(2, 0.5))
+    within = (Operation(OperationKind.REDUCE_SCATTER, 0, Stream.GRADIENTS),) if per_node > 1 else ()
+    sparse = Operation(OperationKind.SPARSE, 0, Stream.NODES)
+    rest = (Operation(OperationKind.NORMS, -1, Stream.GRADIENTS), Operation(OperationKind.ALLGATHER, 0, Stream.PARAMETERS))
+    needs = dependencies(CollectiveSchedule("x", 2 * per_node, (piece,), (*within, sparse, *rest)))
+    *before, exchange, norms, gather = needs
+    gradient = LocalEventKey(EventKind.GRADIENT, "x")
+    assert (exchange.events, exchange.gathers_before) == (() if before else (gradient,), (0,))
+    assert exchange.operations == tuple(range(len(before)))
+    assert norms.operations == tuple(range(len(before) + 1))
+    assert gather.operations == (*norms.operations, len(before) + 1)
