@@ -152,3 +152,12 @@ class GradientAverager(ABC):
 
     def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027  most count nothing
         """Take what `counters` gave; names that are missing, as in a checkpoint of another strategy, start as in a new run."""
+
+
+def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
+    """Gradients (as many as kept them back, ...) as `holders` go on with them: each its own, or the first one their sum."""
+    if len(kept_back) == holders:
+        return kept_back
+    shared_out = np.zeros((holders, *kept_back.shape[1:]), kept_back.dtype)
+    shared_out[0] = kept_back.sum(axis=0)
+    return shared_out

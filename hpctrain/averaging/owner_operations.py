@@ -21,12 +21,16 @@ from hpctrain.optim.base import Norms
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """The things that the updates of one step use. norms: None where the optimiser needs none. joint: of several groups."""
+    """The things that the updates of one step use.
+
+    norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
+    """
 
     lr: float
     norms: Norms | None
     joint: JointStep | None
     member: int
+    left_out: frozenset[int] = frozenset()
 
     def contribute(self) -> None:
         """Tell the other groups that this one's squares are in place."""
@@ -111,6 +115,8 @@ class OwnerOperations:
         norms.squares[...] = 0.0
         segments: list[Segment] = []
         for k in range(len(self._own)):
+            if k in update.left_out:
+                continue
             self._finish_gradient(k)
             segments += self._own[k]
             if self._counts_replicated:

@@ -27,13 +27,16 @@ from hpctrain.nn.parameter import Parameter, Segment
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
+_NOTHING = LocalEvent("an operation that the step leaves out")
+_NOTHING.happen()
 
 
 @dataclass
 class ReduceScatterStep:
     """The state of one step; operations that start late still find their own.
 
-    tickets: by position in the schedule. gathered: by slice; complete once its parameters hold the step's values.
+    tickets: by position in the schedule. gathered: by slice; complete once its parameters hold the step's values, which are
+    those of an earlier step where this one leaves the slice out.
     """
 
     update: StepUpdate
@@ -100,13 +103,23 @@ class ReduceScatterAverager(GradientAverager):
         for operation, needs, text in self._posting:
             self._post(operation, needs, text, self._step)
 
+    def _left_out(self) -> frozenset[int]:
+        """The slices that take no part in the step that begins, the same on every rank: neither summed nor updated."""
+        return frozenset()
+
     def _new_step(self, lr: float) -> ReduceScatterStep:
         events = {kind: {name: LocalEvent(text) for name, text in texts.items()} for kind, texts in self._event_texts.items()}
         joint = None if self._joint is None else self._joint.begin_step(self._member)
         norms = self._norms if joint is None else joint.norms[self._member]
-        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member), events)
+        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, self._left_out()), events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
+        if operation.slice in step.update.left_out:
+            step.tickets.append(_NOTHING)
+            if operation.kind is OperationKind.ALLGATHER:
+                before = self._previous
+                step.gathered[operation.slice] = _NOTHING if before is None else before.gathered[operation.slice]
+            return
         after: list[Ticket] = [step.events[event.kind][event.parameter] for event in needs.events]
         after += [step.tickets[position] for position in needs.operations]
         if self._previous is not None:

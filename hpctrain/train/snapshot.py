@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
@@ -122,16 +122,14 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
     Each holder's own, where as many wrote the checkpoint; else the first one gets the sum.
     """
     shape, dtype = shards.whole_shape(name), network.parameter_dtype
-    by_holder = np.zeros((holders, *shape), dtype)
-    if key in content.tensors:
-        stored = content.tensors[key]
-        writers = stored.shape[0] if stored.ndim > len(shape) else 1  # a sum, before checkpoints had every holder's
-        values = restore(content, key, (writers, *shape) if stored.ndim > len(shape) else shape, dtype)
-        values = values.reshape(writers, *shape)
-        if writers == holders:
-            by_holder = values
-        else:
-            by_holder[0] = values.sum(axis=0)
+    stored = content.tensors.get(key)
+    if stored is None:
+        by_writer = np.zeros((holders, *shape), dtype)
+    else:
+        has_writers = stored.ndim > len(shape)  # else a sum, before checkpoints had every holder's
+        writers = stored.shape[0] if has_writers else 1
+        by_writer = restore(content, key, (writers, *shape) if has_writers else shape, dtype).reshape(writers, *shape)
+    by_holder = for_holders(by_writer, holders)
     return np.stack([shards.part(name, of_holder).reshape(-1) for of_holder in by_holder])
 
 

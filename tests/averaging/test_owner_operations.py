@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, make, make_group, one_step, run_steps
@@ -24,7 +24,10 @@ def _save(averager: GradientAverager) -> Stored:
 def _restore(averager: GradientAverager, stored: Stored) -> None:
     averager.group.data[...] = stored[0]
     for name, parameter in averager.group.parameters.items():
-        averager.load_state(parameter, stored[1][name])
+        state = dict(stored[1][name])
+        if averager.pending in state:
+            state[averager.pending] = for_holders(state[averager.pending], averager.holders)
+        averager.load_state(parameter, state)
 
 
 def _train(strategy: str, ranks: int, steps: range, stored: Stored | None = None) -> list[Stored]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support.averaging import averaged, make_group, one_step
+from tests.support.averaging import OPTIMIZERS, averaged, make_group, one_step
 
 OPTIONS: dict[type[Strategy], dict[str, int]] = {Sharded: {"bucket_bytes": 40}, Priority: {"slice_parameters": 8}}
 
@@ -51,3 +55,52 @@ def test_an_order_that_is_measured_or_fixed_stays(kind: type[Strategy]) -> None:
     assert not fixed[0].timed
     measured = _schedules(kind, replan=True)[0][-1]
     assert set(_schedules(kind, replan=True, stored=measured)[1]) == {measured}
+
+
+class _EverySecond(ReduceScatterAverager):
+    """Leaves the slices of one layer out of every second step."""
+
+    def _left_out(self) -> frozenset[int]:
+        pieces = enumerate(self.schedule.slices)
+        return frozenset(k for k, piece in pieces if "b.weight" in piece.parameters) if self._steps % 2 == 1 else frozenset()
+
+
+class _Skipping(Sharded):
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        return _EverySecond(setup, agreement, exchanging={}, nominal_batch=0)
+
+
+def _skipped(ranks: int, optimizer: str, seed: int | None = None) -> list[list[tuple[np.ndarray, np.ndarray, int]]]:
+    """By rank and step, the parameters of the layer that is left out, all others, and bytes that gradients had."""
+
+    def program(comm: ThreadCommunicator) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        counters = Counters()
+        counting, group, engine = CountingCommunicator(comm, counters), make_group(), virtual_engine(comm)
+        options = {"bucket_bytes": 8, "fc_exchange": "never", "replan": False}
+        averager = averaged(_Skipping, group, OPTIMIZERS[optimizer](), counting, engine, **options)
+        seen = []
+        for step in range(6):
+            before = counters.snapshot()
+            one_step(averager, step)
+            averager.drain()
+            sent = counters.since(before).total(operation="ireduce_scatter").payload_bytes
+            seen.append((group.parameters["b.weight"].data.copy(), group.data.copy(), sent))
+        return seen
+
+    return run_virtual(ranks, program, seed=seed)
+
+
+def test_a_slice_that_a_step_leaves_out_is_neither_summed_nor_updated() -> None:
+    size = make_group().parameters["b.weight"].size
+    before = make_group().parameters["b.weight"].data
+    for step, (layer, _, sent) in enumerate(_skipped(3, "nesterov", seed=4)[0]):
+        assert np.array_equal(layer, before) == (step % 2 == 0)
+        assert sent == (make_group().size - (size if step % 2 == 0 else 0)) * 8
+        before = layer
+
+
+@pytest.mark.parametrize("optimizer", ["clipping", "lars, clipping"])
+def test_norms_are_of_what_takes_part_in_the_step(optimizer: str) -> None:
+    ((_, alone, _),) = (run[-1] for run in _skipped(1, optimizer))
+    for by_step in _skipped(3, optimizer, seed=1):
+        np.testing.assert_allclose(by_step[-1][1], alone, rtol=1e-10, atol=1e-12)
