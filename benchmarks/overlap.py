@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ class Jobs:
                 start_new_session=True,
             )
 
-    def wait(self, name: str) -> None:
-        """Until that process has ended well.
+    def wait(self, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Until that process has ended well. meanwhile: is called all the time.
 
         Raises:
             JobError: it or another one failed, or the time is up; with the end of what it printed.
@@ -86,6 +86,7 @@ class Jobs:
             for other, process in self._running.items():
                 if other != name and process.poll() is not None:
                     raise JobError(f"{other} ended with exit code {process.returncode}:\n{self._tail(other)}")
+            meanwhile()
             if time.monotonic() > self._give_up:
                 raise JobError(f"{name} did not end in time:\n{self._tail(name)}")
             time.sleep(0.1)

@@ -10,7 +10,6 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.overlap_rounds import Measured, Turns, mean_over_ranks, rounds, say_and_wait
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.backend.backend import make_backend
@@ -54,6 +54,10 @@ class Settings:
     warmup: untimed steps, before all turns, of strategies that order their messages by what they measure in them.
     peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
     measured. nice: of the ranks and the peers. out: JSON, written by rank 0.
+    bare: measure bare operations and allreduces, too. link_bytes: of the message that measures the link.
+    seconds: no round begins later than so long after the first one, but three are run; None: all are.
+    screen: the rule by which variants leave after `screen_rounds` (see overlap_rounds.py); None: all stay.
+    link_words: a file by which rank 0 asks for an unshaped link while variants warm up; empty: it stays as it is.
     """
 
     shape: dict[str, Any]
@@ -68,6 +72,12 @@ class Settings:
     progress: str = "auto"
     nice: int = 0
     deadline_seconds: float = 120.0
+    bare: bool = True
+    link_bytes: int = _LINK_BYTES
+    seconds: float | None = None
+    screen: dict[str, Any] | None = None
+    screen_rounds: int = 3
+    link_words: str = ""
 
 
 @dataclass
@@ -221,7 +231,7 @@ class Rank:
 
     def link_bytes_per_second(self) -> float:
         """The rate of a large message from rank 0 to the last rank, alone on the link; on rank 0."""
-        buffer = np.ones(_LINK_BYTES, np.uint8)
+        buffer = np.ones(self.settings.link_bytes, np.uint8)
         comm, last = self.bare_comm, self.world.size - 1
         rates = []
         for _ in range(_LINK_TRIALS):
@@ -234,6 +244,14 @@ class Rank:
             self.barrier()
             rates.append(buffer.size / (time.perf_counter() - begin))
         return float(np.median(rates))
+
+    def set_link(self, word: str) -> None:
+        """Ask whoever started the job for an "unshaped" or a "shaped" link, and wait until it is."""
+        if self.settings.link_words:
+            self.barrier()
+            if self.world.rank == 0:
+                say_and_wait(Path(self.settings.link_words), word)
+            self.barrier()
 
     def allreduce_seconds(self) -> dict[str, float]:
         """Allreduce of all gradients, nonblocking and polled as `blocking` does it, and MPI's own blocking call."""
@@ -305,49 +323,49 @@ class Peer:
 def measure(rank: Rank) -> dict[str, Any]:
     """All rounds; the order within a round moves on by one each time, so that nobody always comes after the same one."""
     settings = rank.settings
-    rank.say("link")
     payloads = rank.formula_bytes(rank.world.size)
-    two_level = levels(rank.nodes)
-    turns: dict[str, Callable[[], dict[str, float]]] = {
-        name: partial(rank.turn, variant) for name, variant in rank.variants.items()
-    }
+    rank.set_link("unshaped")
+    for name, variant in rank.variants.items():
+        rank.say(f"warm-up of {name}")
+        rank.warm_up(variant)
+    rank.set_link("shaped")
+    for size in payloads.values() if settings.bare else ():
+        rank.bare(size)
+    rank.say("link")
+    facts = _facts(rank, payloads)
+    turns: Turns = {name: partial(rank.turn, variant) for name, variant in rank.variants.items()}
     if rank.peer is not None:
         turns |= {f"peer {kind}": partial(rank.peer_turn, kind) for kind in PEER_KINDS}
-    turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
-    facts = {
+    if settings.bare:
+        turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
+    return {"facts": facts, "rounds": _rounds(rank, turns)}
+
+
+def _rounds(rank: Rank, turns: Turns) -> Measured:
+    chosen = rank.settings
+    return rounds(
+        rank.world,
+        turns,
+        chosen.rounds,
+        seconds=chosen.seconds,
+        screen=chosen.screen,
+        screen_rounds=chosen.screen_rounds,
+        say=rank.say,
+    )
+
+
+def _facts(rank: Rank, payloads: dict[str, int]) -> dict[str, Any]:
+    two_level = levels(rank.nodes)
+    return {
         "payload_bytes": payloads,
         "wire_bytes": payloads if two_level is None else rank.formula_bytes(two_level.nodes),
         "parameters": rank.network.groups["all"].size,
         "link_bytes_per_second": rank.link_bytes_per_second(),
-        "allreduce_seconds": rank.allreduce_seconds(),
+        "allreduce_seconds": rank.allreduce_seconds() if rank.settings.bare else None,
         "ranks": rank.world.size,
         "mpi": mpi.describe(),
         "progress": f"{rank.mode}: {rank.mode_reason}",
         "peer": None if rank.peer is None else rank.peer.facts,
-    }
-    for name, variant in rank.variants.items():
-        rank.say(f"warm-up of {name}")
-        rank.warm_up(variant)
-    for size in payloads.values():
-        rank.bare(size)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
-    names = list(turns)
-    for number in range(settings.rounds):
-        at = number % len(names)
-        rank.say(f"round {number + 1} of {settings.rounds}")
-        for name in names[at:] + names[:at]:
-            found[name].append(turns[name]())
-    return {"facts": facts, "rounds": found}
-
-
-def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:
-    """The ranks' measurements of the same turn, averaged: one that starts its timed steps late ends them early."""
-    return {
-        name: [
-            {key: float(np.mean([each[name][number][key] for each in all_ranks])) for key in turn}
-            for number, turn in enumerate(turns)
-        ]
-        for name, turns in all_ranks[0].items()
     }
 
 
