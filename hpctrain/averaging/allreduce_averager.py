@@ -65,6 +65,7 @@ class AllreduceAverager(GradientAverager):
         assert agreement.schedule is not None
         self.schedule = agreement.schedule
         self._comm = agreement.streams[Stream.GRADIENTS]
+        self._sums = self._comm if agreement.sums is None else agreement.sums
         self._queue = self.progress.queue(self._comm)
         self._cuts_large = cuts_large
         self.optimizer.bind(self.group, self.group.segments)
@@ -127,11 +128,11 @@ class AllreduceAverager(GradientAverager):
         piece = self.schedule.slices[k]
         gradient = self.group.grad[piece.start : piece.stop]
         if not self._cuts_large:
-            return self._comm.iallreduce(gradient)
+            return self._sums.iallreduce(gradient)
         parts = slice_sizes.parts_of(gradient.size, gradient.itemsize, self._comm.size)
         if len(parts) == 1:
-            return self._comm.iallreduce(gradient)
-        return _Several([self._comm.iallreduce(gradient[begin:end]) for begin, end in parts])
+            return self._sums.iallreduce(gradient)
+        return _Several([self._sums.iallreduce(gradient[begin:end]) for begin, end in parts])
 
     def _is_settled(self, parameter: Parameter) -> bool:
         return not any(k in self._previous.pending for k in self._touching[parameter.name])

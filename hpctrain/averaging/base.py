@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.comm.base import Array, Communicator
+from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
@@ -50,11 +50,13 @@ class Agreement:
     Attributes:
         schedule: the operations of a step; None for a strategy that has no schedule.
         streams: the communicators that the strategy asked for. link: measured, where the strategy needs it; else None.
+        sums: of gradients over the group's ranks, which may travel in 16 bits; None: those of the stream, which are exact.
     """
 
     schedule: CollectiveSchedule | None = None
     streams: Mapping[Stream, Communicator] = field(default_factory=dict)
     link: LinkModel | None = None
+    sums: GradientSums | None = None
 
 
 class GradientAverager(ABC):

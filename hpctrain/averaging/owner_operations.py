@@ -12,7 +12,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation
 from hpctrain.averaging.norms import JointStep
 from hpctrain.averaging.slices import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
-from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
 from hpctrain.nn.parameter import Segment
@@ -44,6 +44,7 @@ class OwnerOperations:
     Args:
         streams: by stream, its communicator; its ranks own the parts of a slice in their order.
         batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
+        sums: of gradients; None: those of their stream.
 
     Attributes:
         owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
@@ -51,10 +52,16 @@ class OwnerOperations:
     """
 
     def __init__(
-        self, setup: AveragerSetup, schedule: CollectiveSchedule, streams: Mapping[Stream, Communicator], batch: int
+        self,
+        setup: AveragerSetup,
+        schedule: CollectiveSchedule,
+        streams: Mapping[Stream, Communicator],
+        batch: int,
+        sums: GradientSums | None = None,
     ) -> None:
         self._group, self._optimizer, self._schedule = setup.group, setup.optimizer, schedule
         self._streams, self._comm = streams, streams[Stream.GRADIENTS]
+        self._sums_of = self._comm if sums is None else sums
         self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
         self.touching: dict[str, list[int]] = {name: [] for name in setup.group.parameters}
         self.exchange_of: dict[str, SufficientFactorExchange] = {}
@@ -106,7 +113,7 @@ class OwnerOperations:
             return Complete()
         piece = self._schedule.slices[k]
         gradient = self._group.grad[piece.start : piece.stop]
-        return self._comm.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
+        return self._sums_of.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
 
     def _start_norms(self, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""

@@ -72,7 +72,7 @@ class ReduceScatterAverager(GradientAverager):
         self._posting = _posting(self.schedule)
         self._comm = agreement.streams[Stream.GRADIENTS]
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
-        self._operations = OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch)
+        self._operations = OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         self.optimizer.bind(self.group, self._operations.owned)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}

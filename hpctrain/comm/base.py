@@ -24,6 +24,18 @@ class Handle(Protocol):
         ...
 
 
+class GradientSums(Protocol):
+    """Sums over ranks, which may round what travels. A communicator's own are exact to the dtype of its buffers."""
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        """Sum over the ranks, in place; every rank gets the same bits. Collective."""
+        ...
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        """Rank r receives the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
+        ...
+
+
 @runtime_checkable
 class Communicator(Protocol):
     """An ordered group of ranks. Implementations: MPI (mpi.py), one process (single.py), threads (virtual/)."""

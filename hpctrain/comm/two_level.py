@@ -7,14 +7,15 @@ and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of it
 
 from __future__ import annotations
 
-from collections import deque
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,21 @@ class TwoLevel:
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
         self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
         self._reduce_within = self._split(self._node, f"{flat.name} within nodes")
-        self._reduce_across = self._split(self._local_rank, f"{flat.name} across nodes")
+        self._reduce_across: Communicator = self._split(self._local_rank, f"{flat.name} across nodes")
+        self._sums_across: GradientSums = self._reduce_across
         self._gather_within = self._split(self._node, f"{flat.name} within nodes")
         self._gather_across = self._split(self._local_rank, f"{flat.name} across nodes")
-        self._reductions, self._gathers = _Stages(), _Stages()
+        self._reductions, self._gathers = Stages(), Stages()
         self._spare: dict[tuple[int, Any], list[Array]] = {}
+
+    def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
+        """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.
+
+        Operations of both may be mixed: all second stages keep the order in which they were posted.
+        """
+        other = copy.copy(self)
+        other._sums_across = sums_over(self._reduce_across)
+        return other
 
     def _split(self, color: int, name: str) -> Communicator:
         group = self._flat.split(color, self.rank, name)
@@ -98,7 +109,7 @@ class TwoLevel:
         of_node = self._take(run_sizes[self._local_rank], send)
 
         def across() -> Handle:
-            return self._reduce_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
+            return self._sums_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
 
         within = self._reduce_within.ireduce_scatter(send, of_node, run_sizes)
         return self._reductions.add(within, across, lambda: self._give_back(of_node))
@@ -155,55 +166,3 @@ class TwoLevel:
 
     def _give_back(self, buffer: Array) -> None:
         self._spare[buffer.size, buffer.dtype].append(buffer)
-
-
-class _Staged:
-    """An operation of two stages."""
-
-    __slots__ = ("_begin_second", "_finish", "_first", "_second", "_stages", "first_complete")
-
-    def __init__(self, stages: _Stages, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None]) -> None:
-        self.first_complete = False
-        self._stages = stages
-        self._first: Handle | None = first
-        self._begin_second: Callable[[], Handle] | None = begin_second
-        self._second: Handle | None = None
-        self._finish: Callable[[], None] | None = finish
-
-    def begin_second(self) -> None:
-        begin, self._begin_second = self._begin_second, None
-        assert begin is not None
-        self._second = begin()
-
-    def test(self) -> bool:
-        if self._finish is None:
-            return True
-        if self._first is not None and self._first.test():
-            self._first, self.first_complete = None, True
-            self._stages.advance()
-        if self._second is None or not self._second.test():
-            return False
-        self._finish()
-        self._finish = self._second = None
-        return True
-
-    def __str__(self) -> str:
-        if self._second is not None:
-            return f"{self._second}, the second of two stages"
-        return "first of two stages complete" if self._first is None else f"{self._first}, the first of two stages"
-
-
-class _Stages:
-    """Operations whose second stage has not begun, in the order in which they were posted."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[_Staged] = deque()
-
-    def add(self, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None] = lambda: None) -> _Staged:
-        staged = _Staged(self, first, begin_second, finish)
-        self._waiting.append(staged)
-        return staged
-
-    def advance(self) -> None:
-        while self._waiting and self._waiting[0].first_complete:
-            self._waiting.popleft().begin_second()

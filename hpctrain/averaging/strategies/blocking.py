@@ -20,8 +20,9 @@ class BlockingAverager(GradientAverager):
     may for a bare one; cutting it as `parts_of` does would avoid that, and may change last bits with the MPI's algorithm.
     """
 
-    def __init__(self, setup: AveragerSetup) -> None:
+    def __init__(self, setup: AveragerSetup, agreement: Agreement) -> None:
         super().__init__(setup)
+        self._sums = self.comm if agreement.sums is None else agreement.sums
         self.optimizer.bind(self.group, self.group.segments)
         self._queue = self.progress.queue(self.comm)
         self._names = tuple(self.group.parameters)
@@ -39,7 +40,7 @@ class BlockingAverager(GradientAverager):
         """Nothing leaves before all gradients are there."""
 
     def end_backward(self) -> None:
-        self.progress.wait(self._queue.post(lambda: self.comm.iallreduce(self.group.grad), "all gradients"))
+        self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self.group.grad), "all gradients"))
         if self._step is not None:  # the update needs what other groups have not summed yet
             fill_share(self._step.norms[self._member], self.group, self.comm, self._names)
             self._step.contribute(self._member)
@@ -74,4 +75,4 @@ class Blocking(Strategy):
     adds_norms = True
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return BlockingAverager(setup)
+        return BlockingAverager(setup, agreement)
