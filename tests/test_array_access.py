@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[1]
-#: these know where their arrays lie: kernels, transports, data on the host, ranks of a grid (refused elsewhere), tools for tests
-FREE = ("backend", "comm", "data", "parallel", "testing", "virtual")
+#: these know where their arrays lie: kernels, transports, messages of the host's arrays, data on the host, ranks of a grid
+#: (refused elsewhere), tools for tests
+FREE = ("backend", "comm", "compress", "data", "parallel", "testing", "virtual")
 #: attributes that hold such arrays
 ARRAYS = {"d_logits", "data", "grad", "input_grads", "logits", "output", "output_grad", "shadow", "x", "x_grad"}
 #: functions that write to arrays that they are given, beside those with `out`

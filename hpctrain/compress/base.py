@@ -15,6 +15,8 @@ import numpy as np
 class Compressor(ABC):
     """Messages of arrays of one size and dtype.
 
+    An array that holds something that is not finite has a message that does too, so that its receivers learn of it.
+
     Args:
         size: elements of an array. dtype: "float32" or "float64".
 
@@ -28,6 +30,9 @@ class Compressor(ABC):
         self.size = size
         self.dtype = np.dtype(dtype)
 
+    def begin_step(self, step: int) -> None:  # noqa: B027  most choose nothing by chance
+        """Let all that is chosen by chance in the next messages follow from `step`, so that a resumed run repeats them."""
+
     @abstractmethod
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
         """Write the message of `values`, which stay as they are, into `message` (message_size,) uint8."""
@@ -39,3 +44,7 @@ class Compressor(ABC):
     @abstractmethod
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
         """Add what the message says to `values`, element by element."""
+
+    @abstractmethod
+    def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
+        """Leave in `values`, of which `message` was made, what it does not say: exactly, they were that plus what it says."""

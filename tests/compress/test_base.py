@@ -23,6 +23,9 @@ class Half(Compressor):
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
         values[: self.size // 2] += message.view(self.dtype)
 
+    def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
+        values[: self.size // 2] -= message.view(self.dtype)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_message_is_as_long_as_the_compressor_says(dtype: str) -> None:
