@@ -31,5 +31,8 @@ class PlainBfloat16(Compressor):
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
         values[...] = (message.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
+    def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
+        values -= (message.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
         values += (message.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
