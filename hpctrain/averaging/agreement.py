@@ -7,7 +7,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import calibrate
-from hpctrain.comm.two_level import in_levels
+from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
 
 
@@ -23,7 +23,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
         CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
     """
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
-    streams = {stream: in_levels(setup.comm, strategy.levels, f"{setup.comm.name} {stream}") for stream in strategy.streams}
+    streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.streams}
     if strategy.request() is None:
         return strategy.averager(setup, Agreement(streams=streams))
     comm = streams[Stream.GRADIENTS]
@@ -34,6 +34,12 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert schedule is not None
     check_same_schedule(comm, schedule)
     return strategy.averager(setup, Agreement(schedule, streams, link))
+
+
+def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:
+    """The communicator of a stream. Collective."""
+    name = f"{comm.name} {stream}"
+    return (across_nodes if stream is Stream.NODES else in_levels)(comm, strategy.levels, name)
 
 
 def check_same_schedule(comm: Communicator, schedule: CollectiveSchedule) -> None:

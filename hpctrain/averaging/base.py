@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -87,6 +87,11 @@ class GradientAverager(ABC):
         #: of this group alone, where it has all parameters of the network
         self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
 
+    @property
+    def by_holder(self) -> Collection[str]:
+        """Names of the states that are (holders, size), of which only the sum over the holders matters to later steps."""
+        return () if self.pending is None else (self.pending,)
+
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         """A step starts; its update will use learning rate `lr`. counts: the step's samples on each rank of `comm`."""
@@ -134,11 +139,15 @@ class GradientAverager(ABC):
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
 
-        That named `pending` is (holders, size) instead. Collective where the state is sharded; here it is a
-        view of what this rank holds.
+        Those of `by_holder` are (holders, size) instead. Collective where the state is sharded; here it is a view of what this
+        rank holds.
         """
         state = self.optimizer.state(self.group.segment(parameter.name))
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
+
+    def state_names(self, parameter: Parameter) -> Collection[str]:
+        """The names that `load_state` takes for a parameter; it is given all of them. Collective where the state is sharded."""
+        return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
         """Take this rank's part of one parameter's whole state, as `full_state` gave it."""

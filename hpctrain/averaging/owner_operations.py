@@ -24,6 +24,7 @@ class StepUpdate:
     """The things that the updates of one step use.
 
     norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
+    number: of the step, counted from 0 over the whole training, by averagers that count.
     """
 
     lr: float
@@ -31,6 +32,7 @@ class StepUpdate:
     joint: JointStep | None
     member: int
     left_out: frozenset[int] = frozenset()
+    number: int = 0
 
     def contribute(self) -> None:
         """Tell the other groups that this one's squares are in place."""
@@ -88,7 +90,7 @@ class OwnerOperations:
                 slices = [self._schedule.slices[other] for other in together]
                 self.exchange_of[weight] = SufficientFactorExchange(self._group, slices, self._comm, batch)
             self._pieces[k] = self.exchange_of[weight], together.index(k)
-        elif self._comm.size > 1:
+        elif self._comm.size > piece.copies:
             self._sums[k] = self._group.arithmetic.zeros(end - begin, self._group.dtype)
 
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
@@ -125,9 +127,7 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
-            segments += self._own[k]
-            if self._counts_replicated:
-                segments += self._replicated[k]
+            segments += self._counted(k)
             if self._group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
                 norms.add_partial(self._group, segments)
                 segments.clear()
@@ -137,12 +137,21 @@ class OwnerOperations:
             return Complete()
         return self._comm.iallreduce(norms.squares)
 
+    def _counted(self, k: int) -> tuple[Segment, ...]:
+        """What of a slice counts on this rank in a norm: of elements that several ranks update, on one of them."""
+        own = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
+        return (*own, *self._replicated[k]) if self._counts_replicated else own
+
     def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""
-        k, comm = operation.slice, self._streams[operation.stream]
+        k = operation.slice
         if update.norms is None:
             self._finish_gradient(k)
         self._optimizer.update((*self._own[k], *self._replicated[k]), update.lr, update.norms)
+        return self._gather(k, self._streams[operation.stream])
+
+    def _gather(self, k: int, comm: Communicator) -> Handle:
+        """The allgather of a slice's parameters, in place."""
         piece = self._schedule.slices[k]
         return comm.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(comm.size))
 
@@ -166,11 +175,12 @@ class OwnerOperations:
         whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
         for piece in (self._schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            counts = [part.size for part in owned]
+            # Of ranks that own the same part the first gives it.
+            counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
             begin = max(segment.start, piece.start) - segment.start
             state = self._state(owned[comm.rank])
             for key, target in whole.items():
-                handle = comm.iallgather(state[key], target[begin : begin + sum(counts)], counts)
+                handle = comm.iallgather(state[key][: counts[comm.rank]], target[begin : begin + sum(counts)], counts)
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole
 

@@ -52,6 +52,7 @@ class ReduceScatterAverager(GradientAverager):
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
         order: the ranks of `comm` as the streams count them; None: as `comm` does.
         replan: gives the schedule in another order, from times measured in the first steps; None: its order stays.
+        operations: of the schedule, where they are special ones.
     """
 
     schedule: CollectiveSchedule
@@ -65,6 +66,7 @@ class ReduceScatterAverager(GradientAverager):
         nominal_batch: int,
         order: Sequence[int] | None = None,
         replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule] | None = None,
+        operations: OwnerOperations | None = None,
     ) -> None:
         super().__init__(setup)
         assert agreement.schedule is not None
@@ -72,7 +74,7 @@ class ReduceScatterAverager(GradientAverager):
         self._posting = _posting(self.schedule)
         self._comm = agreement.streams[Stream.GRADIENTS]
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
-        self._operations = OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
+        self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         self.optimizer.bind(self.group, self._operations.owned)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}

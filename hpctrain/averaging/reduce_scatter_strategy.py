@@ -103,7 +103,7 @@ class ReduceScatterStrategy(Strategy):
         return self.options.replan and not (schedule is not None and schedule.timed)
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
-        slices = self._slices(*self.slice_elements(link if self.options.sizes == "measured" else slice_sizes.RULE_LINK))
+        slices = self._slices(link if self.options.sizes == "measured" else slice_sizes.RULE_LINK)
         operations = self._operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
         return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, self.window(slices, link, None))
 
@@ -123,9 +123,9 @@ class ReduceScatterStrategy(Strategy):
             replan=partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
         )
 
-    def _slices(self, least: int, most: int) -> tuple[Slice, ...]:
-        """Slices of all parameters, in forward order."""
-        layout = self.group.layout
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Slices of all parameters, in forward order. link: that sizes follow from."""
+        layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
         slices = list(cut(layout, fused(layout, least, exchanging), most))
         for weight, biases in self.exchanging.items():

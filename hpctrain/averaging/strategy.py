@@ -24,6 +24,7 @@ class PlannedGroup:
         nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: passes that a rank splits a step into. needs_norms: the optimiser needs norms of whole parameters.
         several_groups: the network has other groups beside this one, as some layers are split over a split group.
+        momentum: of the optimiser; 0 where it has none.
     """
 
     layout: GroupLayout
@@ -33,6 +34,7 @@ class PlannedGroup:
     micro_batches: int = 1
     needs_norms: bool = False
     several_groups: bool = False
+    momentum: float = 0.0
 
     @property
     def total_bytes(self) -> int:

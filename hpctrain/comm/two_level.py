@@ -68,6 +68,30 @@ def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator
     return flat if two is None else TwoLevel(flat, two)
 
 
+def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
+    """The ranks of this rank's node. Collective; set-up.
+
+    Args:
+        comm: in the order of `two`, as `in_levels` makes it.
+    """
+    return _split(comm, comm.rank % two.nodes, f"{name} within nodes")
+
+
+def across_nodes(comm: Communicator, two: Levels | None, name: str) -> Communicator:
+    """The ranks of this rank's number on all nodes, in the nodes' order; all of `comm` where there is one level. Collective."""
+    position = comm.rank if two is None else two.order.index(comm.rank)
+    number, node = divmod(position, comm.size if two is None else two.nodes)
+    group = comm.split(number, node, f"{name} across nodes")
+    assert group is not None
+    return group
+
+
+def _split(comm: Communicator, color: int, name: str) -> Communicator:
+    group = comm.split(color, comm.rank, name)
+    assert group is not None
+    return group
+
+
 class TwoLevel:
     """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
 
@@ -81,11 +105,11 @@ class TwoLevel:
         self._flat = flat
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
         self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
-        self._reduce_within = self._split(self._node, f"{flat.name} within nodes")
-        self._reduce_across: Communicator = self._split(self._local_rank, f"{flat.name} across nodes")
+        self._reduce_within = _split(flat, self._node, f"{flat.name} within nodes")
+        self._reduce_across: Communicator = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._sums_across: GradientSums = self._reduce_across
-        self._gather_within = self._split(self._node, f"{flat.name} within nodes")
-        self._gather_across = self._split(self._local_rank, f"{flat.name} across nodes")
+        self._gather_within = _split(flat, self._node, f"{flat.name} within nodes")
+        self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._reductions, self._gathers = Stages(), Stages()
         self._spare: dict[tuple[int, Any], list[Array]] = {}
 
@@ -97,11 +121,6 @@ class TwoLevel:
         other = copy.copy(self)
         other._sums_across = sums_over(self._reduce_across)
         return other
-
-    def _split(self, color: int, name: str) -> Communicator:
-        group = self._flat.split(color, self.rank, name)
-        assert group is not None
-        return group
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         """Sum over the node, whose ranks get the pieces of all ranks of their number; then sum of those over the nodes."""

@@ -151,6 +151,7 @@ def _make_strategy(config: Config) -> None:
         micro_batches=config.micro_batches,
         needs_norms=_optimizer(config).needs_norms,
         several_groups=grid.splits_parameters(config),
+        momentum=_optimizer(config).momentum,
     )
     make_strategy(config.averager.name, config.averager.options, group)
 

@@ -49,6 +49,8 @@ class Optimizer(ABC):
     #: the update of one layer needs that layer's norms (LARS)
     layer_norms: ClassVar[bool] = False
     clip_norm: float | None = None
+    #: share of the previous update's direction that is kept; 0 by an optimiser that has none
+    momentum: float = 0.0
 
     @property
     def needs_norms(self) -> bool:

@@ -126,6 +126,7 @@ class Replica:
                         micro_batches,
                         needs_norms=unbound.needs_norms,
                         several_groups=MODEL in network.groups,
+                        momentum=unbound.momentum,
                     )
                 )
         self.averagers: Mapping[str, GradientAverager] = {}

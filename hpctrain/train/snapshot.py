@@ -74,7 +74,7 @@ def take(
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
                 shape = parameter.spec.shape
-                if state == averager.pending:
+                if state in averager.by_holder:
                     value = np.stack([shards.whole(name, of_holder.reshape(shape)) for of_holder in values])
                 else:
                     value = shards.whole(name, values.reshape(shape))
@@ -93,13 +93,13 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
     put_weights(content, network, shards)
     states: dict[str, list[str]] = {}
     for averager in averagers.values():
-        states |= {name: list(averager.full_state(parameter)) for name, parameter in averager.group.parameters.items()}
+        states |= {name: list(averager.state_names(parameter)) for name, parameter in averager.group.parameters.items()}
     _refuse_leftovers(content, {optimizer_key(state, name) for name, keys in states.items() for state in keys})
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             state = {}
             for key in states[name]:
-                if key == averager.pending:
+                if key in averager.by_holder:
                     state[key] = _kept_back(content, optimizer_key(key, name), name, network, shards, averager.holders)
                 else:
                     state[key] = _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
@@ -151,11 +151,12 @@ def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
         raise CheckpointError(
             f"The averager {strategy} has added up gradients of {many} parameters ({name} first) that are not applied yet, and "
             f"that the averager of now would drop. First go on for one step (--steps 1) with the averager {strategy} and its "
-            f"options as they were, which applies them; then change it."
+            f"options as they were, but for one with which it keeps nothing back (max_interval 1 of lazy, density 1 of sparse), "
+            f"which applies them; then change it."
         )
     raise CheckpointError(
-        f"The checkpoint holds the {state} of {many} parameters ({name} first), which the optimizer has no place for now; "
-        f"give it the options that it was written with."
+        f"The checkpoint holds the {state} of {many} parameters ({name} first), which neither optimizer nor averager has a "
+        f"place for now; give them the options that it was written with."
     )
 
 

@@ -84,6 +84,7 @@ class TracedOptimizer(Optimizer):
         self._inner = inner
         self._trace = trace
         self.clip_norm = inner.clip_norm
+        self.momentum = inner.momentum
 
     @property
     def needs_norms(self) -> bool:

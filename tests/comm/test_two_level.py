@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.two_level import Levels, TwoLevel, in_levels, levels, node_numbers
+from hpctrain.comm.two_level import Levels, TwoLevel, across_nodes, in_levels, levels, node_numbers, within_node
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
@@ -189,3 +189,24 @@ def test_buffers_of_one_size_and_two_types_are_not_mixed_up() -> None:
             np.testing.assert_array_equal(received, np.full(2, 6 if dtype is np.int64 else 8, dtype))
 
     run_virtual(4, program)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2), (0, 0, 0, 1, 1, 1)], ids=str)
+def test_ranks_of_a_node_and_of_a_number_find_each_other(nodes: tuple[int, ...]) -> None:
+    """Across nodes in their order of first rank; without levels every rank is a node."""
+    two = levels(nodes)
+    assert two is not None
+
+    def program(comm: ThreadCommunicator) -> None:
+        flat = in_levels(comm, two, "x")
+        inside = within_node(flat, two, "x").allgather_object((nodes[comm.rank], comm.rank))
+        assert inside == [(nodes[comm.rank], rank) for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
+        number = inside.index((nodes[comm.rank], comm.rank))
+        across = across_nodes(comm, two, "x")
+        first = dict.fromkeys(nodes)
+        assert across.allgather_object(nodes[comm.rank]) == list(first)
+        assert set(across.allgather_object(number)) == {number}
+        alone = across_nodes(comm, None, "x")
+        assert (alone.rank, alone.size) == (comm.rank, comm.size)
+
+    run_virtual(len(nodes), program)
