@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.comm.message_account import MessageAccount
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.nn.hooks import StepHooks
@@ -79,6 +80,22 @@ def ticket_seconds() -> float:
     return (_least(run(tracer), tracer.clear) - _least(run(None), tracer.clear)) / _EVENTS
 
 
+def account_seconds() -> float:
+    """CPU time that the account of messages adds to one call of the engine, tracing or not: always on."""
+    account = MessageAccount()
+
+    def work() -> None:
+        for _ in range(_EVENTS):
+            account.begin()
+            account.end()
+
+    def nothing() -> None:
+        for _ in range(_EVENTS):
+            pass
+
+    return (_least(work, lambda: None) - _least(nothing, lambda: None)) / _EVENTS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the result")
@@ -87,13 +104,15 @@ def main() -> None:
         "event_seconds": cost_per_event_seconds(_EVENTS),
         "operator_seconds": hook_seconds(),
         "ticket_seconds": ticket_seconds(),
+        "account_seconds": account_seconds(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.platform(),
     }
     print(f"one event                    {found['event_seconds'] * 1e6:6.2f} us")
     print(f"one operator (two events)    {found['operator_seconds'] * 1e6:6.2f} us")
-    print(f"one operation (one event)    {found['ticket_seconds'] * 1e6:6.2f} us")
+    print(f"one operation (two events)   {found['ticket_seconds'] * 1e6:6.2f} us")
+    print(f"one call, not traced         {found['account_seconds'] * 1e6:6.2f} us")
     if arguments.json is not None:
         write_json(arguments.json, found)
 

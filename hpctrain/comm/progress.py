@@ -12,12 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.message_account import MessageAccount
+from hpctrain.comm.posting_queue import PostingQueue as PostingQueue
+from hpctrain.comm.posting_queue import Ticket as Ticket
 from hpctrain.comm.progress_thread import ProgressThread
 from hpctrain.errors import CommunicationTimeoutError
 from hpctrain.launch import exit_codes
@@ -34,155 +36,6 @@ _SLEEP_SECONDS = 50e-6
 _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
-class Ticket:
-    """An operation given to a queue: waiting for its turn, in flight, or done.
-
-    Attributes:
-        purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
-        done: complete; stays True.
-    """
-
-    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "purpose", "queue_name", "sequence")
-
-    def __init__(
-        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
-    ) -> None:
-        self.purpose = purpose
-        self.queue_name = queue_name
-        self.sequence = sequence
-        self.done = False
-        self.begun_ns = 0  # where it is traced: when posting began
-        self.handle: Handle | None = None
-        self._start: Callable[[], Handle] | None = start
-        self._after = tuple(after)
-
-    def ready(self) -> bool:
-        """True once everything that it comes after is complete."""
-        return all(ticket.done for ticket in self._after)
-
-    def begin(self) -> None:
-        """Start the operation. Its dependencies are let go, so that no chain of old tickets is kept."""
-        assert self._start is not None, "an operation is started once"
-        start, self._start, self._after = self._start, None, ()
-        self.handle = start()
-
-    def test(self) -> bool:
-        """Drive the started operation; True once complete, and its buffers are let go."""
-        assert self.handle is not None
-        if self.handle.test():
-            self.done = True
-            self.handle = None
-        return self.done
-
-    def __str__(self) -> str:
-        head = f"{self.purpose}: queue {self.queue_name}, sequence number {self.sequence}"
-        if self.done:
-            return f"{head}, complete"
-        if self.handle is not None:
-            return f"{head}, operation {self.handle}, in flight"
-        blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
-        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
-
-
-class PostingQueue:
-    """Operations of one communicator, started strictly in the order of `post`.
-
-    Args:
-        name: for messages and traces. window: most operations in flight at a time; None: no limit.
-        lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        window: int | None = None,
-        *,
-        lock: AbstractContextManager[Any] | None = None,
-        trace: Tracer | None = None,
-    ) -> None:
-        assert window is None or window >= 1
-        self.name = name
-        self.window = window
-        self._lock = lock if lock is not None else nullcontext()
-        self._trace = trace
-        self._waiting: deque[Ticket] = deque()
-        self._in_flight: list[Ticket] = []
-        self._posted = 0
-        self.starting = False
-
-    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue an operation; it starts at once where it may.
-
-        Args:
-            start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
-                all of `after` are complete. May compute (a shard's update) and may post; must not wait.
-            purpose: its name in messages and traces, usually the parameter's.
-            after: tickets of any queue.
-        """
-        with self._lock:
-            ticket = Ticket(start, purpose, after, self.name, self._posted)
-            self._posted += 1
-            self._waiting.append(ticket)
-            self.start_heads()
-        return ticket
-
-    @property
-    def idle(self) -> bool:
-        """True where nothing waits and nothing is in flight."""
-        return not self._waiting and not self._in_flight
-
-    def unfinished(self) -> Sequence[Ticket]:
-        """The operations in flight, then those that wait, each in order."""
-        return (*self._in_flight, *self._waiting)
-
-    def collect(self) -> None:
-        """Test everything in flight once."""
-        flying = self._in_flight
-        kept = 0
-        for ticket in flying:
-            if not ticket.test():
-                flying[kept] = ticket
-                kept += 1
-            elif self._trace is not None:
-                self._record(ticket, self._trace)
-        del flying[kept:]
-
-    def progress_once(self) -> None:
-        """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
-        for ticket in self._in_flight:
-            if ticket.handle is not None:
-                ticket.handle.test()
-
-    def start_heads(self) -> None:
-        """Start operations from the head while they may start."""
-        if self.starting:  # a `start` that posts: what it adds comes after itself
-            return
-        self.starting = True
-        try:
-            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
-                ticket = self._waiting.popleft()
-                self._begin(ticket)
-                if not ticket.test():
-                    self._in_flight.append(ticket)
-                elif self._trace is not None:
-                    self._record(ticket, self._trace)
-        finally:
-            self.starting = False
-
-    def _begin(self, ticket: Ticket) -> None:
-        trace = self._trace
-        if trace is None:
-            ticket.begin()
-            return
-        begun_ns, recorded = trace.clock_ns(), len(trace)
-        ticket.begin()
-        # A start that first computes, and traces that, posts after it.
-        ticket.begun_ns = begun_ns if len(trace) == recorded else max(begun_ns, trace.last_stop_ns)
-
-    def _record(self, ticket: Ticket, trace: Tracer) -> None:
-        trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
-
-
 class ProgressEngine:
     """Owns the posting queues of a process; the only place that waits.
 
@@ -196,7 +49,10 @@ class ProgressEngine:
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
         clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
         stream: where the report goes; stderr by default.
-        trace: records operations and waits.
+        trace: records operations, waits, and what posting and tests take beside them.
+
+    Attributes:
+        waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
     """
 
     def __init__(
@@ -213,9 +69,10 @@ class ProgressEngine:
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
-        self.waited_seconds = 0.0  # all waits so far: communication that nothing hid
+        self.waited_seconds = 0.0
         self.polls_between_operators = True
         self.trace = trace
+        self.account = MessageAccount(trace)
         self._abort = abort
         self._clock = clock
         self._sleep = sleep
@@ -231,7 +88,7 @@ class ProgressEngine:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
             with self._lock:
-                self._queues[comm] = PostingQueue(name, window, lock=self._lock, trace=self.trace)
+                self._queues[comm] = PostingQueue(name, window, lock=self._lock, trace=self.trace, account=self.account)
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
@@ -244,14 +101,20 @@ class ProgressEngine:
 
     def poll(self) -> None:
         """One pass over all queues: test what is in flight, then start what may start. Never blocks."""
+        queues = self._queues.values()
+        if all(queue.idle for queue in queues):
+            return
         with self._lock:
-            queues = self._queues.values()
-            for queue in queues:
-                if not queue.idle:
-                    queue.collect()
-            for queue in queues:
-                if not queue.idle:
-                    queue.start_heads()
+            self.account.begin()
+            try:
+                for queue in queues:
+                    if not queue.idle:
+                        queue.collect()
+                for queue in queues:
+                    if not queue.idle:
+                        queue.start_heads()
+            finally:
+                self.account.end()
 
     def operator_done(self) -> None:
         """Between two operators: let messages move, unless that is left to the transport."""
@@ -310,17 +173,21 @@ class ProgressEngine:
     def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
         begin = self._clock()
-        while True:
-            self.poll()
-            if finished():
-                break
-            now = self._clock()
-            if now - begin > self.deadline_seconds:
-                self._give_up(awaited)
-            if now - begin > _YIELD_SECONDS:
-                self._sleep(_SLEEP_SECONDS)
-            else:
-                self._offer_core()
+        self.account.begin_wait()
+        try:
+            while True:
+                self.poll()
+                if finished():
+                    break
+                now = self._clock()
+                if now - begin > self.deadline_seconds:
+                    self._give_up(awaited)
+                if now - begin > _YIELD_SECONDS:
+                    self._sleep(_SLEEP_SECONDS)
+                else:
+                    self._offer_core()
+        finally:
+            self.account.end_wait()
         self.waited_seconds += self._clock() - begin
 
     def _give_up(self, awaited: object) -> NoReturn:

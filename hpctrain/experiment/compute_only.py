@@ -23,6 +23,7 @@ from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.atomic_write import write_json
+from hpctrain.trace.time_table import TimeTable
 
 RESULT_FILE = "compute_only.json"
 _REPEATS = 5
@@ -86,17 +87,17 @@ def _exchange(
 def report(
     session: Session,
     directory: Path,
-    median_step_seconds: float,
-    steps: int,
+    table: TimeTable,
     exchange: GradientExchange,
     about: Mapping[str, Any],
 ) -> list[str]:
     """Record and describe the measurement; the lines are rank 0's. Collective over the world.
 
     Args:
-        median_step_seconds: of this rank, over `steps` steps.
+        table: of this rank's steps.
     """
-    per_rank = [float(seconds) for seconds in session.world.allgather_object(median_step_seconds)]
+    of_ranks = session.world.allgather_object((table.median_step_seconds, table.total.messages_seconds))
+    per_rank = [float(seconds) for seconds, _ in of_ranks]
     slowest = int(np.argmax(per_rank))
     # One core computes and moves messages, so what the exchange costs it adds to the compute; the wire works beside both.
     limit = max(per_rank[slowest] + exchange.cpu_seconds, exchange.seconds)
@@ -105,16 +106,17 @@ def report(
     content = {
         **about,
         "ranks": session.world.size,
-        "steps": steps,
+        "steps": table.steps,
         "compute_only_seconds": per_rank[slowest],
+        "messages_seconds": of_ranks[slowest][1],
         "per_rank_seconds": per_rank,
         "exchange": asdict(exchange),
         "limit_seconds": limit,
     }
     write_json(directory / RESULT_FILE, content)
     lines = [
-        f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {steps} steps on the slowest rank, {slowest} "
-        f"(fastest {min(per_rank) * 1e3:.3f} ms)"
+        f"compute-only step {per_rank[slowest] * 1e3:.3f} ms: median of {table.steps} steps on the slowest rank, {slowest} "
+        f"(fastest {min(per_rank) * 1e3:.3f} ms); posting and progress take {of_ranks[slowest][1] * 1e3:.3f} ms of it"
     ]
     if session.groups.all_ranks.size > 1:
         lines.append(

@@ -117,7 +117,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
         exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
-        lines += compute_only.report(alone, directory.path, table.median_step_seconds, table.steps, exchange, about)
+        lines += compute_only.report(alone, directory.path, table, exchange, about)
         for line in lines:
             reporter.say(line)
     finally:

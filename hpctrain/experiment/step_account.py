@@ -13,12 +13,18 @@ FEWEST_STEPS = 14
 
 
 def over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep | None:
-    """The slowest rank's step and the mean of the ranks' exposed time; None after too few steps. Collective over the world."""
+    """The slowest rank's step, and the means of the ranks' exposed time and of their time for messages; None after too few steps.
+
+    Collective over the world.
+    """
     measured = [one for one in world.allgather_object(mine) if one is not None]
     if len(measured) < world.size or min(one.steps for one in measured) < FEWEST_STEPS:
         return None
     return MeasuredStep(
-        max(one.seconds for one in measured), fmean(one.exposed_seconds for one in measured), min(one.steps for one in measured)
+        max(one.seconds for one in measured),
+        fmean(one.exposed_seconds for one in measured),
+        min(one.steps for one in measured),
+        fmean(one.messages_seconds for one in measured),
     )
 
 
@@ -31,11 +37,15 @@ def line(measured: MeasuredStep, predicted: PredictedStep | None = None, reason:
     """The account in one line. reason: why there is no prediction."""
     if predicted is None:
         why = f" (no prediction: {reason})" if reason else ""
-        return f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages{why}"
+        return (
+            f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages "
+            f"and {measured.messages_seconds:.2g} s were posting and progress{why}"
+        )
     return (
         f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
         f"({accuracy(predicted.seconds, measured.seconds):.0%}); "
-        f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}"
+        f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}; "
+        f"posting and progress took {measured.messages_seconds:.2g} s"
     )
 
 
@@ -46,6 +56,7 @@ def facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = N
         "steps": measured.steps,
         "measured_step_seconds": measured.seconds,
         "measured_exposed_seconds": measured.exposed_seconds,
+        "measured_messages_seconds": measured.messages_seconds,
     }
     if predicted is not None:
         account |= {

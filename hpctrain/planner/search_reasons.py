@@ -47,7 +47,8 @@ def _exposed(table: TimeTable) -> dict[str, float]:
 
 
 def _compute(table: TimeTable) -> dict[str, float]:
-    return {**{row.name: row.compute_seconds for row in table.rows}, "the rest of the step": table.left_over_seconds}
+    own = {row.name: row.compute_seconds + row.messages_seconds for row in table.rows}
+    return {**own, "the rest of the step": table.left_over_seconds}
 
 
 def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from hpctrain.trace.tracer import Category, Events
+from hpctrain.trace.tracer import BESIDE, Category, Events
 
 _PROGRAM = 0  # thread number of the program's own events; queues follow
 
@@ -67,7 +67,7 @@ class ChromeTrace:
         )
         for category, label_index, track, number, begin, length in rows:
             head = f'"name":{labels[label_index]},"cat":"{kinds[category]}","pid":{rank}'
-            if category == Category.COMMUNICATION:
+            if category in BESIDE:
                 common = f'{head},"tid":{track},"id":"{rank}.{track}.{number}"'
                 self._line(f'{{"ph":"b",{common},"ts":{begin:.3f},"args":{{"sequence":{number}}}}}')
                 self._line(f'{{"ph":"e",{common},"ts":{begin + length:.3f}}}')

@@ -1,10 +1,11 @@
 """Where a step's time goes, from its trace: layer | compute | communication | hidden | exposed | which rank came late.
 
 All numbers are means over the counted steps of one rank, in seconds. A rank's program spends every instant of a step in exactly
-one place: computing for some row, waiting for some row (exposed), or nowhere that was recorded (left over). So compute and
-exposed of all rows and the left over add up to the step. Communication runs beside that: a row's communication is the length of
-the time in which at least one of its operations was posted and not known to be complete; hidden is the part of it in which the
-program did not wait, for whatever. Exposed time is never a difference: it is the measured waits, less what was computed in them.
+one place: computing for some row, posting and testing messages, waiting for some row (exposed), or nowhere that was recorded
+(left over). So compute, messages and exposed of all rows and the left over add up to the step. Communication runs beside that:
+a row's communication is the length of the time in which at least one of its operations was posted and not known to be complete;
+hidden is the part of it in which the program did not wait, for whatever. Exposed time is never a difference: it is the measured
+waits, less what was computed in them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import numpy as np
 
 from hpctrain.trace import intervals
 from hpctrain.trace.intervals import Intervals
-from hpctrain.trace.tracer import Category, Events
+from hpctrain.trace.tracer import BESIDE, Category, Events
 
 UPDATE_ROW = "optimizer update"
 _OPERATORS = (Category.FORWARD, Category.PARAMETERS, Category.INPUT)
+_MESSAGES = (Category.AVERAGING, Category.MESSAGES)
 _WORD = re.compile(r"[\w.]+")
 _SECONDS = 1e-9
 
@@ -41,7 +43,9 @@ class Late:
 class Row:
     """One line of the table, in seconds per step. kind: "layer", "communication" (of no single layer) or "work".
 
-    compute_seconds is the sum of the phases for a layer (forward, its parameters' and its input's gradient).
+    compute_seconds is the sum of the phases for a layer (forward, its parameters' and its input's gradient). messages_seconds:
+    the program's own time for posting and testing. delay_seconds: at most so much passed between an operation's turn and its
+    posting, in sum.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Row:
     exposed_seconds: float = 0.0
     operations: float = 0.0
     late: Late | None = None
+    messages_seconds: float = 0.0
+    delay_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
     rows: dict[str, dict[str, float]] = {name: {"kind": 0} for name in names.layers}
     waits, left_over = _program_time(inside, names, rows)
     total_communication = _communication(events, names, rows, window, waits)
+    _delays(inside, names, rows)
     per_step = _SECONDS / steps
     made = _ordered(_row(name, values, per_step) for name, values in rows.items())
     compute = sum(row.compute_seconds for row in made)
@@ -133,6 +140,8 @@ def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
         hidden_seconds=hidden * per_step,
         exposed_seconds=exposed,
         operations=sum(row.operations for row in made),
+        messages_seconds=sum(row.messages_seconds for row in made),
+        delay_seconds=sum(row.delay_seconds for row in made),
     )
     return TimeTable(
         tuple(made),
@@ -153,7 +162,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
     """Give every instant of the program to its row; the waits as intervals, and what is left over, in ns."""
-    program = inside.select(inside.category != Category.COMMUNICATION)
+    program = inside.select(~np.isin(inside.category, BESIDE))
     start, stop, owner = intervals.own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
     category = program.category
@@ -168,6 +177,8 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
             _add(rows, names.of(name), "communication", "exposed", nanoseconds)
         elif kind in _OPERATORS:
             _add(rows, name, "layer", Category(kind).name.lower(), nanoseconds)
+        elif kind in _MESSAGES:
+            _add(rows, name, "communication", "messages", nanoseconds)
         else:
             _add(rows, UPDATE_ROW if kind == Category.UPDATE else name, "work", "compute", nanoseconds)
     waiting = category[owner] == Category.WAIT
@@ -192,6 +203,13 @@ def _communication(
             _add(rows, row, "communication", "hidden", whole - intervals.common(flying, waits))
             _add(rows, row, "communication", "operations", int(begun[indices].sum()) / _SECONDS)
     return intervals.length(_flying(events, window))
+
+
+def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> None:
+    """Add each row's delays of postings that began in a step, in ns."""
+    delays = inside.of(Category.DELAY)
+    for name, nanoseconds in zip(delays.name.tolist(), (delays.stop_ns - delays.start_ns).tolist(), strict=True):
+        _add(rows, names.of(delays.names[name]), "communication", "delay", nanoseconds)
 
 
 def _flying(events: Events, window: Intervals) -> Intervals:
@@ -226,6 +244,8 @@ def _row(name: str, values: Mapping[str, float], per_step: float) -> Row:
         hidden_seconds=values.get("hidden", 0.0) * per_step,
         exposed_seconds=values.get("exposed", 0.0) * per_step,
         operations=values.get("operations", 0.0) * per_step,
+        messages_seconds=values.get("messages", 0.0) * per_step,
+        delay_seconds=values.get("delay", 0.0) * per_step,
     )
 
 
@@ -238,6 +258,8 @@ _COLUMNS = (
     "hidden_seconds",
     "exposed_seconds",
     "operations",
+    "messages_seconds",
+    "delay_seconds",
 )
 
 

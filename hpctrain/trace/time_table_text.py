@@ -21,7 +21,7 @@ def lines(table: TimeTable, clock_error_seconds: float, ranks: int, width: int |
         clock_error_seconds: who came late by less than that is not known, and not shown.
         width: columns of the terminal, for which long names are folded; None: as wide as it gets.
     """
-    shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or row.exposed_seconds]
+    shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or _taken(row)]
     cells = [_cells(row, clock_error_seconds) for row in _fewer(shown)]
     cells.append(("left over", _ms(table.left_over_seconds), "", "", "", ""))
     total = table.total
@@ -33,6 +33,8 @@ def lines(table: TimeTable, clock_error_seconds: float, ranks: int, width: int |
     ends = [f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {share:.1%} of it left over"]
     if ranks > 1 and total.communication_seconds > 0:
         ends.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
+        ends.append(f"posting and progress take {total.messages_seconds / step:.1%}")
+        ends.append(f"operations are posted at most {_ms(total.delay_seconds)} ms after their turns, in sum")
     ends.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
     return [title, *_aligned([_HEAD, *cells], width), *_folded("; ".join(ends), width)]
 
@@ -45,17 +47,22 @@ def _fewer(rows: Sequence[Row]) -> list[Row]:
     kept = [row for row in rows if row in heaviest]
     rest = [row for row in rows if row not in heaviest]
     compute = sum(row.compute_seconds for row in rest)
-    exposed = sum(row.exposed_seconds for row in rest)
-    return [*kept, Row(f"{len(rest)} more rows", "work", compute_seconds=compute, exposed_seconds=exposed)]
+    taken = sum(_taken(row) for row in rest)
+    return [*kept, Row(f"{len(rest)} more rows", "work", compute_seconds=compute, exposed_seconds=taken)]
 
 
 def _weight(row: Row) -> float:
-    return row.compute_seconds + row.exposed_seconds + row.communication_seconds
+    return row.compute_seconds + _taken(row) + row.communication_seconds
+
+
+def _taken(row: Row) -> float:
+    """The time that messages took from the program: waits, and its own work for them."""
+    return row.exposed_seconds + row.messages_seconds
 
 
 def _cells(row: Row, clock_error_seconds: float) -> tuple[str, ...]:
-    communicates = row.communication_seconds > 0 or row.exposed_seconds > 0
-    travel = (row.communication_seconds, row.hidden_seconds, row.exposed_seconds)
+    communicates = row.communication_seconds > 0 or _taken(row) > 0
+    travel = (row.communication_seconds, row.hidden_seconds, _taken(row))
     return (
         row.name,
         _ms(row.compute_seconds) if row.compute_seconds else "",

@@ -20,12 +20,12 @@ _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
-#: name of what averager and progress engine do between operators
+#: name of what averager and progress engine do between operators, and inside of them for messages
 HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. COMMUNICATION runs beside the program; all others are the program's own time and nest."""
+    """The kind of an event. Those of BESIDE run beside the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1
@@ -37,6 +37,12 @@ class Category(IntEnum):
     LOADING = 7  # until the next batch was there
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step, loading included; number: its position in the epoch
+    MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
+    DELAY = 11  # beside the program: from when an operation's turn may have come until its posting began; track and number
+
+
+#: kinds that are not the program's own time
+BESIDE = (Category.COMMUNICATION, Category.DELAY)
 
 
 @dataclass(frozen=True)

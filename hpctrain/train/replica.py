@@ -29,7 +29,7 @@ from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_reduction import StepReduction, StepTotals
-from hpctrain.train.tracing import traced_optimizer
+from hpctrain.train.tracing import timed_optimizer
 
 _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
@@ -116,7 +116,7 @@ class Replica:
         self._optimizers: dict[str, Optimizer] = {}
         if strategy is not None and optimizer is not None:
             for name, group in network.groups.items():
-                unbound = self._optimizers[name] = traced_optimizer(_usable(optimizer(), network), progress.trace)
+                unbound = self._optimizers[name] = timed_optimizer(_usable(optimizer(), network), progress)
                 self.strategies[name] = strategy(
                     PlannedGroup(
                         group,

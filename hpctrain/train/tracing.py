@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 
 from hpctrain.backend.kernels.base import Array
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
@@ -77,12 +78,12 @@ class TracingHooks(StepHooks):
         self._ready = self._clock_ns()
 
 
-class TracedOptimizer(Optimizer):
-    """An optimiser whose updates are recorded."""
+class TimedOptimizer(Optimizer):
+    """An optimiser whose updates are told to the engine's account, and recorded where there is a tracer."""
 
-    def __init__(self, inner: Optimizer, trace: Tracer) -> None:
+    def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
         self._inner = inner
-        self._trace = trace
+        self._account, self._trace = progress.account, progress.trace
         self.clip_norm = inner.clip_norm
         self.momentum = inner.momentum
 
@@ -94,26 +95,26 @@ class TracedOptimizer(Optimizer):
         self._inner.bind(group, owned)
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        begin = self._trace.clock_ns()
+        begin_ns = self._account.clock_ns()
         self._inner.update(segments, lr, norms)
-        if segments:
-            self._trace.add(Category.UPDATE, segments[0].parameter, begin, self._trace.clock_ns())
+        stop_ns = self._account.clock_ns()
+        self._account.updated(begin_ns, stop_ns)
+        if segments and self._trace is not None:
+            self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
 
     def state(self, segment: Segment) -> dict[str, np.ndarray]:
         return self._inner.state(segment)
 
 
-class _TracedLayerwiseOptimizer(TracedOptimizer):
+class _TimedLayerwiseOptimizer(TimedOptimizer):
     """The same for one that needs each layer's norms."""
 
     layer_norms = True
 
 
-def traced_optimizer(inner: Optimizer, trace: Tracer | None) -> Optimizer:
-    """`inner`, with its updates recorded where there is a tracer."""
-    if trace is None:
-        return inner
-    return _TracedLayerwiseOptimizer(inner, trace) if inner.layer_norms else TracedOptimizer(inner, trace)
+def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
+    """`inner`, with its updates told apart from the time that messages take."""
+    return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
 
 
 def traced_steps(batches: Generator[Batch, None, None], trace: Tracer | None) -> Generator[Batch, None, None]:

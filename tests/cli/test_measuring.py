@@ -61,7 +61,10 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Job, fold
     predicted = record["predicted_step_seconds"]
     assert isinstance(predicted, float)
     assert f"predicted {predicted:.3g} s a step, measured {seconds:.3g} (" in outcome.stdout
-    assert f" against {exposed:.3g}\n" in outcome.stdout
+    messages = record["measured_messages_seconds"]
+    assert isinstance(messages, float)
+    assert 0 < messages < seconds
+    assert f" against {exposed:.3g}; posting and progress took {messages:.2g} s\n" in outcome.stdout
 
 
 @pytest.mark.parametrize(("ranks", "epochs"), [(0, 5), (2, 3)])
@@ -82,7 +85,7 @@ def test_a_traced_run_prints_and_keeps_where_its_time_went(job: Job, folder: Pat
     content = json.loads((run.path / "time_table.json").read_text())
     table = content["table"]
     assert table["steps"] == 3 * 6 - 1
-    spent = sum(row["compute_seconds"] + row["exposed_seconds"] for row in table["rows"])
+    spent = sum(row["compute_seconds"] + row["messages_seconds"] + row["exposed_seconds"] for row in table["rows"])
     assert spent + table["left_over_seconds"] == pytest.approx(table["step_seconds"])
     assert {"checkpoint", "bookkeeping", "loss"} & {row["name"] for row in table["rows"]} >= {"bookkeeping", "loss"}
     assert content["averager"] == "blocking"

@@ -188,7 +188,7 @@ def test_a_run_says_its_grid_and_traces_all_groups(job: Job, folder: Path) -> No
     assert table["grid"].startswith("2 x 2: batch, stage1.* domain")
     assert len(table["per_rank"]) == 4
     for rank in table["per_rank"]:
-        spent = sum(row["compute_seconds"] + row["exposed_seconds"] for row in rank["rows"])
+        spent = sum(row["compute_seconds"] + row["messages_seconds"] + row["exposed_seconds"] for row in rank["rows"])
         assert spent + rank["left_over_seconds"] == pytest.approx(rank["step_seconds"], rel=1e-6)
 
 

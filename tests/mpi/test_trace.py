@@ -70,7 +70,7 @@ def test_one_file_and_one_table_of_all_ranks(world: Communicator, tmp_path: Path
 
     content = json.loads((tmp_path / TABLE_FILE).read_text())
     for table in (content["table"], *content["per_rank"]):
-        spent = sum(row["compute_seconds"] + row["exposed_seconds"] for row in table["rows"])
+        spent = sum(row["compute_seconds"] + row["messages_seconds"] + row["exposed_seconds"] for row in table["rows"])
         assert spent + table["left_over_seconds"] == pytest.approx(table["step_seconds"], rel=1e-6)
     assert len(content["per_rank"]) == world.size
     rows = {row["name"]: row for row in content["table"]["rows"]}

@@ -15,9 +15,15 @@ def _ms(table: TimeTable) -> dict[str, Row]:
     return {row.name: row for row in table.rows}
 
 
-def test_compute_exposed_and_left_over_add_up_to_the_step() -> None:
+def _spent(table: TimeTable) -> float:
+    times = sum(row.compute_seconds + row.messages_seconds + row.exposed_seconds for row in table.rows)
+    assert times == pytest.approx(table.total.compute_seconds + table.total.messages_seconds + table.total.exposed_seconds)
+    return times + table.left_over_seconds
+
+
+def test_compute_messages_exposed_and_left_over_add_up_to_the_step() -> None:
     table = recorded_table()
-    spent = sum(row.compute_seconds + row.exposed_seconds for row in table.rows) + table.left_over_seconds
+    spent = _spent(table)
     assert table.step_seconds == pytest.approx(0.010)
     assert spent == pytest.approx(table.step_seconds)
     assert table.steps == 3  # the first is not counted
@@ -35,7 +41,8 @@ def test_each_row_has_what_was_measured() -> None:
     assert conv.hidden_seconds == pytest.approx(3.0e-3)
     assert (fc.exposed_seconds, fc.hidden_seconds) == pytest.approx((0.0, 1e-3))
     assert rows[time_table.UPDATE_ROW].compute_seconds == pytest.approx(0.5e-3)
-    assert rows["hooks"].compute_seconds == pytest.approx(1e-3)
+    assert (rows["hooks"].compute_seconds, rows["hooks"].messages_seconds) == (0.0, pytest.approx(1e-3))
+    assert rows["hooks"].kind == "communication"
     assert rows["data loading"].compute_seconds == pytest.approx(1e-3)
     assert conv.operations == pytest.approx(1.0)
 
@@ -55,6 +62,39 @@ def test_communication_that_two_operations_share_counts_once_in_the_total() -> N
     rows = _ms(table)
     assert rows["bucket 2"].hidden_seconds == pytest.approx(3e-3)  # the program waited for the other one
     assert rows["bucket 2"].exposed_seconds == 0.0
+
+
+def test_what_messages_take_inside_an_operator_is_none_of_its_compute_and_an_update_in_it_is_an_update() -> None:
+    script = Script()
+    for at in (0, 20):
+        script(Category.FORWARD, "conv", at, at + 6)
+        script(Category.MESSAGES, "posting and progress", at + 1, at + 4)  # a layer that exchanges activations posts
+        script(Category.UPDATE, "conv.weight", at + 2, at + 3)
+        script(Category.AVERAGING, "posting and progress", at + 6, at + 9)
+        script(Category.MESSAGES, "posting and progress", at + 7, at + 8)
+        script(Category.STEP, "step", at, at + 10)
+    table = tabulate(script.events())
+    assert table is not None
+    rows = _ms(table)
+    assert rows["conv"].forward_seconds == pytest.approx(3e-3)
+    assert rows[time_table.UPDATE_ROW].compute_seconds == pytest.approx(1e-3)
+    assert rows["posting and progress"].messages_seconds == pytest.approx(5e-3)
+    assert table.total.messages_seconds == pytest.approx(5e-3)
+    assert _spent(table) == pytest.approx(table.step_seconds) == pytest.approx(10e-3)
+
+
+def test_delays_of_postings_are_summed_by_row_and_take_nothing_from_the_step() -> None:
+    script = Script()
+    for at in (0, 20):
+        script(Category.FORWARD, "conv", at, at + 9)
+        script(Category.DELAY, "slice 1 of conv.weight", at + 1, at + 3, 2 * at, "column")
+        script(Category.DELAY, "slice 2 of conv.weight", at + 2, at + 3, 2 * at + 1, "column")
+        script(Category.STEP, "step", at, at + 10)
+    table = tabulate(script.events())
+    assert table is not None
+    assert _ms(table)["conv"].delay_seconds == table.total.delay_seconds == pytest.approx(3e-3)
+    assert _spent(table) == pytest.approx(10e-3)
+    assert table.total.communication_seconds == 0.0
 
 
 def test_what_happens_between_steps_is_not_counted() -> None:
@@ -146,7 +186,7 @@ def test_the_mean_over_ranks_keeps_the_sum() -> None:
     assert other is not None
     merged = merge([table, other], {"conv": Late(1, 0.5, 2e-3)})
     assert merged.step_seconds == pytest.approx(15e-3)
-    spent = sum(row.compute_seconds + row.exposed_seconds for row in merged.rows) + merged.left_over_seconds
+    spent = _spent(merged)
     assert spent == pytest.approx(merged.step_seconds)
     assert _ms(merged)["conv"].forward_seconds == pytest.approx(7e-3)
     assert _ms(merged)["conv"].late == Late(1, 0.5, 2e-3)

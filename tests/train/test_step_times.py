@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from hpctrain.comm.message_account import MessageAccount
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.train.step_times import MeasuredStep, StepTimes
 
@@ -18,12 +19,17 @@ class _Time:
     def __init__(self) -> None:
         self.now = 100.0
         self.engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+        self.engine.account = MessageAccount(clock_ns=lambda: round(self.now * 1e9))
 
     def clock(self) -> float:
         return self.now
 
-    def passes(self, seconds: float, waited_seconds: float = 0.0) -> None:
-        self.now += seconds
+    def passes(self, seconds: float, waited_seconds: float = 0.0, messages_seconds: float = 0.0) -> None:
+        account = self.engine.account
+        account.begin()
+        self.now += messages_seconds
+        account.end()
+        self.now += seconds - messages_seconds
         self.engine.waited_seconds += waited_seconds
 
 
@@ -71,3 +77,16 @@ def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step
 def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.train.step_times._MOST_STEPS", 5)
     assert _after([(1.0, 0.0)] * 40 + [(3.0, 2.0)] * 5) == MeasuredStep(3.0, 2.0, 5)
+
+
+def test_the_time_of_posting_and_progress_is_told_beside_the_waits() -> None:
+    time = _Time()
+    times = StepTimes(time.engine, time.clock)
+    times.begin()
+    for number in range(9):
+        time.passes(2.0, 0.5, 0.25 if number > 6 else 0.125)
+        times.end_step()
+    measured = times.measured()
+    assert measured is not None
+    assert (measured.seconds, measured.exposed_seconds) == (2.0, 0.5)
+    assert measured.messages_seconds == pytest.approx(0.25)

@@ -14,8 +14,8 @@ from hpctrain.data.loader import Batch, Share
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.trace import intervals
-from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.tracing import TracedOptimizer, traced_optimizer, traced_steps
+from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
+from hpctrain.train.tracing import TimedOptimizer, timed_optimizer, traced_steps
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
@@ -47,7 +47,7 @@ def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
 
 def test_records_of_a_step_have_no_gaps_and_nest() -> None:
     (_, events), *_ = run_virtual(2, lambda comm: _traced(comm, TASK), seed=1)
-    program = events.select(events.category != Category.COMMUNICATION)
+    program = events.select(~np.isin(events.category, BESIDE))
     assert np.all(program.start_ns <= program.stop_ns)
     outer = program.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.AVERAGING, Category.WORK)
     whole = intervals.union(outer.start_ns, outer.stop_ns)
@@ -72,13 +72,11 @@ def test_operations_are_numbered_alike_on_all_ranks() -> None:
     assert len(keys(found[0])) == len(found[0].of(Category.COMMUNICATION))
 
 
-def test_an_optimiser_is_wrapped_only_where_it_is_traced() -> None:
-    plain, layerwise = Sgd(clip_norm=0.5), Lars()
-    assert traced_optimizer(plain, None) is plain
-    tracer = Tracer(8)
-    for inner in (plain, layerwise):
-        wrapped = traced_optimizer(inner, tracer)
-        assert isinstance(wrapped, TracedOptimizer)
+def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, trace=Tracer(8))
+    for inner in (Sgd(clip_norm=0.5), Lars()):
+        wrapped = timed_optimizer(inner, engine)
+        assert isinstance(wrapped, TimedOptimizer)
         assert (wrapped.needs_norms, wrapped.layer_norms, wrapped.clip_norm) == (
             inner.needs_norms,
             inner.layer_norms,

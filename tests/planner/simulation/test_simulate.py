@@ -106,10 +106,11 @@ def test_ranks_of_a_node_share_its_card() -> None:
 
 @every_schedule
 @every_mode
-def test_compute_exposed_and_the_rest_are_the_step(schedule: CollectiveSchedule | None, mode: ProgressMode) -> None:
+def test_compute_messages_exposed_and_the_rest_are_the_step(schedule: CollectiveSchedule | None, mode: ProgressMode) -> None:
     step = _step(schedule, progress=mode)
     table = step.table
-    total = table.total.compute_seconds + table.total.exposed_seconds + table.left_over_seconds
+    own = table.total.compute_seconds + table.total.messages_seconds
+    total = own + table.total.exposed_seconds + table.left_over_seconds
     assert total == pytest.approx(step.seconds, abs=1e-7)
     assert table.step_seconds == pytest.approx(step.seconds, abs=1e-7)
     assert table.total.hidden_seconds <= table.total.communication_seconds + 1e-9

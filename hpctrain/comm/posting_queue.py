@@ -1,0 +1,188 @@
+"""Operations of one communicator, started strictly in the order in which they were queued."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hpctrain.comm.base import Handle
+from hpctrain.comm.message_account import MessageAccount
+from hpctrain.trace.tracer import Category, Tracer
+
+# A posting that is not delayed by more is not recorded as delayed.
+_LEAST_DELAY_NS = 5_000
+
+
+class Ticket:
+    """An operation given to a queue: waiting for its turn, in flight, or done.
+
+    Attributes:
+        purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
+        done: complete; stays True. possible_ns: where it is traced, the last instant at which it was known not to be complete.
+    """
+
+    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "possible_ns", "purpose", "queue_name", "sequence")
+
+    def __init__(
+        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
+    ) -> None:
+        self.purpose = purpose
+        self.queue_name = queue_name
+        self.sequence = sequence
+        self.done = False
+        self.begun_ns = 0  # where it is traced: when posting began
+        self.possible_ns = 0
+        self.handle: Handle | None = None
+        self._start: Callable[[], Handle] | None = start
+        self._after = tuple(after)
+
+    def ready(self) -> bool:
+        """True once everything that it comes after is complete."""
+        return all(ticket.done for ticket in self._after)
+
+    def turn_ns(self) -> int:
+        """The earliest instant at which all that it comes after may have been complete, where operations are traced."""
+        return max((ticket.possible_ns for ticket in self._after), default=0)
+
+    def begin(self) -> None:
+        """Start the operation. Its dependencies are let go, so that no chain of old tickets is kept."""
+        assert self._start is not None, "an operation is started once"
+        start, self._start, self._after = self._start, None, ()
+        self.handle = start()
+
+    def test(self) -> bool:
+        """Drive the started operation; True once complete, and its buffers are let go."""
+        assert self.handle is not None
+        if self.handle.test():
+            self.done = True
+            self.handle = None
+        return self.done
+
+    def __str__(self) -> str:
+        head = f"{self.purpose}: queue {self.queue_name}, sequence number {self.sequence}"
+        if self.done:
+            return f"{head}, complete"
+        if self.handle is not None:
+            return f"{head}, operation {self.handle}, in flight"
+        blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
+
+
+class PostingQueue:
+    """Operations of one communicator, started strictly in the order of `post`.
+
+    Args:
+        name: for messages and traces. window: most operations in flight at a time; None: no limit.
+        lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
+            and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        window: int | None = None,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+        trace: Tracer | None = None,
+        account: MessageAccount | None = None,
+    ) -> None:
+        assert window is None or window >= 1
+        self.name = name
+        self.window = window
+        self._lock = lock if lock is not None else nullcontext()
+        self._trace = trace
+        self._account = MessageAccount(trace) if account is None else account
+        self._free_ns = 0  # where it is traced: since when this queue lets its head start
+        self._waiting: deque[Ticket] = deque()
+        self._in_flight: list[Ticket] = []
+        self._posted = 0
+        self.starting = False
+
+    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue an operation; it starts at once where it may.
+
+        Args:
+            start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
+                all of `after` are complete. May compute (a shard's update) and may post; must not wait.
+            purpose: its name in messages and traces, usually the parameter's.
+            after: tickets of any queue.
+        """
+        with self._lock:
+            self._account.begin()
+            try:
+                ticket = Ticket(start, purpose, after, self.name, self._posted)
+                self._posted += 1
+                self._waiting.append(ticket)
+                if self._trace is not None:
+                    ticket.begun_ns = self._trace.clock_ns()
+                self.start_heads()
+            finally:
+                self._account.end()
+        return ticket
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing waits and nothing is in flight."""
+        return not self._waiting and not self._in_flight
+
+    def unfinished(self) -> Sequence[Ticket]:
+        """The operations in flight, then those that wait, each in order."""
+        return (*self._in_flight, *self._waiting)
+
+    def collect(self) -> None:
+        """Test everything in flight once."""
+        flying, trace = self._in_flight, self._trace
+        full = self.window is not None and len(flying) >= self.window
+        now_ns = 0 if trace is None else trace.clock_ns()
+        kept = 0
+        for ticket in flying:
+            if not ticket.test():
+                ticket.possible_ns = now_ns
+                flying[kept] = ticket
+                kept += 1
+            elif trace is not None:
+                self._record(ticket, trace)
+                if full:
+                    self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+        del flying[kept:]
+
+    def progress_once(self) -> None:
+        """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
+        for ticket in self._in_flight:
+            if ticket.handle is not None:
+                ticket.handle.test()
+
+    def start_heads(self) -> None:
+        """Start operations from the head while they may start."""
+        if self.starting:  # a `start` that posts: what it adds comes after itself
+            return
+        self.starting = True
+        try:
+            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
+                ticket = self._waiting.popleft()
+                self._begin(ticket)
+                if not ticket.test():
+                    ticket.possible_ns = self._free_ns
+                    self._in_flight.append(ticket)
+                elif self._trace is not None:
+                    self._record(ticket, self._trace)
+        finally:
+            self.starting = False
+
+    def _begin(self, ticket: Ticket) -> None:
+        trace = self._trace
+        if trace is None:
+            ticket.begin()
+            return
+        begun_ns = trace.clock_ns()
+        turn_ns = max(self._free_ns, ticket.begun_ns, ticket.turn_ns())
+        if begun_ns - turn_ns > _LEAST_DELAY_NS:
+            trace.add(Category.DELAY, ticket.purpose, turn_ns, begun_ns, self.name, ticket.sequence)
+        ticket.begin()
+        ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after it
+        ticket.possible_ns = self._free_ns = trace.clock_ns()
+
+    def _record(self, ticket: Ticket, trace: Tracer) -> None:
+        trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
