@@ -133,7 +133,8 @@ def show(
     averaged = dry_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
     places = dry_run.rank_map(task.plan, ranks_per_node)
     if as_json:
-        click.echo(json.dumps(plan_tables.as_dict(task, report, averaged, places), indent=1))
+        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places)):
+            click.echo(line)
         return
     plan_tables.print_plan(task, report, averaged, places)
 

@@ -288,6 +288,38 @@ def as_dict(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedu
     }
 
 
+def json_lines(values: dict[str, Any]) -> Iterator[str]:
+    """Plain data as JSON, a line for each key, and for each item of a list of objects; thousands of ranks make very long ones.
+
+    The standard library writes indented text a hundred times more slowly.
+    """
+    last = len(values) - 1
+    yield "{"
+    for number, (key, value) in enumerate(values.items()):
+        comma = "," if number < last else ""
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f' "{key}": ['
+            for item in value[:-1]:
+                yield f"  {_line(item)},"
+            yield f"  {_line(value[-1])}"
+            yield f" ]{comma}"
+        else:
+            yield f' "{key}": {json.dumps(value)}{comma}'
+    yield "}"
+
+
+def _line(item: dict[str, Any]) -> str:
+    """An object in a line. Lists that hold the same few objects many times have each of these encoded once."""
+    fields = []
+    for key, value in item.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            texts = {number: json.dumps(one) for number, one in {id(one): one for one in value}.items()}
+            fields.append(f'"{key}": [{", ".join(texts[id(one)] for one in value)}]')
+        else:
+            fields.append(f'"{key}": {json.dumps(value)}')
+    return "{" + ", ".join(fields) + "}"
+
+
 def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[str, Any]:
     traffic = entry.traffic
     sent = _sent(traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
@@ -296,13 +328,14 @@ def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[s
     if isinstance(entry, RedistributionReport):
         head = {"redistribution": entry.name, "reader": entry.reader, "source": entry.source, "target": entry.target}
         return {**head, **words, **sent, **activations}
+    boxes = {box: _box(box) for box in dict.fromkeys(entry.owns)}  # split groups with as many samples have equal ones
     return {
         "layer": entry.name,
         "operation": entry.operation,
         "use": entry.use.value,
         "split": entry.kind.value,
         "shape": list(entry.shape),
-        "owns": [_box(box) for box in entry.owns],
+        "owns": list(map(boxes.__getitem__, entry.owns)),
         "halo_rows": [rows for rows, _ in entry.halo],
         "halo_columns": [columns for _, columns in entry.halo],
         **words,

@@ -22,7 +22,7 @@ from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.machine import Link, Machine, OperatorClass
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_WIDTH = 150
+_COLUMNS = 80  # where there is no terminal, as under mpiexec
 
 
 def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
@@ -70,7 +70,7 @@ def print_machine(machine: Machine) -> None:
         source = _source(machine, key)
         table.add_row(key, value, "" if source == told else source)
         told = source
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False).print(table)
 
 
 def _source(machine: Machine, key: str) -> str:

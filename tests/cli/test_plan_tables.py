@@ -136,3 +136,25 @@ def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
     sizes = [each["stop"] - each["start"] for each in group["schedule"]["slices"]]
     for place, rank in enumerate(group["order"]):
         assert group["exchanged_elements"][rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)
+
+
+def test_data_are_written_as_a_line_for_each_object() -> None:
+    box, other = {"rows": [0, 2]}, {"rows": [2, 4]}
+    values = {
+        "name": 'a "b"',
+        "entries": [{"layer": "fc", "owns": [box, other, box], "words": [1, 2]}, {"owns": []}],
+        "none": None,
+        "map": [box, box],
+        "empty": [],
+    }
+    lines = list(plan_tables.json_lines(values))
+    assert json.loads("\n".join(lines)) == values
+    assert len(lines) == 2 + 3 + 2 * 4
+
+
+def test_a_plan_has_a_line_for_each_layer_and_each_rank() -> None:
+    result = run("show", RESNET, "batch=32", *IMAGENET, "--ranks", "32", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.output)
+    assert [len(entry["activation_bytes"]) for entry in plan["entries"]] == [32] * len(plan["entries"])
+    assert len(result.output.splitlines()) < len(plan["entries"]) + 3 * 32

@@ -20,8 +20,9 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration_job, "_COLUMNS", 200)  # so that no cell is folded
     out = tmp_path / "laptop.yaml"
     machine = calibration_job.run_calibration(SingleCommunicator(), 1, 5.0, out, 60.0)
     assert machine_file.read(out) == machine
@@ -62,3 +63,10 @@ def test_every_number_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     for key in {".".join(key.split(".")[:2]) for key in machine.sources}:
         assert key in printed
     assert printed.count("here") == 1
+
+
+def test_the_table_is_folded_to_80_columns_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    calibration_job.print_machine(machine_file.read("development"))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
