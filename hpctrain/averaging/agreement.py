@@ -23,7 +23,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
         CollectiveMismatchError: ranks with different schedules, on every rank; the message names the first difference.
     """
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
-    streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.streams}
+    streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
         return strategy.averager(setup, Agreement(streams=streams))
     comm = streams[Stream.GRADIENTS]
@@ -39,6 +39,8 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
 def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:
     """The communicator of a stream. Collective."""
     name = f"{comm.name} {stream}"
+    if stream is Stream.NORMS:  # nothing but allreduces, which have one level
+        return in_levels(comm, None, name)
     return (across_nodes if stream is Stream.NODES else in_levels)(comm, strategy.levels, name)
 
 

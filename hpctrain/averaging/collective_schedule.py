@@ -17,6 +17,9 @@ from hpctrain.errors import CheckpointError
 #: attribute of a slice -> the key that stored schedules have it under
 _STORED_KEYS = {"sufficient_factors": "factors"}
 
+#: the slice of an operation that is of all slices
+ALL_SLICES = -1
+
 
 class OperationKind(StrEnum):
     """The collectives of a step, by what they move."""
@@ -33,20 +36,22 @@ class OperationKind(StrEnum):
 class Stream(StrEnum):
     """The communicator that an operation is posted on; operations of different streams may overtake each other.
 
-    NODES: of the ranks of equal number on all nodes, where slices are compressed.
+    NODES: of the ranks of equal number on all nodes, where slices are compressed. NORMS: of norms of some parameters, for which
+    no sum and no gather of others should wait.
     """
 
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     NODES = "nodes"
+    NORMS = "norms"
 
 
 @dataclass(frozen=True)
 class Operation:
     """One collective of a step.
 
-    slice: position in the schedule's slices; -1 for norms, which are of all slices. Inputs and errors belong to all slices of a
-    linear layer; theirs is the first.
+    slice: position in the schedule's slices. Inputs and errors belong to all slices of a linear layer; theirs is the first.
+    Norms are of the parameters of all slices from theirs up to that of other norms; -1 (`ALL_SLICES`): of all.
     """
 
     kind: OperationKind
@@ -112,9 +117,11 @@ class CollectiveSchedule:
 
     def text(self, operation: Operation) -> str:
         """The operation and what it moves, as messages and traces name it."""
-        if operation.kind is OperationKind.NORMS:
+        if operation.slice == ALL_SLICES:
             return str(operation.kind)
         piece = self.slices[operation.slice]
+        if operation.kind is OperationKind.NORMS:
+            return f"{operation.kind} from {piece.name}"
         of_layer = operation.kind in (OperationKind.INPUTS, OperationKind.ERRORS)
         return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
 
@@ -123,7 +130,9 @@ class CollectiveSchedule:
         lines = [f"{self.request}, {self.ranks} ranks, window {self.window}"]
         for operation in self.operations:
             where = ""
-            if operation.slice >= 0:
+            if operation.kind is OperationKind.NORMS and operation.slice >= 0:
+                where = f" from {self.slices[operation.slice].name}"
+            elif operation.slice >= 0:
                 piece = self.slices[operation.slice]
                 replicated = f" with {', '.join(piece.replicated)}" if piece.replicated else ""
                 compressed = "" if piece.compression is None else f" at density {piece.compression.density:g}"
@@ -202,9 +211,7 @@ class CollectiveSchedule:
         """For people: position, stream, operation, slice, elements, priority."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
         for position, operation in enumerate(self.operations):
-            piece = self.slices[operation.slice] if operation.slice >= 0 else None
-            cells = (piece.name, f"{piece.size:,}", str(piece.order)) if piece is not None else ("all", "", "")
-            rows.append((str(position), operation.stream.value, operation.kind.value, *cells))
+            rows.append((str(position), operation.stream.value, operation.kind.value, *self._cells(operation)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         numbers = (0, 4, 5)
         aligned = (
@@ -216,6 +223,15 @@ class CollectiveSchedule:
         )
         head = f"{self.request}: {self.ranks} ranks, {len(self.slices)} slices, window {self.window}, {self.digest()[:16]}"
         return "\n".join([head, *aligned])
+
+    def _cells(self, operation: Operation) -> tuple[str, str, str]:
+        """Slice, elements and order of an operation, for the table."""
+        if operation.slice == ALL_SLICES:
+            return "all", "", ""
+        piece = self.slices[operation.slice]
+        if operation.kind is OperationKind.NORMS:
+            return f"from {piece.name}", "", ""
+        return piece.name, f"{piece.size:,}", str(piece.order)
 
 
 class _Elements:

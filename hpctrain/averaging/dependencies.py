@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.slices import layer_slices
 
 
@@ -51,22 +52,25 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
 
     An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
     before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
-    are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need all sums. A gather
-    writes the parameters, so it needs that backward has read them for the last time, beside the sums of its slice and, if any,
-    the norms.
+    are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
+    slices whose parameters they are of. A gather writes the parameters, so it needs that backward has read them for the last
+    time, beside the sums of its slice and, if any, the norms of its parameters.
     """
     summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
-    norms: list[int] = []
+    covered = covered_slices(schedule)
+    norms: dict[int, int] = {}  # by slice, the position of its parameters' norms
     needs: list[Dependencies] = []
     for position, operation in enumerate(schedule.operations):
         if operation.kind is OperationKind.NORMS:
-            needs.append(Dependencies(operations=tuple(one for positions in summing.values() for one in positions)))
-            norms.append(position)
+            slices = covered[operation.slice]
+            norms |= dict.fromkeys(slices, position)
+            needs.append(Dependencies(operations=tuple(dict.fromkeys(one for k in slices for one in summing[k]))))
             continue
         piece = schedule.slices[operation.slice]
         if operation.kind is OperationKind.ALLGATHER:
             events = _keys(EventKind.LAST_READ, (*piece.parameters, *piece.replicated))
-            needs.append(Dependencies(events, (*summing[operation.slice], *norms)))
+            complete = (norms[operation.slice],) if covered else ()
+            needs.append(Dependencies(events, (*summing[operation.slice], *complete)))
             continue
         if operation.kind is OperationKind.SPARSE:
             within = tuple(summing.get(operation.slice, ()))

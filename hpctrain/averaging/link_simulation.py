@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -67,6 +67,7 @@ class LinkSimulation:
 
     Args:
         item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
+        norms: slices that are gathered once norms of all of them are complete, which is a message after their last reduction.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LinkSimulation:
         batch: int,
         urgency: Urgency,
         overrun_seconds: float = 0.0,
+        norms: Iterable[range] = (),
     ) -> None:
         self._slices, self._times, self._urgency, self._overrun_seconds = slices, times, urgency, overrun_seconds
         # Slices of one linear layer's sufficient factors are reduced together, with the first.
@@ -86,6 +88,9 @@ class LinkSimulation:
         self._together = [members if members[0] == k else () for k, members in enumerate(together)]
         self._gather_seconds = [gather_seconds(piece, link, ranks, item_bytes) for piece in slices]
         self._reduce_seconds = [reduce_seconds(piece, link, ranks, item_bytes, batch) for piece in slices]
+        self._norms = {k: group for group in norms for k in group}
+        self._norms_seconds = link.allgather_seconds(0, ranks)
+        self._unsummed: dict[range, int] = {}  # how many slices of each group of norms
         self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
         self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
         self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap
@@ -106,6 +111,7 @@ class LinkSimulation:
         """(slice, whether it is its gather) in the order in which they are sent."""
         ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, members in enumerate(self._together) if members)
         self._reductions = sorted(ready, reverse=True)
+        self._unsummed = {group: len(group) for group in self._norms.values()}
         sent: list[tuple[int, bool]] = []
         now = 0.0
         while self._reductions or self._reduced or self._waiting:
@@ -120,8 +126,19 @@ class LinkSimulation:
                 self._gathered[k] = now
             else:
                 for member in self._together[k]:
-                    heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[member])), member))
+                    self._sum(member, now)
         return sent
+
+    def _sum(self, k: int, now: float) -> None:
+        """A slice is reduced: it may be gathered, or all that wait for the same norms may."""
+        group = self._norms.get(k)
+        if group is None:
+            heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[k])), k))
+            return
+        self._unsummed[group] -= 1
+        for member in group if self._unsummed[group] == 0 else ():
+            at = max(now + self._norms_seconds, self._latest(self._times.free, self._slices[member]))
+            heappush(self._reduced, (at, member))
 
     def _should_idle(self, now: float) -> bool:
         _, k, gather = self._waiting[0]
@@ -142,13 +159,20 @@ class LinkSimulation:
 
 
 def best_order(
-    slices: Sequence[Slice], times: Times, link: LinkModel, ranks: int, item_bytes: int, batch: int, urgency: Urgency
+    slices: Sequence[Slice],
+    times: Times,
+    link: LinkModel,
+    ranks: int,
+    item_bytes: int,
+    batch: int,
+    urgency: Urgency,
+    norms: Sequence[range] = (),
 ) -> list[tuple[int, bool]]:
     """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
-        simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds)
+        simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds, norms)
         order = simulation.order()
         orders.append((simulation.stall_seconds(), len(orders), order))
     return min(orders)[2]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.norms import JointStep
 from hpctrain.averaging.slices import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
@@ -73,6 +74,7 @@ class OwnerOperations:
         self._sums: dict[int, Array] = {}
         for k in range(len(schedule.slices)):
             self._add(k, batch)
+        self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
 
@@ -93,6 +95,21 @@ class OwnerOperations:
         elif self._comm.size > piece.copies:
             self._sums[k] = self._group.arithmetic.zeros(end - begin, self._group.dtype)
 
+    def _places(self, slices: range) -> tuple[range, slice]:
+        """Slices whose norms travel together, with the places of their parameters in the norms, which no others have."""
+        if len(slices) == len(self._schedule.slices):
+            return slices, slice(None)
+        places = {segment.parameter: place for place, segment in enumerate(self._group.segments)}
+        pieces = [self._schedule.slices[k] for k in slices]
+        covered = {places[name] for piece in pieces for name in (*piece.parameters, *piece.replicated)}
+        return slices, slice(min(covered), max(covered) + 1)
+
+    def takes_part(self, operation: Operation, left_out: Collection[int]) -> bool:
+        """Whether a step that leaves out some slices posts an operation: norms, if they are those of any other slice."""
+        if operation.kind is OperationKind.NORMS:
+            return not left_out or not all(k in left_out for k in self._covered[operation.slice][0])
+        return operation.slice not in left_out
+
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
 
     def start(self, operation: Operation, update: StepUpdate) -> Handle:
@@ -103,7 +120,7 @@ class OwnerOperations:
             case OperationKind.ERRORS:
                 return self._pieces[operation.slice][0].post_errors()
             case OperationKind.NORMS:
-                return self._start_norms(update)
+                return self._start_norms(operation, update)
             case OperationKind.ALLGATHER:
                 return self._start_gather(operation, update)
             case _:
@@ -117,13 +134,14 @@ class OwnerOperations:
         gradient = self._group.grad[piece.start : piece.stop]
         return self._sums_of.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
 
-    def _start_norms(self, update: StepUpdate) -> Handle:
+    def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
         norms = update.norms
         assert norms is not None
-        norms.squares[...] = 0.0
+        slices, places = self._covered[operation.slice]
+        norms.squares[places] = 0.0
         segments: list[Segment] = []
-        for k in range(len(self._own)):
+        for k in slices:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
@@ -135,7 +153,7 @@ class OwnerOperations:
         if update.joint is not None:
             update.contribute()
             return Complete()
-        return self._comm.iallreduce(norms.squares)
+        return self._streams[operation.stream].iallreduce(norms.squares[places])
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """What of a slice counts on this rank in a norm: of elements that several ranks update, on one of them."""

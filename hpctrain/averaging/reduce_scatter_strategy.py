@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times, Urgency, best_order
+from hpctrain.averaging.norm_groups import norm_groups, slices_of_groups
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
@@ -23,6 +24,7 @@ from hpctrain.averaging.sufficient_factors import exchanging_layers
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
+from hpctrain.optim.base import NormsNeeded
 
 
 class ReduceScatterStrategy(Strategy):
@@ -84,15 +86,28 @@ class ReduceScatterStrategy(Strategy):
     def levels(self) -> Levels | None:
         return self._levels
 
+    @property
+    def posted_streams(self) -> tuple[Stream, ...]:
+        """Norms of some parameters have a stream of their own, so that no reduction and no gather of others waits for them."""
+        return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
+
+    @property
+    def _layer_norms(self) -> bool:
+        """An update waits for the norms of its layers only. Norms of several groups of parameters travel together."""
+        return self.group.norms_needed is NormsNeeded.LAYER and not self.group.several_groups
+
     def request(self) -> str:
         nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
         return f"{self.words()}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Also, the optimiser still needs norms, or still does not: it may have got, or lost, an option."""
+        """Also, the optimiser still needs the norms that it has, or still none: it may have got, or lost, an option."""
         if stored is None or not super().accepts(stored):
             return False
-        return self.group.needs_norms == any(operation.kind is OperationKind.NORMS for operation in stored.operations)
+        norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
+        if self._layer_norms:
+            return bool(norms) or not stored.slices
+        return norms == ([ALL_SLICES] if self.group.needs_norms else [])
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         """For an order that is still to be planned by measured times, too."""
@@ -138,17 +153,28 @@ class ReduceScatterStrategy(Strategy):
             times = times.late()
         batch = group.nominal_batch or 0
         link = link or LinkModel(0.0, 0.0)
-        sent = best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency)
-        return operations_in_order(slices, sent, gathers, norms=group.needs_norms)
+        norms = self._norms(slices)
+        gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
+        sent = best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, gathered_together)
+        return operations_in_order(slices, sent, gathers, norms)
+
+    def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
+        """The slices of the operations of norms, ascending; none where no norms are needed."""
+        if not self.group.needs_norms:
+            return ()
+        return norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
 
 
 def operations_in_order(
-    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, *, norms: bool
+    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, norms: Sequence[int] = ()
 ) -> tuple[Operation, ...]:
     """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
 
     Args:
-        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients.
+        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
+            but norms of some slices only, which have their own.
+        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, behind the last reduction. Else
+            every gather in `sent` must stand behind the last reduction of those whose norms travel with its own.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
@@ -160,8 +186,27 @@ def operations_in_order(
     ]
     if not norms:
         return (*inputs, *order)
+    if ALL_SLICES not in norms:
+        return (*inputs, *_with_norms(slices, order, norms))
     gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
     # Updates wait for the norms, and these for all sums: no gather can go under backward, so front layers go first.
     late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
     reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
-    return (*inputs, *reductions, Operation(OperationKind.NORMS, -1, Stream.GRADIENTS), *late)
+    return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)
+
+
+def _with_norms(slices: Sequence[Slice], order: Sequence[Operation], starts: Sequence[int]) -> list[Operation]:
+    """The operations, and norms of each group of slices right behind the last of its reductions."""
+    groups = slices_of_groups(starts, len(slices))
+    start_of = {k: start for start, group in groups.items() for k in group}
+    unsummed = {start: len(group) for start, group in groups.items()}
+    operations: list[Operation] = []
+    for operation in order:
+        operations.append(operation)
+        summed = () if operation.kind is OperationKind.ALLGATHER else layer_slices(slices, operation.slice)
+        for k in summed:
+            unsummed[start_of[k]] -= 1
+        for start in dict.fromkeys(start_of[k] for k in summed):
+            if unsummed[start] == 0:
+                operations.append(Operation(OperationKind.NORMS, start, Stream.NORMS))
+    return operations

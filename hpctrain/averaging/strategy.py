@@ -13,6 +13,7 @@ from hpctrain.averaging.options import NoOptions
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels
 from hpctrain.nn.parameter import GroupLayout
+from hpctrain.optim.base import NormsNeeded
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class PlannedGroup:
     Attributes:
         layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
         nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
-        micro_batches: passes that a rank splits a step into. needs_norms: the optimiser needs norms of whole parameters.
+        micro_batches: passes that a rank splits a step into. norms_needed: the norms that updates are made with.
         several_groups: the network has other groups beside this one, as some layers are split over a split group.
         momentum: of the optimiser; 0 where it has none.
     """
@@ -32,7 +33,7 @@ class PlannedGroup:
     nodes: Sequence[int] | None = None
     nominal_batch: int | None = None
     micro_batches: int = 1
-    needs_norms: bool = False
+    norms_needed: NormsNeeded = NormsNeeded.NONE
     several_groups: bool = False
     momentum: float = 0.0
 
@@ -40,6 +41,11 @@ class PlannedGroup:
     def total_bytes(self) -> int:
         """Bytes of all gradients."""
         return self.layout.size * self.layout.item_bytes
+
+    @property
+    def needs_norms(self) -> bool:
+        """The optimiser needs norms of whole parameters."""
+        return self.norms_needed is not NormsNeeded.NONE
 
 
 class Strategy(ABC):
@@ -85,6 +91,11 @@ class Strategy(ABC):
     def levels(self) -> Levels | None:
         """The levels in which its streams sum and gather, where nodes have several ranks each; None: in one."""
         return None
+
+    @property
+    def posted_streams(self) -> tuple[Stream, ...]:
+        """The streams that schedules of this group have."""
+        return self.streams
 
     def request(self) -> str | None:
         """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""

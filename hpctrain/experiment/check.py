@@ -149,7 +149,7 @@ def _make_strategy(config: Config) -> None:
         1,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
-        needs_norms=_optimizer(config).needs_norms,
+        norms_needed=_optimizer(config).norms_needed,
         several_groups=grid.splits_parameters(config),
         momentum=_optimizer(config).momentum,
     )

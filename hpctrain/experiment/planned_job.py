@@ -9,6 +9,7 @@ from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.job import Candidate, Job
 
@@ -25,16 +26,16 @@ def job(task: PlannedRun) -> Job:
         dtype=task.graph_of(1).tensors[0].dtype,
         image_shape=task.image_shape,
         batch=config.batch,
-        needs_norms=optimizer.needs_norms,
+        norms_needed=optimizer.norms_needed,
         strategy=make_strategy,
     )
 
 
-def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, needs_norms: bool) -> Job:
+def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, norms_needed: NormsNeeded) -> Job:
     """The training of a network that was made in Python.
 
     Args:
-        dtype: of activations. batch: samples of a step over all ranks. needs_norms: of the optimiser.
+        dtype: of activations. batch: samples of a step over all ranks. norms_needed: of the optimiser.
 
     Raises:
         ShapeError: layers that do not fit each other or the images.
@@ -45,7 +46,7 @@ def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: s
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return Job(type(model).__name__, graph_of, specs, kernels, dtype, image_shape, batch, needs_norms, make_strategy)
+    return Job(type(model).__name__, graph_of, specs, kernels, dtype, image_shape, batch, norms_needed, make_strategy)
 
 
 def candidate(task: PlannedRun) -> Candidate:

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import ClassVar
 
 import numpy as np
 
 from hpctrain.backend.arithmetic import Array
 from hpctrain.nn.parameter import FlatGroup, Segment
+
+
+class NormsNeeded(StrEnum):
+    """The norms that updates are made with, and so what each of them waits for."""
+
+    NONE = "none"
+    #: of the parameters that are updated, and of no others (LARS)
+    LAYER = "layer"
+    #: of all parameters together (clipping)
+    GLOBAL = "global"
 
 
 class Norms:
@@ -53,9 +64,16 @@ class Optimizer(ABC):
     momentum: float = 0.0
 
     @property
+    def norms_needed(self) -> NormsNeeded:
+        """The norms that must be complete before `update`."""
+        if self.clip_norm is not None:
+            return NormsNeeded.GLOBAL
+        return NormsNeeded.LAYER if self.layer_norms else NormsNeeded.NONE
+
+    @property
     def needs_norms(self) -> bool:
         """True where `update` must be given `norms` (LARS or clipping)."""
-        return self.layer_norms or self.clip_norm is not None
+        return self.norms_needed is not NormsNeeded.NONE
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:

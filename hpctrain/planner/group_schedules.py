@@ -130,7 +130,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     nodes,
                     job.batch,
                     candidate.micro_batches,
-                    needs_norms=job.needs_norms,
+                    norms_needed=job.norms_needed,
                     several_groups=several_groups,
                 )
                 samples = counts if name == ALL else _by_split_group(counts, plan.rows)

@@ -10,6 +10,7 @@ from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.nn.parameter import ParameterSpec
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
 
@@ -21,7 +22,7 @@ class PlannedJob:
         model: its name. graph_of: gives the model lowered for a number of samples, batch norms as the training has them.
         specs: all parameters by full name. kernels: the set that computes. dtype: of activations and parameters.
         image_shape: (H, W, C). batch: samples of a step over all ranks.
-        needs_norms: the optimiser needs norms (LARS, clipping).
+        norms_needed: of the optimiser (LARS, clipping).
         strategy: (name, options, group) -> the averaging strategy; raises ConfigError where they do not fit.
     """
 
@@ -32,7 +33,7 @@ class PlannedJob:
     dtype: str
     image_shape: tuple[int, int, int]
     batch: int
-    needs_norms: bool
+    norms_needed: NormsNeeded
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
 
 

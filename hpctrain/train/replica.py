@@ -124,7 +124,7 @@ class Replica:
                         groups.nodes[name],
                         nominal_batch,
                         micro_batches,
-                        needs_norms=unbound.needs_norms,
+                        norms_needed=unbound.norms_needed,
                         several_groups=MODEL in network.groups,
                         momentum=unbound.momentum,
                     )

@@ -12,7 +12,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
-from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 _PHASES: Mapping[str, Category] = {
@@ -88,8 +88,8 @@ class TimedOptimizer(Optimizer):
         self.momentum = inner.momentum
 
     @property
-    def needs_norms(self) -> bool:
-        return self._inner.needs_norms
+    def norms_needed(self) -> NormsNeeded:
+        return self._inner.norms_needed
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         self._inner.bind(group, owned)

@@ -13,6 +13,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CollectiveMismatchError
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, averaged, make_group, planned
@@ -20,7 +21,7 @@ from tests.support.averaging import STRATEGIES, averaged, make_group, planned
 
 def _schedule(strategy: str) -> CollectiveSchedule:
     kind, options = STRATEGIES[strategy]
-    schedule = planned(kind, make_group(), 4, needs_norms=True, **options).plan(None)
+    schedule = planned(kind, make_group(), 4, norms_needed=NormsNeeded.GLOBAL, **options).plan(None)
     assert schedule is not None
     return schedule
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from hpctrain.boxes import even
 from hpctrain.comm.base import Communicator
@@ -13,9 +14,9 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, make
 
 
-def _schedule(strategy: str, ranks: int = 3) -> CollectiveSchedule:
+def _schedule(strategy: str, ranks: int = 3, optimizer: str = "clipping") -> CollectiveSchedule:
     def program(comm: Communicator) -> CollectiveSchedule:
-        schedule = make(strategy, "clipping", comm, virtual_engine(comm)).schedule  # type: ignore[arg-type]
+        schedule = make(strategy, optimizer, comm, virtual_engine(comm)).schedule  # type: ignore[arg-type]
         assert schedule is not None
         return schedule
 
@@ -24,9 +25,10 @@ def _schedule(strategy: str, ranks: int = 3) -> CollectiveSchedule:
     return schedules[0]
 
 
+@pytest.mark.parametrize("optimizer", ["clipping", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_json_gives_the_same_schedule_again(strategy: str) -> None:
-    schedule = _schedule(strategy)
+def test_json_gives_the_same_schedule_again(strategy: str, optimizer: str) -> None:
+    schedule = _schedule(strategy, optimizer=optimizer)
     again = CollectiveSchedule.from_json(schedule.to_json())
     assert again == schedule
     assert again.digest() == schedule.digest()
@@ -38,9 +40,10 @@ def test_text_that_is_no_schedule_is_refused(text: str) -> None:
         CollectiveSchedule.from_json(text)
 
 
+@pytest.mark.parametrize("optimizer", ["clipping", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_table_names_every_operation(strategy: str) -> None:
-    schedule = _schedule(strategy)
+def test_the_table_names_every_operation(strategy: str, optimizer: str) -> None:
+    schedule = _schedule(strategy, optimizer=optimizer)
     lines = schedule.table().splitlines()
     assert len(lines) == 2 + len(schedule.operations)
     for operation, line in zip(schedule.operations, lines[2:], strict=True):
@@ -48,20 +51,23 @@ def test_the_table_names_every_operation(strategy: str) -> None:
         assert operation.slice < 0 or schedule.slices[operation.slice].name in line
 
 
+@pytest.mark.parametrize("optimizer", ["clipping", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_slice_is_reduced_before_it_is_gathered(strategy: str) -> None:
-    schedule = _schedule(strategy)
+def test_each_slice_is_reduced_before_it_is_gathered(strategy: str, optimizer: str) -> None:
+    schedule = _schedule(strategy, optimizer=optimizer)
     if all(each.kind is OperationKind.ALLREDUCE for each in schedule.operations):
         assert sorted(each.slice for each in schedule.operations) == list(range(len(schedule.slices)))
         return
-    norms = next(i for i, each in enumerate(schedule.operations) if each.kind is OperationKind.NORMS)
+    norms_at = {each.slice: i for i, each in enumerate(schedule.operations) if each.kind is OperationKind.NORMS}
+    norms_of = {k: norms_at[first] for first, slices in covered_slices(schedule).items() for k in slices}
     for k, each in enumerate(schedule.slices):
-        at = {operation.kind: i for i, operation in enumerate(schedule.operations) if operation.slice == k}
+        moving = [(i, operation) for i, operation in enumerate(schedule.operations) if operation.kind is not OperationKind.NORMS]
+        at = {operation.kind: i for i, operation in moving if operation.slice == k}
         reduced = (OperationKind.INPUTS, OperationKind.ERRORS) if each.sufficient_factors else (OperationKind.REDUCE_SCATTER,)
         lead = layer_slices(schedule.slices, k)[0]
-        first = {operation.kind: i for i, operation in enumerate(schedule.operations) if operation.slice == lead}
+        first = {operation.kind: i for i, operation in moving if operation.slice == lead}
         assert set(at) == {*(reduced if lead == k else ()), OperationKind.ALLGATHER}
-        assert max(first[kind] for kind in reduced) < norms < at[OperationKind.ALLGATHER]
+        assert max(first[kind] for kind in reduced) < norms_of[k] < at[OperationKind.ALLGATHER]
 
 
 def test_exchanged_counts_one_allreduce_as_two_ways() -> None:

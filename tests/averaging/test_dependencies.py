@@ -6,45 +6,49 @@ import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
+from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.slices import Compression, Slice, layer_slices
+from hpctrain.optim.base import NormsNeeded
 from tests.support.averaging import STRATEGIES, make_group, planned
 
 SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.INPUTS, OperationKind.ERRORS)
 
 
-def _schedule(strategy: str, norms: bool) -> CollectiveSchedule:
+def _schedule(strategy: str, norms: NormsNeeded) -> CollectiveSchedule:
     kind, options = STRATEGIES[strategy]
-    schedule = planned(kind, make_group(), 3, needs_norms=norms, **options).plan(None)
+    schedule = planned(kind, make_group(), 3, norms_needed=norms, **options).plan(None)
     assert schedule is not None
     return schedule
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", NormsNeeded)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_operation_comes_after_earlier_ones_only(strategy: str, norms: bool) -> None:
+def test_an_operation_comes_after_earlier_ones_only(strategy: str, norms: NormsNeeded) -> None:
     """So the order of posting can always be kept: no operation holds up one that it waits for."""
     needs = dependencies(_schedule(strategy, norms))
     assert all(other < position for position, each in enumerate(needs) for other in each.operations)
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", NormsNeeded)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy: str, norms: bool) -> None:
+def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy: str, norms: NormsNeeded) -> None:
     schedule = _schedule(strategy, norms)
     sums = {k: set() for k in range(len(schedule.slices))}
     for position, operation in enumerate(schedule.operations):
         if operation.kind in SUMS:
             for k in layer_slices(schedule.slices, operation.slice):
                 sums[k].add(position)
-    all_norms = {i for i, operation in enumerate(schedule.operations) if operation.kind is OperationKind.NORMS}
+    norms_at = {operation.slice: i for i, operation in enumerate(schedule.operations) if operation.kind is OperationKind.NORMS}
+    norms_of = {k: {norms_at[first]} for first, slices in covered_slices(schedule).items() for k in slices}
     for operation, needs in zip(schedule.operations, dependencies(schedule), strict=True):
         if operation.kind is OperationKind.NORMS:
-            assert set(needs.operations) == set().union(*sums.values())
+            slices = [k for k, positions in norms_of.items() if norms_at[operation.slice] in positions]
+            assert set(needs.operations) == set().union(*(sums[k] for k in slices))
             assert (needs.events, needs.gathers_before) == ((), ())
             continue
         piece = schedule.slices[operation.slice]
         if operation.kind is OperationKind.ALLGATHER:
-            assert set(needs.operations) == sums[operation.slice] | all_norms
+            assert set(needs.operations) == sums[operation.slice] | norms_of.get(operation.slice, set())
             names, kind = (*piece.parameters, *piece.replicated), EventKind.LAST_READ
             assert not needs.gathers_before
         else:
@@ -56,7 +60,7 @@ def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy:
 
 
 def test_every_parameter_is_let_go_before_it_is_written() -> None:
-    group, schedule = make_group(), _schedule("sharded, exchange", True)
+    group, schedule = make_group(), _schedule("sharded, exchange", NormsNeeded.GLOBAL)
     events = {event for each in dependencies(schedule) for event in each.events}
     names = {name for name, parameter in group.parameters.items() if parameter.size}
     assert {event.parameter for event in events if event.kind is EventKind.LAST_READ} == names

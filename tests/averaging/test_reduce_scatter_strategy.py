@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategies.priority import Priority
@@ -18,17 +19,18 @@ from hpctrain.errors import OptionError
 from hpctrain.models.families import vgg
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import GroupLayout
+from hpctrain.optim.base import NormsNeeded
 from tests.support.averaging import make_group, planned
 
 LINK = LinkModel(1e-6, 1e-8)
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", NormsNeeded)
 @pytest.mark.parametrize("kind", [Sharded, Priority])
-def test_an_order_from_measured_times_keeps_slices_and_operations(kind: type[ReduceScatterStrategy], norms: bool) -> None:
+def test_an_order_from_measured_times_keeps_slices_and_operations(kind: type[ReduceScatterStrategy], norms: NormsNeeded) -> None:
     group = make_group()
     size = "bucket_bytes" if kind is Sharded else "slice_parameters"
-    strategy = planned(kind, group, 3, needs_norms=norms, fc_exchange="always", **{size: 16})
+    strategy = planned(kind, group, 3, norms_needed=norms, fc_exchange="always", **{size: 16})
     assert isinstance(strategy, ReduceScatterStrategy)
     first = strategy.plan(LINK)
     at = {name: float(place) for place, (name, parameter) in enumerate(group.parameters.items()) if parameter.size}
@@ -41,10 +43,21 @@ def test_an_order_from_measured_times_keeps_slices_and_operations(kind: type[Red
 
 
 def test_a_schedule_with_norms_is_for_an_optimiser_that_needs_them() -> None:
-    without, with_norms = (planned(Sharded, make_group(), 3, needs_norms=norms) for norms in (False, True))
-    for one, other in ((without, with_norms), (with_norms, without)):
-        assert one.accepts(one.plan(None))
-        assert not one.accepts(other.plan(None))
+    """Norms of everything fit updates that need those of their layers; those of a group of layers do not fit clipping."""
+    strategies = {norms: planned(Sharded, make_group(), 3, norms_needed=norms, bucket_bytes=8) for norms in NormsNeeded}
+    fits = {(norms, norms) for norms in NormsNeeded} | {(NormsNeeded.LAYER, NormsNeeded.GLOBAL)}
+    for one, other in product(NormsNeeded, NormsNeeded):
+        assert strategies[one].accepts(strategies[other].plan(None)) == ((one, other) in fits)
+
+
+def test_norms_of_several_groups_of_parameters_travel_together() -> None:
+    strategy = planned(Sharded, make_group(), 3, norms_needed=NormsNeeded.LAYER, several_groups=True, bucket_bytes=8)
+    schedule = strategy.plan(None)
+    assert schedule is not None
+    norms = [operation for operation in schedule.operations if operation.kind is OperationKind.NORMS]
+    assert norms == [Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS)]
+    assert Stream.NORMS not in strategy.posted_streams
+    assert not strategy.accepts(planned(Sharded, make_group(), 3, norms_needed=NormsNeeded.LAYER, bucket_bytes=8).plan(None))
 
 
 @pytest.mark.parametrize("kind", [Sharded, Priority])

@@ -14,13 +14,14 @@ from hpctrain.averaging.strategy import Strategy
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.collective_schedules import fitting, of_run
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.storage.run_directory import RunDirectory
 from tests.support.averaging import planned
 
 
-def _strategy(kind: type[Strategy], size: int = 5, needs_norms: bool = False, **options: object) -> Strategy:
+def _strategy(kind: type[Strategy], size: int = 5, norms_needed: NormsNeeded = NormsNeeded.NONE, **options: object) -> Strategy:
     layout = GroupLayout({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
-    return planned(kind, layout, needs_norms=needs_norms, **options)
+    return planned(kind, layout, norms_needed=norms_needed, **options)
 
 
 def _schedule(strategy: Strategy) -> CollectiveSchedule:
@@ -44,7 +45,7 @@ def test_a_schedule_that_fits_is_used() -> None:
         (_strategy(Bucketed), "was made for 'sharded"),
         (_strategy(Sharded, sizes="measured"), "sizes measured"),
         (_strategy(Sharded, size=6), "the same averager, options and model"),
-        (_strategy(Sharded, needs_norms=True), "an optimizer that needs no norms"),
+        (_strategy(Sharded, norms_needed=NormsNeeded.GLOBAL), "an optimizer that needs no norms"),
         (_strategy(Blocking), "The averager has no schedule"),
     ],
     ids=["averager", "option", "model", "optimizer", "none"],

@@ -15,14 +15,14 @@ from hpctrain.nn.parameter import GroupLayout
 CONFIG = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
 
 
-@pytest.mark.parametrize(("optimizer", "needs_norms"), [("{name: sgd, lr: 0.1}", False), ("{name: lars, lr: 0.1}", True)])
-def test_a_job_is_what_the_configuration_trains(optimizer: str, needs_norms: bool) -> None:
+@pytest.mark.parametrize(("optimizer", "norms_needed"), [("{name: sgd, lr: 0.1}", "none"), ("{name: lars, lr: 0.1}", "layer")])
+def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: str) -> None:
     overrides = ["batch=12", "backend=numpy", f"optimizer={optimizer}", "averager={name: priority, window: 3}", "micro_batches=2"]
     config, _ = load(CONFIG, overrides)
     task = prepare(config, 2, (32, 32, 3), 10)
     training, chosen = job(task), candidate(task)
     assert (training.model, training.batch, training.dtype, training.image_shape) == ("resnet20", 12, "float32", (32, 32, 3))
-    assert training.needs_norms == needs_norms
+    assert training.norms_needed == norms_needed
     assert training.kernels is task.kernels
     assert (chosen.plan, chosen.averager, dict(chosen.options), chosen.micro_batches) == (task.plan, "priority", {"window": 3}, 2)
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)

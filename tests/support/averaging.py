@@ -25,7 +25,7 @@ from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec, Segment
-from hpctrain.optim.base import Optimizer
+from hpctrain.optim.base import NormsNeeded, Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 
@@ -159,7 +159,7 @@ def planned(
     group: GroupLayout,
     ranks: int = 1,
     *,
-    needs_norms: bool = False,
+    norms_needed: NormsNeeded = NormsNeeded.NONE,
     several_groups: bool = False,
     nodes: Sequence[int] | None = None,
     nominal_batch: int | None = None,
@@ -167,7 +167,7 @@ def planned(
     **options: Any,
 ) -> Strategy:
     """A strategy with these options for a group on so many ranks."""
-    facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, needs_norms, several_groups)
+    facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, norms_needed, several_groups)
     return kind(facts, kind.Options(**options))
 
 
@@ -183,7 +183,7 @@ def averaged(
     **given: Any,
 ) -> GradientAverager:
     """The averager of a strategy, agreed on. Collective. given: as for `planned`."""
-    needs = {"needs_norms": optimizer.needs_norms, "several_groups": norms is not None}
+    needs: dict[str, Any] = {"norms_needed": optimizer.norms_needed, "several_groups": norms is not None}
     strategy = planned(kind, group, comm.size, **needs, **given)
     return make_averager(strategy, AveragerSetup(group, optimizer, comm, progress, norms), stored)
 

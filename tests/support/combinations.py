@@ -98,9 +98,9 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
 def _make_over_nothing(row: Row, *, split: bool) -> None:
     """The strategy for no parameters, on one rank: the constructor knows what is legal."""
     config = config_of(row)
-    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).needs_norms
+    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
     layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
-    group = PlannedGroup(layout, 1, None, config.batch, micro_batches, needs_norms=norms, several_groups=split)
+    group = PlannedGroup(layout, 1, None, config.batch, micro_batches, norms_needed=norms, several_groups=split)
     make_strategy(config.averager.name, config.averager.options, group)
 
 

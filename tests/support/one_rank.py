@@ -56,7 +56,7 @@ def train_alone(task: Task, groups: Callable[[int], Groups], strategy: StrategyF
     network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
     (group,) = network.groups.values()
     optimizer = task.optimizer()
-    planned = PlannedGroup(group, 1, needs_norms=optimizer.needs_norms)
+    planned = PlannedGroup(group, 1, norms_needed=optimizer.norms_needed)
     updates = make_averager(strategy(planned), AveragerSetup(group, optimizer, comm, engine))
     images, labels, sampler = made_up(task)
     totals: list[StepTotals] = []

@@ -48,8 +48,8 @@ def job_of(task: training.Task) -> Job:
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    needs_norms = task.optimizer().needs_norms
-    return Job("made up", graph_of, specs, task.kernels, task.dtype, task.image_shape, task.batch, needs_norms, make_strategy)
+    norms_needed = task.optimizer().norms_needed
+    return Job("made up", graph_of, specs, task.kernels, task.dtype, task.image_shape, task.batch, norms_needed, make_strategy)
 
 
 def candidate_of(task: training.Task, averager: str, options: Mapping[str, Any]) -> Candidate:

@@ -14,6 +14,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -60,7 +61,7 @@ def job_of(
         dtype="float32",
         image_shape=image_shape,
         batch=batch,
-        needs_norms=False,
+        norms_needed=NormsNeeded.NONE,
         strategy=make_strategy,
     )
 

@@ -77,8 +77,8 @@ def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
     for inner in (Sgd(clip_norm=0.5), Lars()):
         wrapped = timed_optimizer(inner, engine)
         assert isinstance(wrapped, TimedOptimizer)
-        assert (wrapped.needs_norms, wrapped.layer_norms, wrapped.clip_norm) == (
-            inner.needs_norms,
+        assert (wrapped.norms_needed, wrapped.layer_norms, wrapped.clip_norm) == (
+            inner.norms_needed,
             inner.layer_norms,
             inner.clip_norm,
         )

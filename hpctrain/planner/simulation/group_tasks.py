@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import Dependencies, LocalEventKey, dependencies
+from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.planner import collective_costs
 from hpctrain.planner.collective_costs import Stage
@@ -111,7 +112,7 @@ class _Pricing:
     ) -> None:
         self._group, self._schedule, self._machine = group, schedule, machine
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
-        self._norms = any(operation.kind is OperationKind.NORMS for operation in schedule.operations)
+        self._norms = {first: [schedule.slices[k] for k in slices] for first, slices in covered_slices(schedule).items()}
         self._ranks, self._batch = group.placement.ranks, sum(group.samples)
         self._stages: dict[tuple[OperationKind, int], tuple[Stage, ...]] = {}
 
@@ -120,7 +121,7 @@ class _Pricing:
         k, gather = operation.slice, operation.kind is OperationKind.ALLGATHER
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
-            prepare = sum(self._finish_seconds(piece) + self._square_seconds(piece) for piece in self._schedule.slices)
+            prepare = sum(self._finish_seconds(piece) + self._square_seconds(piece) for piece in self._norms[k])
         elif gather:
             prepare = 0.0 if self._norms else self._finish_seconds(self._schedule.slices[k])
             update = self._updated(self._schedule.slices[k]) * self._element_seconds
@@ -150,7 +151,7 @@ class _Pricing:
         """The whole buffer, as collective_costs.py counts."""
         slices, item_bytes = self._schedule.slices, self._group.item_bytes
         if operation.kind is OperationKind.NORMS:
-            return _SQUARES_BYTES * len({name for piece in slices for name in piece.parameters})
+            return _SQUARES_BYTES * len({name for piece in self._norms[operation.slice] for name in piece.parameters})
         piece = slices[operation.slice]
         if operation.kind is OperationKind.INPUTS:
             inputs = sum(slices[k].units for k in layer_slices(slices, operation.slice))

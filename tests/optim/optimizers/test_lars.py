@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.optim.base import Norms
+from hpctrain.optim.base import Norms, NormsNeeded
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 
@@ -140,6 +140,8 @@ def test_norms_are_asked_for_and_demanded():
     assert optimizer.layer_norms
     assert not Sgd().needs_norms
     assert Sgd(clip_norm=1.0).needs_norms
+    needed = [one.norms_needed for one in (Sgd(), optimizer, Sgd(clip_norm=1.0), Lars(clip_norm=1.0))]
+    assert needed == [NormsNeeded.NONE, NormsNeeded.LAYER, NormsNeeded.GLOBAL, NormsNeeded.GLOBAL]
     optimizer.bind(group, group.segments)
     with pytest.raises(AssertionError, match="norms"):
         optimizer.update(group.segments, 0.1, None)
