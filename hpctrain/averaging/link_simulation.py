@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
+import numpy as np
+
 from hpctrain.averaging.slice_seconds import gather_seconds, reduce_seconds
 from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
@@ -42,6 +44,33 @@ class Times:
         last = float(len(parameters))
         ready = {name: last - position for position, name in enumerate(parameters)}
         return Times(ready, dict.fromkeys(parameters, last + 1.0))
+
+    def to_array(self, parameters: Sequence[str]) -> np.ndarray:
+        """Float64 (3 n + 1,), of n parameters: ready, free, needed (NaN where unknown), then the end."""
+        of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
+        return np.array([*of_kinds, self.end_seconds])
+
+    @staticmethod
+    def from_array(parameters: Sequence[str], values: np.ndarray) -> Times:
+        """The times that `to_array` gave."""
+        *of_kinds, end_seconds = values.tolist()
+        ready, free, needed = (
+            {name: at for name, at in zip(parameters, of_kind, strict=True) if not math.isnan(at)}
+            for of_kind in np.reshape(of_kinds, (3, len(parameters))).tolist()
+        )
+        return Times(ready, free, needed, end_seconds)
+
+
+def upper_medians(seconds: np.ndarray) -> np.ndarray:
+    """(ranks, events) -> (events,): of each event the upper median over the ranks that know it; NaN where none does.
+
+    Of two ranks it is the later one, as a collective starts when both have posted it; of many no odd one matters, be it a rank
+    that something disturbed while it measured. A maximum would follow that one, and a mean in part.
+    """
+    ordered = np.sort(seconds, axis=0)  # NaN last
+    known = np.count_nonzero(~np.isnan(seconds), axis=0)
+    medians: np.ndarray = np.take_along_axis(ordered, known[np.newaxis] // 2, axis=0)[0]
+    return medians
 
 
 #: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key

@@ -20,7 +20,7 @@ from hpctrain.averaging.dependencies import Dependencies, EventKind, LocalEventK
 from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.step_clock import StepClock
+from hpctrain.averaging.step_clock import StepClock, over_ranks
 from hpctrain.comm.base import Array
 from hpctrain.comm.progress import Ticket
 from hpctrain.nn.parameter import Parameter, Segment
@@ -213,10 +213,12 @@ class ReduceScatterAverager(GradientAverager):
             joint.complete()
 
     def _order_by_measured_times(self, replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule]) -> None:
-        """Put the schedule's operations into the order that rank 0's measured times ask for. Collective; once."""
+        """Put the schedule's operations into the order that the measured times of all ranks ask for. Collective; once."""
         self.drain()
         self._replan = None
-        self.schedule = self._comm.broadcast_object(replan(self.schedule, self._clock.times()))
+        times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)
+        # All ranks plan alike; were one's arithmetic another, rank 0's plan would still be that of all.
+        self.schedule = self._comm.broadcast_object(replan(self.schedule, times))
         self._posting = _posting(self.schedule)
         for queue in self._queues.values():
             queue.window = self.schedule.window

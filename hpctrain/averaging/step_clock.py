@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from hpctrain.averaging.link_simulation import Times
+import numpy as np
+
+from hpctrain.averaging.link_simulation import Times, upper_medians
+from hpctrain.boxes import even
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 
 
@@ -64,3 +68,21 @@ class StepClock:
 
     def _compute_seconds(self) -> float:
         return self._progress.now() - self._progress.waited_seconds
+
+
+def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress: ProgressEngine) -> Times:
+    """The times of a typical rank (`upper_medians`), from those of all ranks. Collective; the same bits on every rank.
+
+    Args:
+        times: measured on this rank. names: of the parameters, the same on every rank.
+        comm: all ranks that order their operations alike; nothing else is under way on it.
+    """
+    measured = times.to_array(names)
+    counts = even(measured.size, comm.size)  # each rank looks at a share of the events, so that none holds those of all ranks
+    share = np.empty((comm.size, counts[comm.rank]))
+    progress.wait_handle(
+        comm.ialltoall(measured, share.reshape(-1), counts, [counts[comm.rank]] * comm.size), "times of all ranks"
+    )
+    typical = np.empty(measured.size)
+    progress.wait_handle(comm.iallgather(upper_medians(share), typical, counts), "times of a typical rank")
+    return Times.from_array(names, typical)

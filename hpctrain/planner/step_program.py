@@ -10,7 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.link_simulation import Times, upper_medians
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
@@ -123,16 +126,24 @@ class _Builder:
         return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
 
     def _averaging(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> _Averaging:
-        """The schedule of the first steps, put into the order that rank 0 of the group measures, where a run does so."""
+        """The schedule of the first steps, put into the order that the group's ranks measure, where a run does so."""
         of_group = self._strategies[key]
         placement = self._all if of_group.group == ALL else self._data
         strategy = of_group.strategy
         link = link_model(self._machine, placement, strategy.levels)
         schedule = strategy.plan(link)
         if schedule is not None and isinstance(strategy, ReduceScatterStrategy) and strategy.replans(schedule):
-            first = next(number for number, alike in enumerate(self._classes) if key in alike.groups.values())
-            schedule = strategy.replan(schedule, times_of(tasks[first], key, strategy.group.layout), link)
+            schedule = strategy.replan(schedule, self._times(key, strategy, tasks), link)
         return _Averaging(key, of_group, schedule, placement)
+
+    def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
+        """Those of a typical rank of the group, as a run takes them."""
+        layout = strategy.group.layout
+        names = tuple(segment.parameter for segment in layout.segments if segment.size)
+        members = [number for number, alike in enumerate(self._classes) if key in alike.groups.values()]
+        measured = np.array([times_of(tasks[number], key, layout).to_array(names) for number in members])
+        ranks = [self._classes[number].ranks for number in members]
+        return Times.from_array(names, upper_medians(np.repeat(measured, ranks, axis=0)))
 
     def _group(self, averaging: _Averaging) -> AveragedGroup:
         layout = averaging.of_group.planned.layout

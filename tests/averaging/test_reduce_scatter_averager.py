@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.step_clock import StepClock
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm.link import LinkModel
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support.averaging import OPTIMIZERS, averaged, make_group, one_step
+from tests.support.averaging import OPTIMIZERS, averaged, make_group, one_step, planned
 
+LINK = LinkModel(1e-4, 1e-3)
 OPTIONS: dict[type[Strategy], dict[str, int]] = {Sharded: {"bucket_bytes": 40}, Priority: {"slice_parameters": 8}}
 
 
@@ -55,6 +62,44 @@ def test_an_order_that_is_measured_or_fixed_stays(kind: type[Strategy]) -> None:
     assert not fixed[0].timed
     measured = _schedules(kind, replan=True)[0][-1]
     assert set(_schedules(kind, replan=True, stored=measured)[1]) == {measured}
+
+
+def _times_of(rank: int, parameters: Sequence[str]) -> Times:
+    """Backward as it is, a second a parameter; rank 0 was disturbed: its last gradients seemed to come very late."""
+    count = len(parameters)
+    ready = {name: float(count - position) for position, name in enumerate(parameters)}
+    if rank == 0:
+        ready = {name: float(position) for position, name in enumerate(parameters)}
+    needed = {name: 0.1 * position for position, name in enumerate(parameters)}
+    return Times(ready, {name: at + 0.5 for name, at in ready.items()}, needed, count + 1.0)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_one_odd_rank_does_not_decide_the_order(monkeypatch: pytest.MonkeyPatch, kind: type[Strategy]) -> None:
+    """Rank 0 of three measures nonsense: the order is that of the others' times.
+
+    Fails where the plan is made of rank 0's own times (`over_ranks` replaced by `clock.times()`), and of means or maxima.
+    """
+
+    def program(comm: ThreadCommunicator) -> tuple[CollectiveSchedule, CollectiveSchedule]:
+        group, engine = make_group(), virtual_engine(comm)
+        averager = averaged(kind, group, Sgd(), comm, engine, fc_exchange="never", **OPTIONS[kind])
+        names = tuple(name for name, parameter in group.parameters.items() if parameter.size)
+        monkeypatch.setattr(StepClock, "times", lambda clock: _times_of(clock._progress.rank, names))
+        first = averager.schedule
+        assert first is not None
+        for step in range(6):
+            one_step(averager, step)
+        averager.drain()
+        assert averager.schedule is not None
+        return first, averager.schedule
+
+    for first, schedule in run_virtual(3, program, link=LINK):
+        strategy = planned(kind, make_group(), 3, fc_exchange="never", **OPTIONS[kind])
+        assert isinstance(strategy, ReduceScatterStrategy)
+        names = tuple(segment.parameter for segment in strategy.group.layout.segments if segment.size)
+        expected, wrong = (strategy.replan(first, _times_of(rank, names), LINK).operations for rank in (1, 0))
+        assert schedule.operations == expected != wrong
 
 
 class _EverySecond(ReduceScatterAverager):
