@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
+from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate
+from hpctrain.comm.sixteen_bit import sums_over
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
 
@@ -25,7 +27,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
-        return strategy.averager(setup, Agreement(streams=streams))
+        return strategy.averager(setup, Agreement(streams=streams, sums=_sums(strategy, setup.comm, allreduces=True)))
     comm = streams[Stream.GRADIENTS]
     usable = stored if strategy.accepts(stored) else None
     measures = any(comm.allgather_object(strategy.needs_link(usable)))  # the same on every rank, as measuring is collective
@@ -33,7 +35,16 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     schedule = strategy.plan(link) if usable is None else usable
     assert schedule is not None
     check_same_schedule(comm, schedule)
-    return strategy.averager(setup, Agreement(schedule, streams, link))
+    allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
+    sums = _sums(strategy, comm, allreduces=allreduces)
+    return strategy.averager(setup, Agreement(schedule, streams, link, sums))
+
+
+def _sums(strategy: Strategy, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
+    """The sums of gradients over `comm` where they travel in 16 bits. Collective."""
+    if strategy.rounding is None:
+        return None
+    return sums_over(comm, caster(strategy.rounding.gradients), allreduces=allreduces)
 
 
 def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.allreduce_averager import AllreduceAverager
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.averaging.strategy import Strategy
@@ -53,8 +55,13 @@ class AllreduceStrategy(Strategy):
         """How sizes that are not given are found; None where none follows from a link."""
         return getattr(self.options, "sizes", None)
 
+    @property
+    def rounding(self) -> Rounding | None:
+        rounding = super().rounding
+        return None if rounding is None else replace(rounding, cuts_allreduces=self.cuts_large)
+
     def request(self) -> str:
-        return f"{self.words()}; {fingerprint(self.group.layout)}"
+        return f"{self.words()}{words_of_rounding(self.rounding)}; {fingerprint(self.group.layout)}"
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         return self.sizes == "measured" and usable is None
@@ -62,7 +69,7 @@ class AllreduceStrategy(Strategy):
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
         slices = self.slices(slice_sizes.RULE_LINK if self.sizes == "rule" else link)
         order = (Operation(OperationKind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
-        return CollectiveSchedule(self.request(), self.group.ranks, slices, tuple(order))
+        return CollectiveSchedule(self.request(), self.group.ranks, slices, tuple(order), rounding=self.rounding)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         return AllreduceAverager(setup, agreement, cuts_large=self.cuts_large)

@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -86,6 +86,8 @@ class GradientAverager(ABC):
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
         #: of this group alone, where it has all parameters of the network
         self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
+        #: views of the state of one owned segment, 1-D, by name
+        self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
 
     @property
     def by_holder(self) -> Collection[str]:
@@ -154,7 +156,7 @@ class GradientAverager(ABC):
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
-                for name, view in self.optimizer.state(segment).items():
+                for name, view in self._state_of(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:

@@ -10,6 +10,9 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
+from hpctrain.averaging.rounding import Rounding
 from hpctrain.averaging.slice_seconds import INDEX_BYTES
 from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from hpctrain.errors import CheckpointError
@@ -67,6 +70,7 @@ class CollectiveSchedule:
         request: what it was made for (strategy, options, parameters); a stored one is used again only for the same request.
         ranks: P. window: most operations in flight in a stream; None: no limit.
         timed: the order follows from measured times, and is not measured again.
+        rounding: of what is sent; None: everything travels as it is.
     """
 
     request: str
@@ -75,6 +79,7 @@ class CollectiveSchedule:
     operations: tuple[Operation, ...]
     window: int | None = None
     timed: bool = False
+    rounding: Rounding | None = None
 
     def digest(self) -> str:
         """SHA-256 over everything, hexadecimal."""
@@ -87,6 +92,8 @@ class CollectiveSchedule:
             {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) != ("compression", None)}
             for piece in values["slices"]
         ]
+        if self.rounding is None:
+            del values["rounding"]
         items = []
         for name, value in values.items():
             if isinstance(value, list | tuple):
@@ -106,10 +113,11 @@ class CollectiveSchedule:
         try:
             values: dict[str, Any] = json.loads(text)
             slices = tuple(map(_slice, values.pop("slices")))
+            rounding = Rounding(**values.pop("rounding")) if "rounding" in values else None
             operations = tuple(
                 Operation(OperationKind(item["kind"]), item["slice"], Stream(item["stream"])) for item in values.pop("operations")
             )
-            return CollectiveSchedule(slices=slices, operations=operations, **values)
+            return CollectiveSchedule(slices=slices, operations=operations, rounding=rounding, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"A stored schedule cannot be read ({error!r}); delete it, and it is measured again."
@@ -194,7 +202,27 @@ class CollectiveSchedule:
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
         """Bytes of the same. item_bytes: of an element; the position of one has 4."""
         elements, pairs = self.exchanged_by_rank(samples), self._pairs_by_rank().by_rank()
-        return tuple(item_bytes * n + (INDEX_BYTES - item_bytes) * m for n, m in zip(elements, pairs, strict=True))
+        full = (item_bytes * n + (INDEX_BYTES - item_bytes) * m for n, m in zip(elements, pairs, strict=True))
+        return tuple(n_bytes - less for n_bytes, less in zip(full, self._saved_by_rank(item_bytes), strict=True))
+
+    def _saved_by_rank(self, item_bytes: int) -> Sequence[int]:
+        """Bytes by which rounded messages are shorter."""
+        saved = np.zeros(self.ranks, np.int64)
+        rounding = self.rounding
+        if rounding is None or self.ranks == 1:
+            return [0] * self.ranks
+        for operation in self.operations:
+            if operation.slice < 0:
+                continue
+            piece = self.slices[operation.slice]
+            match operation.kind:
+                case OperationKind.ALLREDUCE:
+                    saved += rounding.saved_by_allreduce(piece.size, self.ranks, item_bytes)
+                case OperationKind.REDUCE_SCATTER:
+                    saved += rounding.saved_by_reduction(piece.counts(self.ranks), item_bytes)
+                case OperationKind.ALLGATHER:
+                    saved += rounding.saved_by_gather(piece.counts(self.ranks), item_bytes)
+        return [int(less) for less in saved]
 
     def _pairs_by_rank(self) -> _Elements:
         """Elements of compressed slices that each rank exchanges together with their positions."""

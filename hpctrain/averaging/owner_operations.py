@@ -11,6 +11,8 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.norms import JointStep
+from hpctrain.averaging.rounded_parameters import RoundedParameters
+from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.slices import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
@@ -75,6 +77,11 @@ class OwnerOperations:
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
+        self._rounded: RoundedParameters | None = None
+        casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
+        if casts is not None and self._comm.size > 1:
+            own = self._own
+            self._rounded = RoundedParameters(self._group, schedule.slices, own, self._comm.rank, self._comm.size, casts)
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
 
@@ -145,7 +152,11 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
-            segments += self._counted(k)
+            if self._rounded is None:
+                segments += self._counted(k)
+            else:
+                self._rounded.add_squares(norms, k, self._own[k])
+                segments += self._replicated[k] if self._counts_replicated else ()
             if self._group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
                 norms.add_partial(self._group, segments)
                 segments.clear()
@@ -165,11 +176,15 @@ class OwnerOperations:
         k = operation.slice
         if update.norms is None:
             self._finish_gradient(k)
+        if self._rounded is not None:
+            self._rounded.restore(k)
         self._optimizer.update((*self._own[k], *self._replicated[k]), update.lr, update.norms)
         return self._gather(k, self._streams[operation.stream])
 
     def _gather(self, k: int, comm: Communicator) -> Handle:
         """The allgather of a slice's parameters, in place."""
+        if self._rounded is not None:
+            return self._rounded.gather(k, comm)
         piece = self._schedule.slices[k]
         return comm.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(comm.size))
 
@@ -202,6 +217,11 @@ class OwnerOperations:
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole
 
+    def owned_state(self, segment: Segment) -> dict[str, Array]:
+        """Views of the state of an owned segment, or of one without elements."""
+        rounded = {} if self._rounded is None else self._rounded.state(segment)
+        return {**self._optimizer.state(segment), **rounded}
+
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:
-        """The state of an owned segment, or of a part of one, on the host."""
-        return {key: self._group.arithmetic.to_host(view) for key, view in self._optimizer.state(segment).items()}
+        """The same on the host."""
+        return {key: self._group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}

@@ -76,6 +76,7 @@ class ReduceScatterAverager(GradientAverager):
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
         self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         self.optimizer.bind(self.group, self._operations.owned)
+        self._state_of = self._operations.owned_state
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
         #: parts of others arrive without theirs

@@ -18,6 +18,7 @@ from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedul
 from hpctrain.averaging.link_simulation import Times, Urgency, best_order
 from hpctrain.averaging.norm_groups import norm_groups, slices_of_groups
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.rounding import words_of_rounding
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.averaging.sufficient_factors import exchanging_layers
@@ -56,7 +57,10 @@ class ReduceScatterStrategy(Strategy):
         self._levels = levels(group.nodes) if chosen.two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
-        self.exchanging = exchanging_layers(group.layout, links, chosen.fc_exchange, group.nominal_batch, group.micro_batches)
+        sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
+        self.exchanging = exchanging_layers(
+            group.layout, links, chosen.fc_exchange, group.nominal_batch, group.micro_batches, sent_share
+        )
 
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class ReduceScatterStrategy(Strategy):
 
     def request(self) -> str:
         nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
-        return f"{self.words()}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
+        return f"{self.words()}{words_of_rounding(self.rounding)}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Also, the optimiser still needs the norms that it has, or still none: it may have got, or lost, an option."""
@@ -120,7 +124,8 @@ class ReduceScatterStrategy(Strategy):
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
         slices = self._slices(link if self.options.sizes == "measured" else slice_sizes.RULE_LINK)
         operations = self._operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
-        return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, self.window(slices, link, None))
+        window = self.window(slices, link, None)
+        return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
 
     def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
         """The same slices in the order that follows from measured times. No bit of any sum changes."""

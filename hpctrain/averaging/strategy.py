@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.options import NoOptions
+from hpctrain.averaging.rounding import Rounding
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.sixteen_bit import Wire
 from hpctrain.comm.two_level import Levels
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import NormsNeeded
@@ -96,6 +98,14 @@ class Strategy(ABC):
     def posted_streams(self) -> tuple[Stream, ...]:
         """The streams that schedules of this group have."""
         return self.streams
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """The numbers of its messages, as the options `wire` and `wire_parameters` say, where it has them; None: as they are."""
+        gradients: Wire = getattr(self.options, "wire", "float32")
+        parameters: Wire = getattr(self.options, "wire_parameters", "float32")
+        per_node = 1 if self.levels is None else self.levels.per_node
+        return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
 
     def request(self) -> str | None:
         """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""

@@ -23,9 +23,13 @@ from hpctrain.nn.parameter import FlatGroup, GroupLayout
 FcExchange = Literal["auto", "always", "never"]
 
 
-def moves_less(inputs: int, outputs: int, batch: int, ranks: int) -> bool:
-    """Whether the exchange moves less than gradients would: B < K M / (M + K / P)."""
-    return batch * (outputs + inputs / ranks) < inputs * outputs
+def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: float = 1.0) -> bool:
+    """Whether the exchange moves less than gradients would: B < s K M / (M + K / P).
+
+    Args:
+        sent_share: s, bytes of a gradient on its way over those in memory; inputs and errors travel as they are.
+    """
+    return batch * (outputs + inputs / ranks) < sent_share * inputs * outputs
 
 
 class SufficientFactorExchange:
@@ -143,13 +147,18 @@ def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:
 
 
 def exchanging_layers(
-    layout: GroupLayout, ranks: int, choice: FcExchange, nominal_batch: int | None, micro_batches: int
+    layout: GroupLayout,
+    ranks: int,
+    choice: FcExchange,
+    nominal_batch: int | None,
+    micro_batches: int,
+    sent_share: float = 1.0,
 ) -> dict[str, tuple[str, ...]]:
     """Weight -> biases of the linear layers that exchange sufficient factors; never one of which these ranks hold nothing.
 
     Args:
         choice: "auto" where that moves less, which needs the nominal batch. micro_batches: with several there is none, as the
-            inputs of all would have to be kept.
+            inputs of all would have to be kept. sent_share: as in `moves_less`.
     """
     if choice == "never" or micro_batches > 1:
         return {}
@@ -158,7 +167,7 @@ def exchanging_layers(
         inputs, outputs = layout.specs[weight].shape
         if not inputs * outputs:  # fewer features than the grid has rows
             continue
-        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks)
+        less = nominal_batch is not None and moves_less(inputs, outputs, nominal_batch, ranks, sent_share)
         if choice == "always" or (ranks > 1 and less):
             exchanging[weight] = biases
     return exchanging

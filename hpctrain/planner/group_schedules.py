@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.rounding import Rounding
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.dtypes import parameter_dtype
@@ -28,6 +29,7 @@ class GroupSchedule:
     schedule: None for a strategy that has none: one allreduce of all gradients after backward.
 
     samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
+    rounding: of the strategy's messages, also where it has no schedule.
     exchanged: elements that each rank of the group exchanges in a step.
     """
 
@@ -38,6 +40,7 @@ class GroupSchedule:
     samples: tuple[int, ...]
     schedule: CollectiveSchedule | None
     order: tuple[int, ...] | None = None
+    rounding: Rounding | None = None
 
     @property
     def exchanged(self) -> tuple[int, ...]:
@@ -46,7 +49,7 @@ class GroupSchedule:
 
     def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
         """Bytes of the same. item_bytes: of an element."""
-        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes)
+        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding)
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
         """Elements of a slice that each rank of the group owns."""
@@ -71,7 +74,8 @@ class GroupStrategy:
         levels, planned = self.strategy.levels, self.planned
         order = None if levels is None else levels.order
         schedule = self.strategy.plan(link)
-        return GroupSchedule(self.group, self.split_ranks, planned.ranks, planned.layout.size, self.samples, schedule, order)
+        elements, rounding = planned.layout.size, self.strategy.rounding
+        return GroupSchedule(self.group, self.split_ranks, planned.ranks, elements, self.samples, schedule, order, rounding)
 
 
 def exchanged(
@@ -85,11 +89,20 @@ def exchanged(
 
 
 def exchanged_bytes(
-    schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None, item_bytes: int
+    schedule: CollectiveSchedule | None,
+    elements: int,
+    samples: Sequence[int],
+    order: Sequence[int] | None,
+    item_bytes: int,
+    rounding: Rounding | None = None,
 ) -> tuple[int, ...]:
-    """Bytes that each rank of a group exchanges in a step. item_bytes: of an element."""
+    """Bytes that each rank of a group exchanges in a step. item_bytes: of an element. rounding: where there is no schedule."""
     if schedule is None:
-        return tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order))
+        full = tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order))
+        if rounding is None:
+            return full
+        saved = rounding.saved_by_allreduce(elements, len(samples), item_bytes)
+        return tuple(n_bytes - int(less) for n_bytes, less in zip(full, saved, strict=True))
     in_order = samples if order is None else [samples[rank] for rank in order]
     return _by_rank(schedule.exchanged_bytes_by_rank(in_order, item_bytes), order)
 

@@ -32,5 +32,5 @@ def _merged_bytes(merge: Merge, placement: GroupPlacement) -> int:
 def _averaging_bytes(group: AveragedGroup, program: StepProgram) -> int:
     ranks = sum(of_class.ranks for of_class in program.classes if of_class.name in group.members)
     order = None if group.levels is None else group.levels.order
-    of_group = sum(group_bytes(group.schedule, group.elements, group.samples, order, group.item_bytes))
+    of_group = sum(group_bytes(group.schedule, group.elements, group.samples, order, group.item_bytes, group.rounding))
     return of_group * (ranks // group.placement.ranks)

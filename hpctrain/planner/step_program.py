@@ -157,6 +157,7 @@ class _Builder:
             members=members,
             samples=averaging.of_group.samples,
             levels=averaging.strategy.levels,
+            rounding=averaging.strategy.rounding,
         )
 
 

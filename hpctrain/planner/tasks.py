@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.dependencies import LocalEventKey
+from hpctrain.averaging.rounding import Rounding
 from hpctrain.comm.two_level import Levels
 from hpctrain.trace.tracer import Category
 
@@ -130,7 +131,7 @@ class AveragedGroup:
 
     schedule: None for blocking averaging: one allreduce of `elements` after backward, waited for.
     members: names of the classes with ranks in one such group. order_in_levels: as `GroupSchedule.order`; None: in one level.
-    samples: of the step, by rank of the group.
+    samples: of the step, by rank of the group. rounding: of its messages; None: they travel as they are.
     """
 
     name: str
@@ -141,6 +142,7 @@ class AveragedGroup:
     members: tuple[str, ...]
     samples: tuple[int, ...]
     levels: Levels | None = None
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True)

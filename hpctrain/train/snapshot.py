@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager, for_holders
+from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
@@ -94,18 +95,34 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
     states: dict[str, list[str]] = {}
     for averager in averagers.values():
         states |= {name: list(averager.state_names(parameter)) for name, parameter in averager.group.parameters.items()}
-    _refuse_leftovers(content, {optimizer_key(state, name) for name, keys in states.items() for state in keys})
+    settled = _put_exact(content, network, shards, {name for name, keys in states.items() if PARAMETER_ERROR not in keys})
+    _refuse_leftovers(content, settled | {optimizer_key(state, name) for name, keys in states.items() for state in keys})
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             state = {}
             for key in states[name]:
-                if key in averager.by_holder:
+                if key == PARAMETER_ERROR and optimizer_key(key, name) not in content.tensors:  # they were not rounded
+                    state[key] = np.zeros(parameter.size, network.parameter_dtype)
+                elif key in averager.by_holder:
                     state[key] = _kept_back(content, optimizer_key(key, name), name, network, shards, averager.holders)
                 else:
                     state[key] = _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
             averager.load_state(parameter, state)
     _put_counters(content, averagers)
     return Position.from_meta(content.meta)
+
+
+def _put_exact(content: CheckpointContent, network: Network, shards: Shards, names: Collection[str]) -> set[str]:
+    """Make parameters exact that were rounded, where no averager keeps the errors now; the keys of these."""
+    keys = {name: optimizer_key(PARAMETER_ERROR, name) for name in names}
+    rounded = {name: key for name, key in keys.items() if key in content.tensors}
+    for name, key in rounded.items():
+        values = _part(content, parameter_key(name), name, network, shards)
+        exact = values + _part(content, key, name, network, shards)
+        network.kernels.arithmetic.from_host(network.parameters[name].data, exact)
+    if rounded:
+        network.parameters_changed()
+    return set(rounded.values())
 
 
 def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, fused
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.sixteen_bit import Wire
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,21 @@ class BucketedOptions:
         bucket_bytes: Least size of a bucket, in bytes; null chooses it as `sizes` says.
         sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
             repeat bit by bit; "measured" follows the link, which is measured at the start.
+        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
+            full precision.
 
     Raises:
-        OptionError: bucket_bytes below 1, or given though sizes are to be measured.
+        OptionError: bucket_bytes below 1, or given though sizes are to be measured; an unknown value of wire.
     """
 
     bucket_bytes: int | None = None
     sizes: Sizes = "rule"
+    wire: Wire = "float32"
 
     def __post_init__(self) -> None:
         check_at_least_one(bucket_bytes=self.bucket_bytes)
         check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
+        check_wire(wire=self.wire)
 
 
 class Bucketed(AllreduceStrategy):

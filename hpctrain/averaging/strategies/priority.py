@@ -15,10 +15,12 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.link_simulation import Times, Urgency, front_first
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.sixteen_bit import Wire
 
 _LEAST_PARAMETERS = 50_000
 
@@ -39,9 +41,13 @@ class PriorityOptions:
         two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
             first.
         replan: The order of the slices is planned again after a few steps, by measured times.
+        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
+            full precision.
+        wire_parameters: How updated parameters travel; everybody computes with the rounded ones, and their owner keeps what
+            rounding took away, for the next update.
 
     Raises:
-        OptionError: a size or window below 1, or sizes given and to be measured.
+        OptionError: a size or window below 1, sizes given and to be measured, or an unknown value of a wire.
     """
 
     slice_parameters: int | None = None
@@ -50,10 +56,13 @@ class PriorityOptions:
     fc_exchange: FcExchange = "auto"
     two_level: bool = True
     replan: bool = True
+    wire: Wire = "float32"
+    wire_parameters: Wire = "float32"
 
     def __post_init__(self) -> None:
         check_at_least_one(slice_parameters=self.slice_parameters, window=self.window)
         check_sizes(self.sizes, slice_parameters=self.slice_parameters)
+        check_wire(wire=self.wire, wire_parameters=self.wire_parameters)
 
 
 class Priority(ReduceScatterStrategy):

@@ -13,10 +13,12 @@ from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.sixteen_bit import Wire
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,13 @@ class ShardedOptions:
             first.
         replan: The order of the allgathers is planned again after a few steps, by measured times.
         window: Most operations in flight on each communicator; null sets no limit.
+        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
+            full precision.
+        wire_parameters: How updated parameters travel; everybody computes with the rounded ones, and their owner keeps what
+            rounding took away, for the next update.
 
     Raises:
-        OptionError: a size or window below 1, or sizes given and to be measured.
+        OptionError: a size or window below 1, sizes given and to be measured, or an unknown value of a wire.
     """
 
     fc_exchange: FcExchange = "auto"
@@ -44,10 +50,13 @@ class ShardedOptions:
     two_level: bool = True
     replan: bool = True
     window: int | None = None
+    wire: Wire = "float32"
+    wire_parameters: Wire = "float32"
 
     def __post_init__(self) -> None:
         check_at_least_one(bucket_bytes=self.bucket_bytes, window=self.window)
         check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
+        check_wire(wire=self.wire, wire_parameters=self.wire_parameters)
 
 
 class Sharded(ReduceScatterStrategy):

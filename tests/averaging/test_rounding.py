@@ -1,0 +1,227 @@
+"""Averaging in 16-bit messages: half of the bytes, to the byte; the same bits on all ranks; exact where numbers fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging import slice_sizes
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.rounding import Rounding, caster, check_wire, wire_bytes, words_of_rounding
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.sixteen_bit import Wire
+from hpctrain.errors import OptionError
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.planner.group_schedules import exchanged_bytes
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, planned, run_steps, shares
+from tests.support.bfloat16 import UNIT
+
+ROUNDED: tuple[Wire, ...] = ("bfloat16", "float16")
+WHOLE: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "overlap": (Overlap, {}),
+    "bucketed": (Bucketed, {"bucket_bytes": 100}),
+}
+OWNERS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "sharded": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "never"}),
+    "sharded, exchange": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "always"}),
+    "priority": (Priority, {"slice_parameters": 8, "window": 2, "fc_exchange": "never"}),
+}
+ALL = {**WHOLE, **OWNERS}
+
+
+def _averager(
+    name: str, comm: Communicator, world: ThreadCommunicator, group: FlatGroup | None = None, **options: Any
+) -> GradientAverager:
+    kind, given = ALL[name]
+    optimizer = options.pop("optimizer", "momentum")
+    group = make_group() if group is None else group
+    return averaged(kind, group, OPTIMIZERS[optimizer](), comm, virtual_engine(world), **given, **options)
+
+
+def _train(name: str, ranks: int, seed: int | None = None, dtype: str = "float64", **options: Any) -> list[np.ndarray]:
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        return run_steps(Watched(_averager(name, comm, comm, make_group(dtype), **options)), 7)
+
+    return run_virtual(ranks, program, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wire", "nodes"), list(product(ROUNDED, [None, (0, 1, 0, 1), (0, 0, 0, 1, 1, 1)])))
+@pytest.mark.parametrize("name", ALL)
+def test_a_schedule_knows_the_bytes_that_communicators_count(
+    monkeypatch: pytest.MonkeyPatch, name: str, wire: Wire, nodes: tuple[int, ...] | None
+) -> None:
+    for cut in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
+        monkeypatch.setattr(slice_sizes, cut, 64)  # so that buckets are sent in several messages, too
+    ranks = 3 if nodes is None else len(nodes)
+    kind, given = ALL[name]
+    parameters = [{}] if name in WHOLE else [{}, {"wire_parameters": wire}, {"wire": "float32", "wire_parameters": wire}]
+    for more in parameters:
+        options = {**given, "wire": wire, "nodes": nodes, **more}
+        strategy = planned(kind, make_group(), ranks, **options)
+
+        def program(comm: ThreadCommunicator, options: dict[str, Any] = options) -> tuple[int, CollectiveSchedule | None]:
+            counters = Counters()
+            counting = CountingCommunicator(comm, counters)
+            averager = averaged(kind, make_group(), Sgd(), counting, virtual_engine(comm), **options)
+            run_steps(averager, 1)
+            before = counters.snapshot()
+            run_steps(averager, 1, first=1)
+            return counters.since(before).total().exchanged_bytes, averager.schedule
+
+        results = run_virtual(ranks, program)
+        order = None if strategy.levels is None else strategy.levels.order
+        samples = shares(1, ranks)
+        expected = exchanged_bytes(results[0][1], make_group().size, samples, order, 8, strategy.rounding)
+        assert tuple(counted for counted, _ in results) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ROUNDED)
+@pytest.mark.parametrize("name", ALL)
+def test_all_ranks_end_with_the_same_bits_near_full_precision(name: str, wire: Wire) -> None:
+    (alone,) = _train("blocking", 1)
+    for more in [{}] if name in WHOLE else [{}, {"wire_parameters": wire}]:
+        for ranks, seed in ((2, None), (3, 5)):
+            first, *others = _train(name, ranks, seed, wire=wire, **more)
+            assert all(other.tobytes() == first.tobytes() for other in others)
+            assert 0 < np.linalg.norm(first - alone) <= 2 * UNIT * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_rank_changes_nothing(name: str) -> None:
+    for wire in ROUNDED:
+        more = {} if name in WHOLE else {"wire_parameters": wire}
+        assert _train(name, 1, wire=wire, **more)[0].tobytes() == _train(name, 1)[0].tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slices_and_their_owners_change_no_bit_of_bfloat16(ranks: int) -> None:
+    """All strategies that sum the same rounded gradients give the same parameters, however they cut them."""
+    assert len({_train(name, ranks, wire="bfloat16")[0].tobytes() for name in WHOLE}) == 1
+    assert len({_train(name, ranks, wire="bfloat16")[0].tobytes() for name in ("sharded", "priority")}) == 1
+
+
+def _with_gradients(name: str, gradients: Sequence[np.ndarray], steps: int = 3, **options: Any) -> list[np.ndarray]:
+    """Parameters after steps whose gradients are these, by rank, of one layer; of float32."""
+    size = gradients[0].size
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        specs = {
+            f"l{k}": ParameterSpec((end - begin,), lambda _, shape: np.zeros(shape)) for k, (begin, end) in enumerate(bounds)
+        }
+        group = FlatGroup(specs, "float32")
+        averager = _averager(name, comm, comm, group, **options)
+        for step in range(steps):
+            averager.begin_step(0.5, [1] * comm.size)
+            averager.before_forward(list(group.parameters.values()))
+            for parameter in reversed(group.parameters.values()):
+                segment = group.segment(parameter.name)
+                parameter.grad[...] = gradients[comm.rank][segment.start : segment.stop] * (1 + step)
+                averager.grad_ready(parameter)
+                averager.data_free(parameter)
+            averager.end_backward()
+        averager.drain()
+        return group.data.copy()
+
+    bounds = [(0, size // 3), (size // 3, size)]
+    return run_virtual(len(gradients), program)
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+@pytest.mark.parametrize("name", ["blocking", "bucketed", "sharded", "priority"])
+def test_gradients_that_fit_are_averaged_as_in_full_precision(name: str, wire: Wire) -> None:
+    """Small integers, whose sums have 16 bits, too."""
+    gradients = [np.random.default_rng(rank).integers(-20, 21, 50).astype(np.float32) for rank in range(3)]
+    plain = _with_gradients(name, gradients)
+    for after, before in zip(_with_gradients(name, gradients, wire=wire), plain, strict=True):
+        assert after.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("magnitude", [3e38, 1e-30])
+@pytest.mark.parametrize("name", ["blocking", "sharded"])
+def test_float16_neither_overflows_nor_loses_what_is_small(name: str, magnitude: float) -> None:
+    """The scale of a message follows from its largest element."""
+    gradients = [magnitude / 40 * np.random.default_rng(rank).standard_normal(40).astype(np.float32) for rank in range(3)]
+    gradients = [np.clip(gradient, -magnitude / 8, magnitude / 8) for gradient in gradients]
+    plain = _with_gradients(name, gradients, steps=1)[0]
+    for wire in ROUNDED:
+        after = _with_gradients(name, gradients, steps=1, wire=wire)[0]
+        np.testing.assert_allclose(after, plain, rtol=0, atol=3 * UNIT * np.abs(plain).max())
+        assert np.abs(after).max() > 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["blocking", "bucketed", "sharded"])
+def test_gradients_that_are_not_finite_arrive_where_they_do_in_full_precision(name: str, bad: float) -> None:
+    gradients = [np.ones(20, np.float32) for _ in range(3)]
+    gradients[1][7] = bad
+    plain = _with_gradients(name, gradients)[0]
+    for wire in ROUNDED:
+        np.testing.assert_array_equal(np.isfinite(_with_gradients(name, gradients, wire=wire)[0]), np.isfinite(plain))
+
+
+def test_small_gradients_decide_about_the_exchange_of_factors() -> None:
+    """Inputs and errors travel as they are, so gradients of half the bytes are exchanged less often."""
+    for batch in range(1, 40):
+        full, half = (
+            planned(Sharded, make_group("float32"), 2, nominal_batch=batch, wire=wire) for wire in ("float32", "bfloat16")
+        )
+        assert set(half.exchanging) <= set(full.exchanging)  # type: ignore[attr-defined]
+        twice = planned(Sharded, make_group("float32"), 2, nominal_batch=2 * batch)
+        assert half.exchanging == twice.exchanging  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_schedule_is_for_one_wire(name: str) -> None:
+    kind, given = ALL[name]
+    plans = [planned(kind, make_group(), 3, **given, wire=wire).plan(None) for wire in ("float32", *ROUNDED)]
+    if name == "blocking":
+        assert plans == [None] * 3
+        return
+    assert len({plan.request for plan in plans if plan is not None}) == 3
+    for wire, stored in zip(("float32", *ROUNDED), plans, strict=True):
+        assert stored is not None
+        assert CollectiveSchedule.from_json(stored.to_json()) == stored
+        assert ("rounding" in stored.to_json()) == (wire != "float32")
+        for other in ("float32", *ROUNDED):
+            assert planned(kind, make_group(), 3, **given, wire=other).accepts(stored) == (other == wire)
+        assert [(piece.start, piece.stop) for piece in stored.slices] == [
+            (piece.start, piece.stop)
+            for piece in plans[0].slices  # type: ignore[union-attr]
+        ]
+
+
+def test_what_is_not_rounded_has_no_words_and_no_casts() -> None:
+    assert planned(Sharded, make_group(), 3).rounding is None
+    assert words_of_rounding(None) == ""
+    assert words_of_rounding(Rounding("bfloat16")) == ", wire bfloat16"
+    assert words_of_rounding(Rounding("float32", "float16")) == ", wire float32, wire_parameters float16"
+    assert caster("float32") is None
+    assert (wire_bytes(0, 4, "float16"), wire_bytes(5, 4, "float32"), wire_bytes(5, 8, "bfloat16")) == (0, 20, 10)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_unknown_values_are_refused(name: str) -> None:
+    kind, _ = ALL[name]
+    for option in ("wire",) if name in WHOLE else ("wire", "wire_parameters"):
+        with pytest.raises(OptionError, match=f"{option} is 'int8', but it is one of float32, bfloat16, float16"):
+            kind.Options(**{option: "int8"})
+    check_wire(wire="float16")
