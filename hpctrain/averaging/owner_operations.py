@@ -167,7 +167,7 @@ class OwnerOperations:
         return self._streams[operation.stream].iallreduce(norms.squares[places])
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
-        """What of a slice counts on this rank in a norm: of elements that several ranks update, on one of them."""
+        """The segments of a slice that count on this rank in a norm: of elements that several ranks update, on one of them."""
         own = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
         return (*own, *self._replicated[k]) if self._counts_replicated else own
 

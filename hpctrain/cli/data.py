@@ -56,7 +56,8 @@ def info(file: Path) -> None:
     opened = ImageFile.open(file)
     height, width, channels = opened.shape
     per_class = np.bincount(opened.labels, minlength=len(opened.class_names))
-    click.echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {opened.images.nbytes / 1e6:.1f} MB")
+    megabytes = len(opened) * height * width * channels / 1e6
+    click.echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
     click.echo(f"mean     {_numbers(opened.mean)}")
     click.echo(f"std      {_numbers(opened.std)}")
     click.echo(f"classes  {len(opened.class_names)}")

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.open_section import AUTO, OpenSection
-from hpctrain.config.schema import Config, Named
+from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, Named
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.nearest import nearest
 from hpctrain.rules import rule
@@ -126,6 +126,7 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
+        name = f"{SYNTHETIC} or " if section is DataConfig else name
         return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
     message = rule(item)
     bound = context.get("ge", context.get("le"))

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hpctrain import user_code
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.open_section import AUTO, OpenSection
-from hpctrain.config.schema import Config, Named, PlanConfig
+from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, Named, PlanConfig
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
 
@@ -138,6 +138,8 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {}
     if isinstance(data, str) and section is not None and issubclass(section, Named):
         return {"name": data}
+    if data == SYNTHETIC and section is DataConfig:
+        return DataConfig.of_synthetic()
     if data is None:
         raise ConfigError(
             f'{label}: There is no {dotted(path)}, so its item "{key}" cannot be set{nearest_sibling(path)}; '

@@ -61,6 +61,8 @@ def _count_or_auto(value: Any) -> Any:
 
 
 MOST_RANKS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
+MOST_PIXELS = 65_536
+MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
 MOST_SECONDS = 1e9  # 31 years; timers of the system end somewhere beyond it
 
 Integer = Annotated[int, BeforeValidator(_no_bool)]
@@ -158,11 +160,43 @@ class AugmentConfig(Named):
     )
 
 
+#: in place of a data file's path: images are made up; in place of the section `data`: those of both splits are
+SYNTHETIC = "synthetic"
+
+
+class SyntheticConfig(Section):
+    """The images that are made up where a path is `synthetic`."""
+
+    height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Number of rows of a made-up image.")
+    width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Number of columns of a made-up image.")
+    channels: Integer = Field(default=3, ge=1, le=MOST_PIXELS, description="Number of channels of a made-up image.")
+    classes: Integer = Field(default=10, ge=1, le=MOST_SAMPLES, description="Number of classes of made-up images.")
+    samples: Integer = Field(default=10_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to train on.")
+    test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to evaluate on.")
+
+
+def _or_synthetic(schema: dict[str, Any]) -> None:
+    """JSON schema of the section that may also be the one word."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"const": SYNTHETIC, "description": "Shorthand for {train: synthetic, test: synthetic}."}, whole]
+
+
 class DataConfig(Section):
     """The images."""
 
-    train: Text = Field(description="Path of the HDF5 file to train on, relative to the working directory.")
-    test: Text | None = Field(default=None, description="Path of the HDF5 file to evaluate on; null switches evaluation off.")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_synthetic)
+
+    train: Text = Field(
+        description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for made-up images."
+    )
+    test: Text | None = Field(
+        default=None,
+        description="Path of the HDF5 file to evaluate on, or synthetic, for made-up images; null switches evaluation off.",
+    )
+    synthetic: SyntheticConfig = Field(
+        default_factory=SyntheticConfig, description="The images that are made up where train or test is synthetic."
+    )
     augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
     evaluate_augment: tuple[AugmentConfig, ...] = Field(
         default=(), description="Preparation of evaluation images, by the same names, in order."
@@ -174,6 +208,16 @@ class DataConfig(Section):
         default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
     )
     cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_word(cls, value: Any) -> Any:
+        return cls.of_synthetic() if value == SYNTHETIC else value
+
+    @staticmethod
+    def of_synthetic() -> dict[str, Any]:
+        """The section that the one word stands for."""
+        return {"train": SYNTHETIC, "test": SYNTHETIC}
 
 
 class LossConfig(Section):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import h5py
 import numpy as np
@@ -35,18 +36,35 @@ __all__ = ["FORMAT", "VERSION", "ImageFile", "ImageFileWriter", "write"]
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
+class ReadImages(Protocol):
+    """Images that are no array, but are read, or made, sample by sample."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, C)."""
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+        """Pixels (uint8) of a sample or of several, of all rows and columns or of some, as of an array."""
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
+
+
+ImageArray = np.ndarray | ReadImages
+
+
 class ImageFile:
     """An open data file. It holds no file handle: only a read-only memory map, which ends with the object.
 
     Attributes:
-        images: (N, H, W, C) uint8, read-only map. labels: (N,) int64, in memory. class_names: one per class.
-        mean, std: (C,) float64, in units of 0..1.
+        images: (N, H, W, C) uint8, read-only map, or what is read as one. labels: (N,) int64, in memory.
+        class_names: one per class. mean, std: (C,) float64, in units of 0..1.
     """
 
     def __init__(
         self,
         path: Path,
-        images: np.ndarray,
+        images: ImageArray,
         labels: np.ndarray,
         class_names: tuple[str, ...],
         moments: tuple[np.ndarray, np.ndarray],

@@ -16,7 +16,7 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from hpctrain.boxes import Box, clip, hull, relative, shape_of, size_of, whole
-from hpctrain.data.format import ImageFile
+from hpctrain.data.format import ImageArray, ImageFile
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts, share_of
 
@@ -83,6 +83,13 @@ def cut(images: np.ndarray, box: Box) -> np.ndarray:
     return out
 
 
+def _gathered(images: ImageArray, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Whole images of samples in `out`."""
+    if isinstance(images, np.ndarray):
+        return np.take(images, ids, axis=0, out=out, mode="clip")
+    return images.take(ids, out)
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Memory of one batch of the largest size, flat."""
@@ -133,7 +140,7 @@ class Loader:
         self._prefetch = prefetch
         self._tiles = tiles
         self._box_of: dict[tuple[int, ...], Box] = {}
-        self._images = file.images
+        self._images: ImageArray = file.images
         self._cached = whole(file.shape[:2])
         self._cache = self._to_read = cache
         self._cache_limit_bytes = cache_limit_bytes
@@ -217,7 +224,7 @@ class Loader:
         x = slot.x[: size_of(box)].reshape(shape_of(box))
         ids = group_ids[slice(*box[0])]
         if self._is_whole(box):
-            raw = np.take(self._images, ids, axis=0, out=self._raw[: len(ids)], mode="clip")
+            raw = _gathered(self._images, ids, self._raw[: len(ids)])
             self._pipeline(raw, ids, epoch, x)
         else:
             self._make_region(ids, epoch, box, x)
@@ -257,8 +264,8 @@ class Loader:
         size_bytes = len(self.file) * size_of(region) * self.file.shape[2]
         self._images, self._cached = self.file.images, whole(self.file.shape[:2])
         if size_bytes <= self._cache_limit_bytes:
-            images: np.ndarray = self.file.images[(slice(None), *(slice(*interval) for interval in region))]
-            self._images, self._cached = np.array(images), region
+            rows, columns = (slice(*interval) for interval in region)
+            self._images, self._cached = np.array(self.file.images[slice(None), rows, columns]), region
 
 
 class _Failure:

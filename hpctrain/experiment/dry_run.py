@@ -15,12 +15,12 @@ from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.grid import check_grid, coordinates
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.schema import Config
-from hpctrain.data.format import ImageFile
+from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment import grid, planned_job
+from hpctrain.experiment.images import open_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.models import catalogue
@@ -67,7 +67,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     plan = plan_for(config, ranks)
     assumption = ""
     if image is None or classes is None:
-        missing = not Path(config.data.train).exists()
+        missing = config.data.train != SYNTHETIC and not Path(config.data.train).exists()
         known_image, known_classes = _of_the_model(config) if missing else _header(config)
         image, classes = image or known_image, classes or known_classes
         if missing:
@@ -92,7 +92,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
 def _header(config: Config) -> tuple[Image, int]:
     """Shape after augmentation, and classes; reads no image."""
-    file = ImageFile.open(config.data.train)
+    file = open_images(config, "train")
     steps = [(step.name, step.options) for step in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
     return pipeline.output_shape(*file.shape), len(file.class_names)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.comm.watchdog import guard
-from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
 from hpctrain.experiment.session import Session
 
@@ -35,6 +36,21 @@ class Images:
         return self.pipeline.output_shape(*self.file.shape)
 
 
+def open_images(config: Config, split: Split) -> ImageFile:
+    """The configured images of a split, which has some: a file, or what is made up in its place.
+
+    Raises:
+        DataError: as `ImageFile.open`.
+    """
+    path = config.data.train if split == "train" else config.data.test
+    assert path is not None, f"there are images to {split}"
+    if path != SYNTHETIC:
+        return ImageFile.open(path)
+    made_up = config.data.synthetic
+    samples = made_up.samples if split == "train" else made_up.test_samples
+    return synthetic_file(split, samples, (made_up.height, made_up.width, made_up.channels), made_up.classes)
+
+
 def open_training_file(session: Session) -> ImageFile:
     """The configured file, or the end of the job where a file system lets a rank wait too long.
 
@@ -43,7 +59,7 @@ def open_training_file(session: Session) -> ImageFile:
     """
     path = session.config.data.train
     with guard(f"Opening {path}", session.config.deadline_seconds, rank=session.world.rank):
-        return ImageFile.open(path)
+        return open_images(session.config, "train")
 
 
 def training_images(session: Session, known: DataFacts | None) -> tuple[Images, DataFacts]:
@@ -73,7 +89,7 @@ def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | N
     """
     if config.data.test is None:
         return None
-    opened = ImageFile.open(config.data.test)
+    opened = open_images(config, "test")
     file = in_order_of(opened, data.class_names, place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, _pipeline(config, config.data.evaluate_augment, data), notes)

@@ -267,3 +267,24 @@ def test_a_value_that_is_given_ends_the_choice_of_its_section_alone():
 def test_what_is_neither_auto_nor_a_section(override, words):
     (line,) = faults(TEXT, override)
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        (("data=synthetic",), ("synthetic", "synthetic", 32)),
+        (("data=synthetic", "data.test="), ("synthetic", None, 32)),
+        (("data=synthetic", "data.synthetic.height=64"), ("synthetic", "synthetic", 64)),
+        (("data.train=synthetic", "data.synthetic={height: 8}"), ("synthetic", None, 8)),
+    ],
+)
+def test_made_up_images_by_overrides(overrides, value):
+    data = parse(TEXT, "f.yaml", overrides)[0].data
+    assert (data.train, data.test, data.synthetic.height) == value
+    assert bool(data.augment) == (overrides[0] != "data=synthetic")
+
+
+def test_a_word_for_the_images_that_stands_for_nothing():
+    (fault,) = faults(TEXT, "data=made-up")
+    assert 'override "data=made-up"' in fault
+    assert "must be synthetic or a mapping with keys such as train" in fault

@@ -176,3 +176,12 @@ def test_a_plan_knows_three_uses(plan):
 def test_tiles_are_two_positive_numbers(tiles):
     with pytest.raises(ValidationError):
         Config.model_validate(changed("grid.tiles", tiles))
+
+
+def test_the_word_synthetic_stands_for_made_up_images_of_both_splits():
+    data = Config.model_validate({**SMALL, "data": "synthetic"}).data
+    assert (data.train, data.test) == ("synthetic", "synthetic")
+    assert data == Config.model_validate({**SMALL, "data": {"train": "synthetic", "test": "synthetic", "synthetic": {}}}).data
+    for wrong in ("train.h5", "auto"):
+        with pytest.raises(ValidationError):
+            Config.model_validate({**SMALL, "data": wrong})
