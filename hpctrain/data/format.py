@@ -44,7 +44,7 @@ class ReadImages(Protocol):
         """(N, H, W, C)."""
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels (uint8) of a sample or of several, of all rows and columns or of some, as of an array."""
+        """Pixels (uint8) of a sample or of several, of whole images or of a region, as of an array."""
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""

@@ -46,7 +46,7 @@ class SyntheticImages:
         self._stripes = brightness.astype(np.uint8)[:, stripe]
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of one sample (h, w, C) or of several (n, h, w, C): all, or those of a range of rows and one of columns."""
+        """Pixels of one sample (h, w, C) or of several (n, h, w, C): whole, or a region of them."""
         samples, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = region or (slice(None), slice(None))
         if isinstance(samples, slice):
