@@ -96,7 +96,8 @@ class LinkSimulation:
 
     Args:
         item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
-        norms: slices that are gathered once norms of all of them are complete, which is a message after their last reduction.
+        norms: slices that are gathered once norms of all of them are complete: a message after their last reduction, and seen
+            half a gradient later.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class LinkSimulation:
         self._gather_seconds = [gather_seconds(piece, link, ranks, item_bytes) for piece in slices]
         self._reduce_seconds = [reduce_seconds(piece, link, ranks, item_bytes, batch) for piece in slices]
         self._norms = {k: group for group in norms for k in group}
-        self._norms_seconds = link.allgather_seconds(0, ranks)
+        # Both the end of a sum and that of norms are seen at a poll; the one that a gather comes after costs nothing else.
+        self._norms_seconds = link.allgather_seconds(0, ranks) + times.longest_gap() / 2
         self._unsummed: dict[range, int] = {}  # how many slices of each group of norms
         self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
         self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap

@@ -14,29 +14,32 @@ from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedul
 from hpctrain.averaging.slices import Slice
 from hpctrain.nn.parameter import GroupLayout
 
-# A message more costs latency and processor time as any other does. One for an eighth of the elements lets seven eighths be
-# gathered before the last one is complete; one for two slices, of two operations each, makes a quarter more messages at most.
-_MOST_GROUPS = 8
+# A message more costs latency and processor time as any other does; one for an eighth of the elements and two slices, of two
+# operations each, makes a quarter more messages at most. What comes last can only be gathered after backward: front groups halve.
+_SHARE = 8
 _LEAST_SLICES = 2
 
 
 def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]:
     """The first slice of each group, ascending.
 
-    Groups are filled from the last slice to the first, as backward completes them, with an eighth of all elements and two slices
-    each; only the front-most may stay smaller. No parameter is in two of them, and each group's parameters are neighbours.
+    Groups are filled from the last slice to the first, as backward completes them, with two slices each at least, and with an
+    eighth of all elements or half of those that are left; only the front-most may stay smaller. No parameter is in two of
+    them, and each group's parameters are neighbours.
     """
     place = {segment.parameter: position for position, segment in enumerate(layout.segments)}
     places = [[place[name] for name in (*piece.parameters, *piece.replicated)] for piece in slices]
     last_before = list(accumulate((max(positions) for positions in places), max))
     first_from = list(accumulate((min(positions) for positions in reversed(places)), min))[::-1]
-    least = -(-sum(piece.size for piece in slices) // _MOST_GROUPS)
+    left = sum(piece.size for piece in slices)
+    share = left / _SHARE
     starts, size, count = [], 0, 0
     for k in reversed(range(len(slices))):
         size, count = size + slices[k].size, count + 1
-        may_begin = k == 0 or (last_before[k - 1] < first_from[k] and size >= least and count >= _LEAST_SLICES)
-        if may_begin:
+        large = size >= min(share, left / 2) and count >= _LEAST_SLICES
+        if k == 0 or (large and last_before[k - 1] < first_from[k]):
             starts.append(k)
+            left -= size
             size = count = 0
     return tuple(reversed(starts))
 

@@ -20,7 +20,7 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim.base import Norms, Optimizer
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import averaged
@@ -32,7 +32,11 @@ COMPUTE_SECONDS = 3.0
 
 
 class _Free(Optimizer):
-    """An update that takes no time, and does nothing."""
+    """An update that takes no time, and does nothing, but needs norms as told."""
+
+    def __init__(self, norms: NormsNeeded = NormsNeeded.NONE) -> None:
+        self.layer_norms = norms is NormsNeeded.LAYER  # type: ignore[misc]
+        self.clip_norm = 1.0 if norms is NormsNeeded.GLOBAL else None
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         """No state."""
@@ -44,20 +48,26 @@ class _Free(Optimizer):
         return {}
 
 
-def _step_seconds(kind: type[Strategy], wire_share: float, ranks: int = 2, **options: Any) -> float:
-    """Time of a late step, where an allreduce of everything would take `wire_share` of the compute."""
+def _step_seconds(
+    kind: type[Strategy], wire_share: float, ranks: int = 2, norms: NormsNeeded = NormsNeeded.NONE, polls: int = 2, **options: Any
+) -> float:
+    """Time of a late step, where an allreduce of everything would take `wire_share` of the compute.
+
+    Args:
+        polls: of an operator.
+    """
     specs = {f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for k, size in enumerate(SIZES)}
     total_bytes = 4 * sum(SIZES)
     beta = wire_share * COMPUTE_SECONDS / (2 * (ranks - 1) / ranks * total_bytes)
 
     def program(comm: ThreadCommunicator) -> float:
         engine = virtual_engine(comm)
-        averager = averaged(kind, FlatGroup(specs), _Free(), comm, engine, **options)
+        averager = averaged(kind, FlatGroup(specs), _Free(norms), comm, engine, **options)
         layers = list(zip(averager.group.parameters.values(), FORWARD, strict=True))
 
         def compute(seconds: float) -> None:
-            for _ in range(2):
-                comm.compute(seconds / 2)
+            for _ in range(polls):
+                comm.compute(seconds / polls)
                 engine.poll()
 
         ends = []
@@ -111,3 +121,26 @@ def test_gathers_under_backward_pay_where_compute_and_wire_are_equal() -> None:
     planned = _step_seconds(Sharded, 1.0, fc_exchange="never", bucket_bytes=2000)
     bottom_up = _step_seconds(Sharded, 1.0, fc_exchange="never", bucket_bytes=2000, replan=False)
     assert planned < 0.95 * bottom_up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_share", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize(
+    ("kind", "size"), [(Sharded, {"bucket_bytes": 2000}), (Priority, {"slice_parameters": 1000, "window": 12})]
+)
+def test_norms_of_layers_leave_gathers_under_backward(kind: type[Strategy], size: dict[str, int], wire_share: float) -> None:
+    """LARS is as fast as SGD, up to the polls that see its messages; clipping is not where compute and wire are equal."""
+    without, of_layers, of_all = (
+        _step_seconds(kind, wire_share, norms=norms, polls=10, fc_exchange="never", **size) for norms in NormsNeeded
+    )
+    assert of_layers <= 1.03 * without
+    if wire_share == 1.0:
+        assert of_layers <= 0.9 * of_all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [(Overlap, {}), (Bucketed, {"bucket_bytes": 8000})])
+def test_norms_cost_no_wait_where_every_rank_updates(kind: type[Strategy], size: dict[str, int]) -> None:
+    """Whole sums are everywhere, and front layers', which forward waits for, are the last ones anyway."""
+    without, of_layers, of_all = (_step_seconds(kind, 1.0, norms=norms, **size) for norms in NormsNeeded)
+    assert of_layers == of_all == without

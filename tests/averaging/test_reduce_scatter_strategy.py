@@ -61,6 +61,26 @@ def test_norms_of_several_groups_of_parameters_travel_together() -> None:
 
 
 @pytest.mark.parametrize("kind", [Sharded, Priority])
+def test_norms_of_layers_let_gathers_go_under_backward(kind: type[ReduceScatterStrategy]) -> None:
+    """And each stands behind the norms of its parameters; those of everything stand before all gathers."""
+    under_backward = {}
+    for norms in NormsNeeded:
+        size = {"bucket_bytes" if kind is Sharded else "slice_parameters": 8}
+        strategy = planned(kind, make_group(), 3, norms_needed=norms, fc_exchange="never", **size)
+        assert isinstance(strategy, ReduceScatterStrategy)
+        names = [name for name, parameter in make_group().parameters.items() if parameter.size]
+        ready = {name: float(len(names) - place) for place, name in enumerate(names)}
+        free = {name: at + 0.1 for name, at in ready.items()}
+        needed = {name: 0.1 * place for place, name in enumerate(names)}
+        schedule = strategy.replan(strategy.plan(LINK), Times(ready, free, needed, 10.0), LINK)
+        kinds = [operation.kind for operation in schedule.operations]
+        last = len(kinds) - kinds[::-1].index(OperationKind.REDUCE_SCATTER)
+        under_backward[norms] = kinds[:last].count(OperationKind.ALLGATHER)
+    assert under_backward[NormsNeeded.GLOBAL] == 0
+    assert under_backward[NormsNeeded.LAYER] > len(kinds) // 5
+
+
+@pytest.mark.parametrize("kind", [Sharded, Priority])
 def test_the_exchange_needs_one_micro_batch(kind: type[ReduceScatterStrategy]) -> None:
     with pytest.raises(OptionError, match="fc_exchange is always, but micro_batches is 2") as caught:
         planned(kind, make_group(), 2, micro_batches=2, fc_exchange="always")

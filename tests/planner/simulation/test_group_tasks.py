@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import dependencies
 from hpctrain.averaging.slices import Slice
 from hpctrain.planner import collective_costs
+from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.simulation.group_tasks import group_tasks
 from hpctrain.planner.tasks import AveragedGroup
 from tests.support.simulated import ITEM_BYTES, allreduces, link, machine, placement, sharded
@@ -73,3 +76,25 @@ def test_exchanged_factors_move_samples_and_need_a_product() -> None:
     assert norms.prepare_seconds == pytest.approx(20 * 0.25)  # before the squares, which are free here
     assert gather.prepare_seconds == 0.0
     assert gather.update_seconds == pytest.approx((20 + 5) * 1e-3)  # half of the weight, and the whole bias
+
+
+def test_norms_of_some_slices_are_prepared_and_sent_by_themselves() -> None:
+    """Squares of their own elements only; gathers come after those of their parameters."""
+    schedule = sharded(SIZES, 2)
+    reductions = [one for one in schedule.operations if one.kind is OperationKind.REDUCE_SCATTER]
+    gathers = [one for one in schedule.operations if one.kind is OperationKind.ALLGATHER]
+    norms = [Operation(OperationKind.NORMS, start, Stream.NORMS) for start in (1, 0)]
+    schedule = replace(schedule, operations=(*reductions, *norms, *gathers))
+    rate = {OperatorClass.MEMORY: OperatorRate(1.0, 100.0, 0.0)}
+    late, front, *behind = group_tasks(_group(schedule), replace(MACHINE, rates=rate), 0.0).operations[len(reductions) :]
+    # The first rank owns 5, 11 and 16 elements: sums are copied (read and written), parameters and gradients are read.
+    assert late.prepare_seconds == pytest.approx((2 + 2) * (11 + 16) * ITEM_BYTES / 100)
+    assert front.prepare_seconds == pytest.approx((2 + 2) * 5 * ITEM_BYTES / 100)
+    for task, parameters in ((late, 2), (front, 1)):
+        assert task.stages == collective_costs.stages(MACHINE, OperationKind.NORMS, 16 * parameters, placement(2))
+        assert task.stream is Stream.NORMS
+    at = {1: len(reductions), 2: len(reductions), 0: len(reductions) + 1}
+    for task in behind:
+        assert task.prepare_seconds == 0.0
+        assert at[task.slice] in task.operations
+        assert not set(at.values()) - {at[task.slice]} & set(task.operations)
