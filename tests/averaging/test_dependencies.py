@@ -11,7 +11,7 @@ from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from hpctrain.optim.base import NormsNeeded
 from tests.support.averaging import STRATEGIES, make_group, planned
 
-SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.INPUTS, OperationKind.ERRORS)
+SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.INPUTS, OperationKind.ERRORS)
 
 
 def _schedule(strategy: str, norms: NormsNeeded) -> CollectiveSchedule:

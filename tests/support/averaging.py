@@ -21,6 +21,7 @@ from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
@@ -33,6 +34,9 @@ INPUTS, HIDDEN, OUTPUTS, LR = 5, 7, 3, 0.1
 #: samples of the steps in turn: more than ranks, and fewer than 7 of them
 SAMPLES = (9, 9, 4)
 
+#: of `sparse`: nearly all parameters are compressed, though they are tiny
+_SPARSE: dict[str, Any] = {"compress": "always", "least_elements": 4, "bucket_bytes": 100}
+
 #: a name -> class and options; all of them must give what blocking gives
 STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "overlap": (Overlap, {}),
@@ -44,6 +48,7 @@ STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "priority": (Priority, {"slice_parameters": 8, "window": 1, "fc_exchange": "never", "replan": False}),
     "priority, exchange": (Priority, {"slice_parameters": 8, "window": 3, "fc_exchange": "always"}),
     "lazy, every step": (Lazy, {"layers": 2, "max_interval": 1, "bucket_bytes": 100}),
+    "sparse, all of it": (Sparse, {"density": 1.0, **_SPARSE, "two_level": False}),
 }
 
 OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
@@ -164,10 +169,11 @@ def planned(
     nodes: Sequence[int] | None = None,
     nominal_batch: int | None = None,
     micro_batches: int = 1,
+    momentum: float = 0.0,
     **options: Any,
 ) -> Strategy:
     """A strategy with these options for a group on so many ranks."""
-    facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, norms_needed, several_groups)
+    facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, norms_needed, several_groups, momentum)
     return kind(facts, kind.Options(**options))
 
 
@@ -183,7 +189,11 @@ def averaged(
     **given: Any,
 ) -> GradientAverager:
     """The averager of a strategy, agreed on. Collective. given: as for `planned`."""
-    needs: dict[str, Any] = {"norms_needed": optimizer.norms_needed, "several_groups": norms is not None}
+    needs: dict[str, Any] = {
+        "norms_needed": optimizer.norms_needed,
+        "several_groups": norms is not None,
+        "momentum": optimizer.momentum,
+    }
     strategy = planned(kind, group, comm.size, **needs, **given)
     return make_averager(strategy, AveragerSetup(group, optimizer, comm, progress, norms), stored)
 
