@@ -6,22 +6,26 @@ takes longer than that, what is also sent under the next forward as far as it ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.slices import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.two_level import Levels, levels
-from hpctrain.planner.collective_costs import stages, unhindered_seconds
+from hpctrain.planner.collective_costs import unhindered_seconds
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.grid_placements import GridPlacements
 from hpctrain.planner.machine import Machine
+from hpctrain.planner.message_costs import MessageCosts
 from hpctrain.planner.tasks import GroupPlacement
 
 _LARGEST_BYTES = 1 << 24  # of a slice, as averagers cut them
 _SLICE_BYTES = 200_000  # of `priority`: 50,000 parameters
+_DENSITY = 0.01  # of `sparse`, by default
 # Backward computes two gradients for what forward computes once.
 _FORWARD_SHARE = 1 / 3
 
@@ -36,12 +40,22 @@ class AveragerChoice:
     @property
     def owners_update(self) -> bool:
         """Each rank updates a part, and parameters are gathered."""
-        return self.name in ("sharded", "priority")
+        return self.name in ("sharded", "priority", "sparse")
 
     @property
     def exchanges(self) -> bool:
         """Linear layers may exchange inputs and errors."""
-        return self.owners_update and self.options.get("fc_exchange", "auto") != "never"
+        return self.owners_update and self.name != "sparse" and self.options.get("fc_exchange", "auto") != "never"
+
+    @property
+    def density(self) -> float | None:
+        """The share of the elements that cross between nodes, where a choice of them does; else None."""
+        return float(self.options.get("density", _DENSITY)) if self.name == "sparse" else None
+
+    def rounding(self, per_node: int) -> Rounding | None:
+        """Of its messages; None: they are whole. per_node: ranks of a node that sum in full precision first."""
+        gradients, parameters = (self.options.get(name, "float32") for name in ("wire", "wire_parameters"))
+        return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
 
     def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
         """A lower bound of a step from the time of the program and that of the averaging's messages."""
@@ -117,7 +131,7 @@ class AveragingCosts:
         self._always = choice.options.get("fc_exchange") == "always"
         self._update_seconds = costs.update_seconds(1 << 20) / (1 << 20)
         self._groups = {
-            split: _GroupCosts(machine, group, choice, total_bytes // (placements.split.ranks if split else 1))
+            split: _GroupCosts(machine, group, choice, total_bytes // (placements.split.ranks if split else 1), item_bytes)
             for split, group in ((False, placements.all_ranks), (True, placements.data))
         }
 
@@ -140,23 +154,36 @@ class AveragingCosts:
     def _exchanged(self, size: LinearSize, group: _GroupCosts) -> bool:
         if not self._exchange or group.ranks == 1 or not size.inputs * size.outputs:
             return False
-        return self._always or moves_less(size.inputs, size.outputs, self._batch, group.links)
+        return self._always or moves_less(size.inputs, size.outputs, self._batch, group.links, group.sent_share)
 
 
 class _GroupCosts:
     """Costs of the operations of a parameter group. links: ranks that cross a link: nodes, where sums are made in two levels."""
 
-    def __init__(self, machine: Machine, placement: GroupPlacement, choice: AveragerChoice, total_bytes: int) -> None:
-        self._machine, self._placement, self.ranks = machine, placement, placement.ranks
+    def __init__(
+        self, machine: Machine, placement: GroupPlacement, choice: AveragerChoice, total_bytes: int, item_bytes: int
+    ) -> None:
+        self.ranks, self._item_bytes = placement.ranks, item_bytes
         two_level = choice.owners_update and choice.options.get("two_level", True)
-        self._levels = _levels(placement) if two_level else None
-        self.links = placement.ranks if self._levels is None else self._levels.nodes
+        in_levels = _levels(placement) if two_level else None
+        self.links = placement.ranks if in_levels is None else in_levels.nodes
+        rounding = choice.rounding(1 if in_levels is None else in_levels.per_node)
+        self.sent_share = 1.0 if rounding is None else rounding.sent_share(item_bytes)
+        self._costs = MessageCosts(machine, placement, in_levels, item_bytes, rounding)
         self._kinds = (
             (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER) if choice.owners_update else (OperationKind.ALLREDUCE,)
         )
         self._slice_bytes = max(1, _slice_bytes(choice, total_bytes, placement.ranks))
-        of_slice = [self.operation(kind, self._slice_bytes) for kind in self._kinds]
-        self._of_slice = sum(of_slice, AveragingSeconds(0.0, 0.0))
+        self._of_slice = _sum(self.operation(kind, self._slice_bytes) for kind in self._kinds)
+        if choice.density is not None and self.links > 1:
+            self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, choice.density)))
+
+    def _compressed(self, compression: Compression) -> AveragingSeconds:
+        """Seconds of a slice of which the largest elements cross between nodes."""
+        kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
+        chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
+        elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
+        return chosen + AveragingSeconds(self._costs.choice_seconds(elements, compression), 0.0)
 
     def averaged(self, n_bytes: float) -> AveragingSeconds:
         """Seconds of so many bytes of gradients, as a share of slices."""
@@ -165,13 +192,22 @@ class _GroupCosts:
 
     def latency(self, messages: int) -> AveragingSeconds:
         """Seconds of messages that carry next to nothing."""
-        small = sum((self.operation(kind, 64) for kind in self._kinds), AveragingSeconds(0.0, 0.0))
+        small = _sum(self.operation(kind, 64) for kind in self._kinds)
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
-    def operation(self, kind: OperationKind, n_bytes: float) -> AveragingSeconds:
+    def operation(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> AveragingSeconds:
         """Seconds of one operation."""
-        priced = stages(self._machine, kind, n_bytes, self._placement, self._levels)
+        priced = self._costs.stages(kind, n_bytes, compression)
         return AveragingSeconds(sum(stage.cpu_seconds for stage in priced), unhindered_seconds(priced))
+
+
+def _sum(several: Iterable[AveragingSeconds]) -> AveragingSeconds:
+    return sum(several, AveragingSeconds(0.0, 0.0))
+
+
+def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
+    """The lesser of both kinds of seconds: small parameters go whole, large ones as it pays."""
+    return AveragingSeconds(min(one.program, other.program), min(one.wire, other.wire))
 
 
 def _levels(placement: GroupPlacement) -> Levels | None:

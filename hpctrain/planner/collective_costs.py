@@ -128,11 +128,19 @@ def stages(
 
 def _in_two_levels(machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels) -> tuple[Stage, ...]:
     """A reduction within nodes, then across them; a gather the other way round. Across, each rank has its number's share."""
-    inner = GroupPlacement(levels.per_node, 1, levels.per_node, placement.alike)
-    outer = GroupPlacement(levels.nodes, levels.nodes, 1, placement.alike * levels.per_node)
-    within = stages(machine, kind, n_bytes, inner)
-    across = stages(machine, kind, n_bytes / levels.per_node, outer)
+    within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
+    across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
     return (*within, *across) if kind is OperationKind.REDUCE_SCATTER else (*across, *within)
+
+
+def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:
+    """The ranks of a group that are on one node. per_node: how many."""
+    return GroupPlacement(per_node, 1, per_node, placement.alike)
+
+
+def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupPlacement:
+    """The ranks of a group that have one number on all nodes, beside those of all other numbers. per_node: how many there are."""
+    return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
 
 @dataclass(frozen=True)

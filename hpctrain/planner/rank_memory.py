@@ -79,12 +79,17 @@ def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Elements of the buffers for sums of the owned parts; of exchanging layers, for inputs and errors."""
+    """Elements of the buffers for sums of the owned parts; of exchanging layers, for inputs and errors; and what owners keep."""
     total = 0
+    rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
         owned = piece.owned_size(0, schedule.ranks)
+        if piece.compression is not None:  # the sum within the node, what is kept back, and what all nodes send
+            pairs = piece.compression.nodes * piece.compression.kept(owned)
+            total += owned * (2 if schedule.ranks > piece.copies else 1) + 2 * pairs
+            continue
         if not piece.sufficient_factors:
-            total += owned
+            total += owned * (2 if rounded_parameters else 1)
             continue
         total += samples * piece.units + batch * (owned // piece.unit)
         total += batch * piece.unit if layer_slices(schedule.slices, k)[0] == k else 0

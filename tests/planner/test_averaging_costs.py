@@ -91,3 +91,26 @@ def test_sums_in_two_levels_cross_a_nodes_link_once() -> None:
     levels = costs_of(AveragerChoice("sharded"), 1, 16, machine=slow)
     parts = AveragedParts(ELEMENTS, 1)
     assert levels.seconds(parts, split=False).wire < flat.seconds(parts, split=False).wire
+
+
+@pytest.mark.parametrize("name", ["sharded", "bucketed", "priority", "blocking"])
+def test_rounded_gradients_take_less_of_a_link(name: str) -> None:
+    slow = machine_of(bytes_per_second=1e6)
+    whole, rounded = (
+        costs_of(AveragerChoice(name, options), 1, 4, machine=slow).seconds(AveragedParts(ELEMENTS), split=False).wire
+        for options in ({}, {"wire": "bfloat16"})
+    )
+    both = 2 if name in ("bucketed", "blocking") else 4 / 3  # owners send their parameters whole
+    assert rounded == pytest.approx(whole / both, rel=0.02)
+
+
+@pytest.mark.parametrize(("density", "share"), [(0.01, 0.04), (0.1, 0.4), (1.0, 1.0)])
+def test_sparse_averaging_costs_no_more_than_dense(density: float, share: float) -> None:
+    slow = machine_of(bytes_per_second=1e6)
+    options = {"density": density, "two_level": False}
+    sparse, dense = (
+        costs_of(choice, 1, 4, machine=slow).seconds(AveragedParts(ELEMENTS), split=False).wire
+        for choice in (AveragerChoice("sparse", options), AveragerChoice("sharded", {"fc_exchange": "never"}))
+    )
+    # m rho (b_v + b_i) / (2 b_v) of the dense bytes between m nodes.
+    assert sparse == pytest.approx(share * dense, rel=0.02)

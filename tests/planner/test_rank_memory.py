@@ -23,8 +23,10 @@ def task_of(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_ba
     return Task(nets.plain, NumpyKernelSet(), Sgd, (9, 7, 3), batch=11, plan=plan, micro_batches=micro_batches)
 
 
-def memories(task: Task, averager: str = "sharded") -> list[tuple[AlikeRanks, RankMemory]]:
-    job, candidate = job_of(task), candidate_of(task, averager, {})
+def memories(
+    task: Task, averager: str = "sharded", options: dict[str, object] | None = None
+) -> list[tuple[AlikeRanks, RankMemory]]:
+    job, candidate = job_of(task), candidate_of(task, averager, options or {})
     strategies = group_strategies(job, candidate)
     found = []
     for alike in alike_ranks(job, candidate, strategies):
@@ -70,6 +72,16 @@ def test_the_state_is_that_of_the_first_rank() -> None:
 
     ((_, memory), *_) = memories(task)
     assert memory.state == 8 * run_virtual(3, owned)[0]
+
+
+def test_owners_keep_what_rounding_takes_from_parameters() -> None:
+    task = task_of(1, 4)
+    never = {"fc_exchange": "never"}
+    ((_, whole), *_), ((_, rounded), *_) = (
+        memories(task, options=options) for options in (never, {**never, "wire_parameters": "bfloat16"})
+    )
+    assert rounded.averaging == 2 * whole.averaging == 2 * whole.state
+    assert rounded.state == whole.state
 
 
 def test_micro_batches_trade_the_arena_for_a_sum() -> None:

@@ -24,6 +24,15 @@ AVERAGERS = (
     ("priority", {"slice_parameters": 50}),
     ("overlap", {}),
 )
+#: averagers whose messages are not the elements that are summed
+ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
+    ("sharded", {"wire": "bfloat16"}),
+    ("sharded", {"wire": "float16", "wire_parameters": "float16"}),
+    ("priority", {"wire": "float16", "slice_parameters": 50}),
+    ("bucketed", {"wire": "float16", "bucket_bytes": 256}),
+    ("blocking", {"wire": "bfloat16"}),
+    ("overlap", {"wire": "float16"}),
+)
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (6, 1)]
 PER_GRID = 4
 
@@ -54,6 +63,20 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
             expected[tuple(events_of(ranks.tasks))] += ranks.ranks
         assert Counter(tuple(of_rank.events) for of_rank in observed) == expected, where
         assert exchanged_bytes(program) == sum(of_rank.exchanged_bytes for of_rank in observed), where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("averager", "options"), ROUNDED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("rows", "cols", "ranks_per_node"), [(1, 4, 2), (1, 3, None), (2, 2, 2), (2, 3, 2)])
+def test_bytes_of_short_messages_are_those_that_are_counted(
+    rows: int, cols: int, ranks_per_node: int | None, averager: str, options: dict[str, object]
+) -> None:
+    task = draw_task(5, rows, cols)
+    program = program_of(task, averager, options, ranks_per_node)
+    observed = observe(task, averager, options, ranks_per_node)
+    assert exchanged_bytes(program) == sum(of_rank.exchanged_bytes for of_rank in observed)
+    whole = {key: value for key, value in options.items() if not key.startswith("wire")}
+    assert exchanged_bytes(program) < exchanged_bytes(program_of(task, averager, whole, ranks_per_node))
 
 
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)

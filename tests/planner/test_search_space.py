@@ -39,4 +39,10 @@ def test_what_is_fixed_is_the_only_choice() -> None:
     assert [choice.name for choice in fixed.averager_choices] == ["bucketed"]
     assert fixed.micro_batch_choices == (3,)
     assert SearchSpace().averager_choices == AVERAGERS
-    assert "lazy" not in {choice.name for choice in AVERAGERS}
+
+
+def test_nothing_is_proposed_that_changes_the_optimisation() -> None:
+    assert not {choice.name for choice in AVERAGERS} & {"lazy", "sparse"}
+    assert not {option for choice in AVERAGERS for option in choice.options} & {"wire", "wire_parameters"}
+    named = AveragerChoice("sharded", {"wire": "bfloat16"})
+    assert SearchSpace(fixed_averager=named).averager_choices == (named,)

@@ -22,7 +22,12 @@ GRIDS = [
     ("grid.rows=4", 8, 2),
 ]
 PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
-AVERAGERS = ["averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"]
+AVERAGERS = [
+    *("averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"),
+    "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",
+    "averager={name: bucketed, wire: bfloat16}",
+    "averager={name: blocking, wire: float16}",
+]
 
 
 def task_of(model: str, ranks: int, *overrides: str) -> PlannedRun:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import Dependencies, LocalEventKey, dependencies
 from hpctrain.averaging.norm_groups import covered_slices
-from hpctrain.averaging.slices import Slice, layer_slices
-from hpctrain.planner import collective_costs
+from hpctrain.averaging.slices import Compression, Slice, layer_slices
 from hpctrain.planner.collective_costs import Stage
-from hpctrain.planner.machine import Machine, OperatorClass
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.message_costs import MessageCosts
 from hpctrain.planner.tasks import AveragedGroup
 
 _SQUARES_BYTES = 16  # of a parameter: two numbers of 8 bytes
@@ -94,7 +94,9 @@ def group_tasks(
 
 def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: float) -> OperationTask:
     n_bytes = group.elements * group.item_bytes
-    stages = collective_costs.stages(machine, OperationKind.ALLREDUCE, n_bytes, group.placement, None)
+    stages = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding).stages(
+        OperationKind.ALLREDUCE, n_bytes
+    )
     update = group.elements * element_seconds
     return OperationTask("all gradients", Stream.GRADIENTS, stages, (), (), (), update_seconds=update, parameter=group.name)
 
@@ -110,11 +112,14 @@ class _Pricing:
         element_seconds: float,
         product_seconds: Mapping[str, float],
     ) -> None:
-        self._group, self._schedule, self._machine = group, schedule, machine
+        self._group, self._schedule = group, schedule
+        self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding)
+        # The ranks of the stream of norms are in their own order.
+        self._norms_costs = MessageCosts(machine, group.placement, None, group.item_bytes)
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
         self._norms = {first: [schedule.slices[k] for k in slices] for first, slices in covered_slices(schedule).items()}
         self._ranks, self._batch = group.placement.ranks, sum(group.samples)
-        self._stages: dict[tuple[OperationKind, int], tuple[Stage, ...]] = {}
+        self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[Stage, ...]] = {}
 
     def task(self, operation: Operation, needs: Dependencies) -> OperationTask:
         """One operation."""
@@ -122,6 +127,8 @@ class _Pricing:
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
             prepare = sum(self._finish_seconds(piece) + self._square_seconds(piece) for piece in self._norms[k])
+        elif operation.kind is OperationKind.SPARSE:
+            prepare = self._costs.selection_seconds(self._schedule.slices[k].owned_size(0, self._ranks))
         elif gather:
             prepare = 0.0 if self._norms else self._finish_seconds(self._schedule.slices[k])
             update = self._updated(self._schedule.slices[k]) * self._element_seconds
@@ -141,10 +148,12 @@ class _Pricing:
 
     def _stages_of(self, operation: Operation) -> tuple[Stage, ...]:
         """Equal ones are made once: a schedule may have thousands of slices of one size."""
-        key = operation.kind, self._bytes(operation)
+        compression = None if operation.kind is OperationKind.NORMS else self._schedule.slices[operation.slice].compression
+        kind, n_bytes, stream = operation.kind, self._bytes(operation), operation.stream
+        key = kind, n_bytes, compression, stream
         if key not in self._stages:
-            group = self._group
-            self._stages[key] = collective_costs.stages(self._machine, *key, group.placement, group.levels)
+            costs = self._norms_costs if stream is Stream.NORMS else self._costs
+            self._stages[key] = costs.stages(kind, n_bytes, compression)
         return self._stages[key]
 
     def _bytes(self, operation: Operation) -> int:
@@ -165,16 +174,14 @@ class _Pricing:
         return piece.owned_size(0, self._ranks) + len(piece.replicated) * piece.unit
 
     def _finish_seconds(self, piece: Slice) -> float:
-        """The product of exchanged factors, or the copy of what was summed."""
+        """The product of exchanged factors, the sum of what nodes chose, or the copy of what was summed."""
         owned = piece.owned_size(0, self._ranks)
+        if piece.compression is not None:
+            return self._costs.scatter_seconds(owned, piece.compression)
         if piece.sufficient_factors:
             return owned * self._product_seconds.get(piece.parameters[0], 0.0)
-        return self._memory_seconds(2 * owned * self._group.item_bytes) if self._ranks > 1 else 0.0
+        return self._costs.memory_seconds(2 * owned * self._group.item_bytes) if self._ranks > 1 else 0.0
 
     def _square_seconds(self, piece: Slice) -> float:
         """Squares of what is owned, of parameters and gradients."""
-        return self._memory_seconds(2 * self._updated(piece) * self._group.item_bytes)
-
-    def _memory_seconds(self, n_bytes: int) -> float:
-        rate = self._machine.rates.get(OperatorClass.MEMORY)
-        return n_bytes / rate.bytes_per_second if rate is not None else 0.0
+        return self._costs.memory_seconds(2 * self._updated(piece) * self._group.item_bytes)
