@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _BLOCK = 32_768  # elements: their magnitudes and masks stay in a cache of the core
+_COMMON = 0.02  # of a sample: partition takes many times as long where so many are equal
 _UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.dtype(np.uint64)}
 
 
@@ -74,6 +75,12 @@ class Selection:
         sample = self._sorted[:size]
         np.bitwise_and(bits[: size * stride : stride], self.top - 1, out=sample)
         return self._ranked(sample, min(rank, size))
+
+    def common(self, bits: np.ndarray, stride: int, rank: int) -> int | None:
+        """As `sampled`, where many of the sample have that magnitude; else None."""
+        least = self.sampled(bits, stride, rank)
+        sample = self._sorted[: bits.size // stride]
+        return least if np.count_nonzero(sample == least) > _COMMON * sample.size else None
 
     def threshold(self, bits: np.ndarray, rank: int) -> int:
         """The magnitude of the element that is `rank`-th in descending order, by partition of all of them."""

@@ -109,7 +109,8 @@ class TopK(Compressor):
     def _choose(self, bits: np.ndarray, positions: np.ndarray) -> None:
         """Write the positions of the elements to keep."""
         if self._partitions_all:
-            self._choose_of(bits, positions)
+            if not self._choose_ties(bits, positions):
+                self._choose_of(bits, positions)
             return
         least = self._selection.sampled(bits, _STRIDE, self._rank_in_sample())
         candidates = self._selection.candidates(bits, least)
@@ -122,6 +123,18 @@ class TopK(Compressor):
         assert candidates is not None, "no more reach it than were counted"
         self._choose_of(candidates[0], positions)
         np.take(candidates[1], positions, out=positions, mode="clip")
+
+    def _choose_ties(self, bits: np.ndarray, positions: np.ndarray) -> bool:
+        """Write the positions of the elements to keep, if the smallest of them has the magnitude of many others."""
+        rank = round(self.kept / _STRIDE)
+        least = self._selection.common(bits, _STRIDE, rank) if self.size > _SMALL and rank else None
+        if least is None:
+            return False
+        reached, chosen = self._selection.counts(bits, (least, least + 1))
+        if not chosen < self.kept <= reached:
+            return False
+        self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
+        return True
 
     def _rank_in_sample(self) -> int:
         """Elements of the sample that the first threshold lets through: more than kept of all, but for bad luck of 4 sigma."""

@@ -97,3 +97,13 @@ def test_candidates_are_all_that_reach_a_threshold_or_none_where_there_is_no_roo
     np.testing.assert_array_equal(candidates[1], np.flatnonzero(whole >= least))
     np.testing.assert_array_equal(candidates[0], whole[whole >= least])
     assert passes.candidates(bits, 0) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_common_magnitude_is_one_that_many_of_a_sample_have(dtype: str) -> None:
+    passes = Selection(dtype)
+    passes.reserve(1000, 0)
+    values = np.where(np.arange(1000) % 2 == 0, -4, np.arange(1000)).astype(dtype)
+    bits = values.view(passes.unsigned)
+    assert passes.common(bits, 1, 998) == int(np.array(4, dtype).view(passes.unsigned))
+    assert passes.common(bits, 1, 100) is None
