@@ -43,6 +43,8 @@ class Net:
 
 _RESIDUAL_MIXED = {"layer2.*": _M, "fc": _M}
 _SGD = {"name": "sgd"}
+#: options of averagers that have the same name here
+_OPTIONS = ("sizes", "window", "fc_exchange", "replan", "two_level", "wire", "wire_parameters")
 
 #: option -> value as it is written -> what it stands for. Options that decide what others may be come first; of each option the
 #: first value is the program's default, or the plainest.
@@ -69,6 +71,8 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "fc_exchange": {"default": None, "always": "always", "never": "never"},
     "replan": {"default": None, "no": False},
     "two_level": {"default": None, "no": False},
+    "wire": {"default": None, "bfloat16": "bfloat16", "float16": "float16"},
+    "wire_parameters": {"default": None, "bfloat16": "bfloat16", "float16": "float16"},
     "lazy": {
         "default": {},
         "every-step": {"layers": 2, "max_interval": 1},
@@ -119,7 +123,7 @@ def value_of(row: Row, name: str) -> Any:
 def averager_options(row: Row) -> dict[str, Any]:
     """The averager's options, as a configuration has them."""
     name = value_of(row, "averager")
-    options: dict[str, Any] = {key: value_of(row, key) for key in ("sizes", "window", "fc_exchange", "replan", "two_level")}
+    options: dict[str, Any] = {key: value_of(row, key) for key in _OPTIONS}
     options = {key: value for key, value in options.items() if value is not None} | value_of(row, "lazy")
     slices = value_of(row, "slices")
     if slices is not None:

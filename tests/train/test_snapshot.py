@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
 from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
@@ -15,7 +16,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
@@ -166,3 +167,42 @@ def test_a_position_in_steps_is_whole_where_all_steps_were_alike():
         for epoch, step in ((0, 0), (2, 0), (5, steps - 1)):
             assert Position(epoch, step * batch).in_steps(samples, batch) == epoch * steps + step
     assert Position(1, 8).in_steps(75, 16) == 5.5
+
+
+ROUNDED: StrategyFactory = partial(Sharded, options=ShardedOptions(fc_exchange="never", wire_parameters="bfloat16"))
+
+
+def _with_errors(content: CheckpointContent) -> CheckpointContent:
+    """A snapshot of parameters that travel in 16 bits: the rounded ones, and what rounding took away."""
+    tensors = dict(content.tensors)
+    for key, exact in content.tensors.items():
+        if key.startswith("parameters/"):
+            tensors[key] = exact.astype(np.float16).astype(exact.dtype)
+            tensors[optimizer_key(PARAMETER_ERROR, key.removeprefix("parameters/"))] = exact - tensors[key]
+    return CheckpointContent(tensors, content.meta)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 2), (3, 2)])
+def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(rows: int, cols: int) -> None:
+    exact = alone(nets.residual())
+    content = _with_errors(exact)
+
+    def program(comm: ThreadCommunicator, strategy: StrategyFactory, given: CheckpointContent) -> CheckpointContent:
+        trained = replica(comm, nets.residual(), ParallelPlan(rows, cols, Parallelism.BATCH, MIXED["residual"]), strategy)
+        trained.load(given)
+        return taken(trained, keep=comm.rank == 0)
+
+    def put(strategy: StrategyFactory, given: CheckpointContent) -> dict[str, np.ndarray]:
+        return dict(run_virtual(rows * cols, partial(program, strategy=strategy, given=given))[0].tensors)
+
+    same = put(ROUNDED, content)
+    assert all(np.array_equal(content.tensors[key], value) for key, value in same.items())
+    # A group of one rank sends nothing, and makes its parameters exact.
+    assert any(PARAMETER_ERROR in key for key in same)
+    for strategy in (Blocking, STRATEGIES["sharded"]):  # nobody keeps errors now: the parameters are exact, and nothing is lost
+        plain = put(strategy, content)
+        assert plain.keys() == exact.tensors.keys()
+        assert all(np.array_equal(exact.tensors[key], value) for key, value in plain.items())
+    begun = put(ROUNDED, exact)  # nothing has been rounded yet
+    for key, value in begun.items():
+        assert np.array_equal(exact.tensors[key], value) if key in exact.tensors else not value.any()
