@@ -78,7 +78,7 @@ def start(
     Args:
         batch: samples of a step over all ranks. rows, cols: of the process grid; cols: by default all ranks divided by rows.
         threads: that this rank computes with; by default OMP_NUM_THREADS, else its share of the cores.
-        progress: how messages move while kernels run: "auto" (measured), "none", "test" or "thread".
+        progress: how messages move while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
         deadline_seconds: that a rank waits for the others before it ends the job.
         automatic: a network for which the grid is chosen now; rows and cols do not count then.
     """

@@ -53,6 +53,8 @@ class MessageAccount:
     def second_thread(self, identifier: int | None) -> None:
         """Calls of the thread with this identifier are not the program's from now on; None: there is no second one."""
         self._second = identifier
+        if self._trace is not None:
+            self._trace.second_thread(identifier)
 
     def begin(self) -> None:
         """A call of the engine begins, in which something may move."""
@@ -62,14 +64,14 @@ class MessageAccount:
             stretch.update_ns = 0
             stretch.begin_ns = self.clock_ns()
 
-    def end(self) -> None:
-        """The call ends, well or not."""
+    def end(self, *, recorded: bool = True) -> None:
+        """The call ends, well or not. recorded: in the trace, if any."""
         stretch = self._of_caller()
         stretch.depth -= 1
         if stretch.depth == 0:
             now = self.clock_ns()
             stretch.total_ns += now - stretch.begin_ns - stretch.update_ns
-            if self._trace is not None:
+            if recorded and self._trace is not None:
                 self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
 
     def begin_wait(self) -> None:

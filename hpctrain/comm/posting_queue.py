@@ -77,6 +77,9 @@ class PostingQueue:
         name: for messages and traces. window: most operations in flight at a time; None: no limit.
         lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
             and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
+
+    Attributes:
+        begun: operations that have been started so far.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class PostingQueue:
         self._waiting: deque[Ticket] = deque()
         self._in_flight: list[Ticket] = []
         self._posted = 0
+        self.begun = 0
         self.starting = False
 
     def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
@@ -162,6 +166,7 @@ class PostingQueue:
         try:
             while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
                 ticket = self._waiting.popleft()
+                self.begun += 1
                 self._begin(ticket)
                 if not ticket.test():
                     ticket.possible_ns = self._free_ns

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from hpctrain.comm.base import Communicator, Handle
@@ -39,8 +39,10 @@ _ALONE: AbstractContextManager[Any] = nullcontext()
 class ProgressEngine:
     """Owns the posting queues of a process; the only place that waits.
 
-    One thread of a process posts, polls and waits. A second one, where `start_thread` made it, only lets what is in flight move,
-    inside of `computing` and while the first holds no lock; everything that talks to the transport here holds it.
+    One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
+    while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a
+    posting thread, does all that a poll does: then a poll of the first one inside of `computing` only wakes it. What it starts
+    computes beside the program: nothing that a start reads or writes may be in use once its events have happened.
 
     Args:
         rank: this process's rank, for messages.
@@ -50,6 +52,7 @@ class ProgressEngine:
         clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
         stream: where the report goes; stderr by default.
         trace: records operations, waits, and what posting and tests take beside them.
+        make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
 
     Attributes:
         waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
@@ -66,6 +69,7 @@ class ProgressEngine:
         offer_core: Callable[[], None] = os.sched_yield,
         stream: TextIO | None = None,
         trace: Tracer | None = None,
+        make_thread: Callable[[Callable[[], None], AbstractContextManager[Any]], ProgressThread] = ProgressThread,
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
@@ -80,7 +84,9 @@ class ProgressEngine:
         self._stream = stream
         self._queues: dict[Communicator, PostingQueue] = {}
         self._lock = threading.RLock()
+        self._make_thread = make_thread
         self._thread: ProgressThread | None = None
+        self._posts_beside = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
         """The queue of `comm`: made at the first call (with `window`), the same one ever after."""
@@ -100,19 +106,25 @@ class ProgressEngine:
         return self._clock()
 
     def poll(self) -> None:
-        """One pass over all queues: test what is in flight, then start what may start. Never blocks."""
+        """One pass over all queues: test what is in flight, then start what may start. Never blocks.
+
+        Where a posting thread works, it is told to make the pass.
+        """
+        if self._thread is not None:
+            self._thread.raise_failure()
+            if self._posts_beside and self._thread.inside:
+                self._thread.wake()
+                return
+        self._advance()
+
+    def _advance(self) -> None:
         queues = self._queues.values()
         if all(queue.idle for queue in queues):
             return
         with self._lock:
             self.account.begin()
             try:
-                for queue in queues:
-                    if not queue.idle:
-                        queue.collect()
-                for queue in queues:
-                    if not queue.idle:
-                        queue.start_heads()
+                self._pass_over(queues)
             finally:
                 self.account.end()
 
@@ -121,24 +133,49 @@ class ProgressEngine:
         if self.polls_between_operators:
             self.poll()
 
-    def start_thread(self) -> None:
-        """From now on a thread polls inside `computing`. The transport must allow calls from several threads, one at a time."""
+    def start_thread(self, *, posts: bool = False) -> None:
+        """From now on a thread works inside `computing`. The transport must allow calls from several threads, one at a time.
+
+        Args:
+            posts: it completes and starts operations, too.
+        """
         if self._thread is None:
-            self._thread = ProgressThread(self._progress_once, self._lock)
+            self._thread = self._make_thread(self._pass_of_thread, self._lock)
+            self.account.second_thread(self._thread.identifier)
+        self._posts_beside = posts
 
     def stop_thread(self) -> None:
         """End that thread, if any."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+            self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
         """While this lasts, this process reaches the transport through this engine only, so a thread may drive it as well."""
         return _ALONE if self._thread is None else self._thread
 
-    def _progress_once(self) -> None:
-        for queue in self._queues.values():
-            queue.progress_once()
+    def _pass_of_thread(self) -> None:
+        queues = tuple(self._queues.values())
+        begun = sum(queue.begun for queue in queues)
+        self.account.begin()
+        try:
+            if self._posts_beside:
+                self._pass_over(queues)
+            else:
+                for queue in queues:
+                    queue.progress_once()
+        finally:
+            self.account.end(recorded=sum(queue.begun for queue in queues) > begun)
+
+    @staticmethod
+    def _pass_over(queues: Collection[PostingQueue]) -> None:
+        for queue in queues:
+            if not queue.idle:
+                queue.collect()
+        for queue in queues:
+            if not queue.idle:
+                queue.start_heads()
 
     def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
         """Drive all queues until these operations are complete."""
@@ -147,7 +184,7 @@ class ProgressEngine:
 
     def wait_handle(self, handle: Handle, purpose: str) -> None:
         """Drive all queues until an operation outside them is complete."""
-        with self._lock:
+        with self._alone(purpose):
             if handle.test():
                 return
             begun_ns = self.trace.clock_ns() if self.trace is not None else 0
@@ -158,17 +195,32 @@ class ProgressEngine:
     def drain(self) -> None:
         """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
         for queue in self._queues.values():
-            while not queue.idle:
-                self.wait(queue.unfinished()[0])
+            while unfinished := queue.unfinished():
+                self.wait(unfinished[0])
 
     def _wait_one(self, ticket: Ticket) -> None:
         if ticket.done:
             return
-        with self._lock:
-            begun_ns = self.trace.clock_ns() if self.trace is not None else 0
+        begun_ns = self.trace.clock_ns() if self.trace is not None else 0
+        with self._alone(ticket):
             self._drive(lambda: ticket.done, ticket)
             if self.trace is not None:
                 self.trace.add(Category.WAIT, ticket.purpose, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence)
+
+    @contextmanager
+    def _alone(self, awaited: object) -> Iterator[None]:
+        """While this lasts no other thread works on messages. A pass under way ends first, for which the deadline holds, too."""
+        if not self._lock.acquire(blocking=False):
+            begin = self._clock()
+            if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):
+                self._give_up(awaited)
+            self.waited_seconds += self._clock() - begin
+        try:
+            if self._thread is not None:
+                self._thread.raise_failure()
+            yield
+        finally:
+            self._lock.release()
 
     def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
@@ -176,7 +228,7 @@ class ProgressEngine:
         self.account.begin_wait()
         try:
             while True:
-                self.poll()
+                self._advance()
                 if finished():
                     break
                 now = self._clock()

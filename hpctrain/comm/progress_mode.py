@@ -3,6 +3,8 @@
 none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
 test    the program tests what is in flight after each operator
 thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
+posting a thread does all that the program does between operators in mode test: it also sees what is complete, and starts what may
+        start, with what that computes; needs the same, and a core beside those of the kernels
 """
 
 from __future__ import annotations
@@ -34,11 +36,19 @@ _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
-    """The way in which messages are moved while kernels run: not at all, by tests after operators, or by a thread as well."""
+    """The way in which messages are moved while kernels run: not at all, by tests after operators, by a thread as well, or by a
+    thread that starts operations, too.
+    """
 
     NONE = "none"
     TEST = "test"
     THREAD = "thread"
+    POSTING = "posting"
+
+    @property
+    def has_thread(self) -> bool:
+        """True where a thread works on messages beside the program."""
+        return self in (ProgressMode.THREAD, ProgressMode.POSTING)
 
     @property
     def in_words(self) -> str:
@@ -47,6 +57,7 @@ class ProgressMode(StrEnum):
             ProgressMode.NONE: "messages move by themselves while layers compute",
             ProgressMode.TEST: "messages move whenever a layer is done",
             ProgressMode.THREAD: "a thread moves messages while layers compute",
+            ProgressMode.POSTING: "a thread posts and moves messages while layers compute",
         }[self]
 
 
@@ -116,8 +127,8 @@ def choose(measured: OverlapMeasurement) -> ProgressMode:
 def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
     """Let `progress` work in this mode from now on."""
     progress.polls_between_operators = mode is not ProgressMode.NONE
-    if mode is ProgressMode.THREAD:
-        progress.start_thread()
+    if mode.has_thread:
+        progress.start_thread(posts=mode is ProgressMode.POSTING)
     else:
         progress.stop_thread()
 

@@ -384,10 +384,10 @@ class Config(Section):
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
-    progress: Literal["auto", "none", "test", "thread"] = Field(
+    progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",
-        description="Way in which messages move while kernels run: not at all (none), by a test after each operator (test), or "
-        "by a thread as well (thread); auto takes test unless a measurement at the start leaves no doubt that another is faster.",
+        description="Way in which messages move while kernels run: not at all (none), by tests after operators (test), by a "
+        "thread too (thread), or one that starts operations as well (posting); auto takes test, unless another is surely faster.",
     )
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")

@@ -63,17 +63,20 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
         wanted: a mode's name, or "auto". samples: that this rank passes through the network at once.
 
     Raises:
-        ConfigError: `progress: thread` where MPI does not let a second thread call.
+        ConfigError: a mode with a thread where MPI does not let a second thread call.
     """
     if wanted == "auto":
         chosen = _measured(rank, network, samples)
     else:
-        if wanted == "thread" and not rank.threads_may_communicate:
+        mode = ProgressMode(wanted)
+        if mode.has_thread and not rank.threads_may_communicate:
             raise ConfigError(
-                f'progress is thread, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
+                f'progress is {mode}, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
                 f'or "multiple": set progress to test, or use an MPI that gives it.'
             )
-        chosen = Chosen(ProgressMode(wanted), "as configured", matters=rank.world.size > 1)
+        chosen = Chosen(mode, "as configured", matters=rank.world.size > 1)
+        if mode is ProgressMode.POSTING and rank.world.size == 1:
+            chosen = Chosen(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
     progress_mode.apply(rank.progress, chosen.mode)
     return chosen
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from hpctrain.trace.tracer import BESIDE, Category, Events
+from hpctrain.trace.tracer import Category, Events
 
 _PROGRAM = 0  # thread number of the program's own events; queues follow
 
@@ -67,13 +67,14 @@ class ChromeTrace:
         )
         for category, label_index, track, number, begin, length in rows:
             head = f'"name":{labels[label_index]},"cat":"{kinds[category]}","pid":{rank}'
-            if category in BESIDE:
+            if category in (Category.COMMUNICATION, Category.DELAY):
                 common = f'{head},"tid":{track},"id":"{rank}.{track}.{number}"'
                 self._line(f'{{"ph":"b",{common},"ts":{begin:.3f},"args":{{"sequence":{number}}}}}')
                 self._line(f'{{"ph":"e",{common},"ts":{begin + length:.3f}}}')
             else:
+                thread = track if category == Category.THREAD else _PROGRAM
                 extra = f',"args":{{"number":{number}}}' if category in (Category.WAIT, Category.STEP) else ""
-                self._line(f'{{"ph":"X",{head},"tid":{_PROGRAM},"ts":{begin:.3f},"dur":{length:.3f}{extra}}}')
+                self._line(f'{{"ph":"X",{head},"tid":{thread},"ts":{begin:.3f},"dur":{length:.3f}{extra}}}')
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self._line(json.dumps(event))

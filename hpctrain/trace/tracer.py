@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from threading import get_ident
 
 import numpy as np
 
@@ -38,11 +39,17 @@ class Category(IntEnum):
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step, loading included; number: its position in the epoch
     MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
-    DELAY = 11  # beside the program: from when an operation's turn may have come until its posting began; track and number
+    THREAD = 11  # beside the program: work of a second thread on messages, updates included
+    DELAY = 12  # beside the program: from when an operation's turn may have come until its posting began; track and number
 
 
+#: track of a second thread's events
+THREAD_TRACK = "posting thread"
 #: kinds that are not the program's own time
-BESIDE = (Category.COMMUNICATION, Category.DELAY)
+BESIDE = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
+
+
+_COLUMNS = ("category", "number", "start_ns", "stop_ns")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,9 @@ class Events:
 
 
 class Tracer:
-    """Records events of one thread. When its room is used up it counts what it drops.
+    """Records events of one thread, and of a second one apart, whose own time is of kind THREAD.
+
+    When its room is used up it counts what it drops.
 
     Args:
         capacity: events. clock_ns: nanoseconds since any start.
@@ -96,7 +105,6 @@ class Tracer:
         self.clock_ns = clock_ns
         self.capacity = capacity
         self.dropped = 0
-        self.last_stop_ns = 0  # when the last recorded event ended
         self._count = 0
         # Plain arrays, as an element of them is written several times faster than one of NumPy's.
         self._category = array("i", bytes(4 * capacity))
@@ -107,12 +115,19 @@ class Tracer:
         self._stop = array("q", bytes(8 * capacity))
         self._names: dict[str, int] = {}
         self._tracks: dict[str, int] = {"": 0}
+        self._second: int | None = None
+        self._beside: Tracer | None = None  # of the second thread: written by that one alone
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
         """Record one event."""
+        if self._second is not None and get_ident() == self._second:
+            assert self._beside is not None
+            kind = category if category in BESIDE else Category.THREAD
+            self._beside.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
+            return
         position = self._count
         if position == self.capacity:
             self.dropped += 1
@@ -127,15 +142,27 @@ class Tracer:
         self._track[position] = tracks[track]
         self._number[position] = number
         self._start[position] = start_ns
-        self._stop[position] = self.last_stop_ns = stop_ns
+        self._stop[position] = stop_ns
         self._count = position + 1
 
     def clear(self) -> None:
         """Forget all events; names keep their numbers."""
         self._count = self.dropped = 0
+        if self._beside is not None:
+            self._beside.clear()
+
+    def second_thread(self, identifier: int | None) -> None:
+        """Calls of the thread with this identifier are recorded apart from now on; None: there is no second one."""
+        if identifier is not None and self._beside is None:
+            self._beside = Tracer(self.capacity, clock_ns=self.clock_ns)
+        self._second = identifier
 
     def events(self) -> Events:
-        """A copy of what was recorded so far."""
+        """A copy of what was recorded so far; what a second thread recorded comes last."""
+        own = self._own_events()
+        return own if self._beside is None else joined(own, self._beside.events())
+
+    def _own_events(self) -> Events:
         return Events(
             tuple(self._names),
             tuple(self._tracks),
@@ -150,6 +177,20 @@ class Tracer:
 
     def _copy(self, column: array[int], kind: type[np.integer]) -> np.ndarray:
         return np.frombuffer(column, kind)[: self._count].copy()
+
+
+def joined(first: Events, second: Events) -> Events:
+    """The events of both, in this order."""
+    names, tracks = (
+        tuple(dict.fromkeys((*one, *other))) for one, other in ((first.names, second.names), (first.tracks, second.tracks))
+    )
+    name_of, track_of = ({text: number for number, text in enumerate(texts)} for texts in (names, tracks))
+    columns = {column: np.concatenate([getattr(first, column), getattr(second, column)]) for column in _COLUMNS}
+    renamed = {
+        "name": np.array([name_of[events.names[index]] for events in (first, second) for index in events.name], np.int32),
+        "track": np.array([track_of[events.tracks[index]] for events in (first, second) for index in events.track], np.int32),
+    }
+    return Events(names, tracks, **{**columns, **renamed}, dropped=first.dropped + second.dropped)
 
 
 def capacity_for(ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
@@ -41,12 +41,12 @@ def run_virtual(
     return world.run(function, deadline_seconds)
 
 
-def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9) -> ProgressEngine:
+def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **options: Any) -> ProgressEngine:
     """The progress engine of one virtual rank: it measures virtual time, and never sleeps, as all other ranks would, too.
 
     Nor does it offer its core, which on a busy machine takes longer than all else: the scheduler says which rank runs.
 
-    Without a link no wait passes its deadline; a wait that cannot end is found as a deadlock.
+    options: of the engine. Without a link no wait passes its deadline; a wait that cannot end is found as a deadlock.
     """
     return ProgressEngine(
         rank=comm.rank,
@@ -55,6 +55,7 @@ def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9) -> P
         clock=comm.now,
         sleep=_no_sleep,
         offer_core=_keep_core,
+        **options,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.load import load
 from hpctrain.experiment.planner_search import progress_of
 
@@ -115,7 +116,7 @@ def test_what_cannot_be_simulated_is_one_sentence(arguments: tuple[str, ...], se
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("configured", "simulated"), [("auto", "test"), ("none", "none"), ("thread", "thread")])
+@pytest.mark.parametrize(("configured", "simulated"), [("auto", "test"), *((mode, mode) for mode in ProgressMode)])
 def test_the_configured_progress_is_simulated(configured: str, simulated: str) -> None:
     config, _ = load(SMALL[0], (f"progress={configured}",))
     assert progress_of(config) == simulated

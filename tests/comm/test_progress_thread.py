@@ -1,16 +1,23 @@
-"""The thread polls inside its block only, under the lock only, and its failures reach the block's owner."""
+"""The thread works inside its block only, under the lock only, and its failures reach the block's owner."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.averaging.local_event import LocalEvent
+from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
 from hpctrain.comm.progress_thread import ProgressThread
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.single import Complete, SingleCommunicator
+from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.trace.tracer import THREAD_TRACK, Category, Tracer
+from tests.support.interleaved_thread import InterleavedThread
 
 PATIENCE_SECONDS = 20.0
 
@@ -138,3 +145,257 @@ def test_queues_of_one_name_are_told_apart() -> None:
     names = [engine.queue(comm).name for comm in comms]
     assert names == ["column", "row", "column 2"]
     assert list(engine.communicators().values()) == comms
+
+
+# -- a thread that posts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_posting_thread_completes_and_starts_in_order_and_the_program_only_wakes_it() -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    queue, event, started = engine.queue(SingleCommunicator()), LocalEvent("gradient"), list[tuple[int, int]]()
+
+    def start(number: int) -> Slow:
+        started.append((number, threading.get_ident()))
+        return Slow(3)
+
+    with engine.computing():
+        tickets: list[Ticket] = []
+        for number in range(6):
+            tickets.append(queue.post(lambda number=number: start(number), "one", [event, *tickets[-1:]]))  # type: ignore[misc]
+        assert started == []
+        event.happen()
+        engine.poll()
+        _until(lambda: tickets[-1].done)
+    assert [number for number, _ in started] == list(range(6))
+    assert threading.get_ident() not in {thread for _, thread in started}
+    engine.stop_thread()
+
+
+def test_outside_of_the_block_and_in_a_wait_the_program_does_all_itself() -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    queue, threads = engine.queue(SingleCommunicator()), list[str]()
+
+    def start() -> Slow:
+        threads.append(threading.current_thread().name)
+        return Slow(2)
+
+    first = queue.post(start, "first")
+    engine.poll()
+    assert first.done
+    event = LocalEvent("gradient")
+    second = queue.post(start, "second", [event])
+    with engine.computing(), engine._lock:  # no pass lies between the event and the wait
+        event.happen()
+        engine.wait(second)
+    assert threads == [threading.current_thread().name] * 2
+    engine.stop_thread()
+
+
+def _failing(engine: ProgressEngine, event: LocalEvent) -> tuple[Ticket, OSError]:
+    failure = OSError("the wire is cut")
+
+    def fail() -> Complete:
+        raise failure
+
+    return engine.queue(SingleCommunicator()).post(fail, "failing", [event]), failure
+
+
+@pytest.mark.parametrize("place", ["poll", "wait", "wait for a handle", "end of the block"])
+def test_an_error_in_a_start_reaches_the_program_as_it_is_and_once(place: str) -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    event = LocalEvent("gradient")
+    ticket, failure = _failing(engine, event)
+    thread = engine._thread
+    assert thread is not None
+
+    def compute() -> None:
+        with engine.computing():
+            event.happen()
+            engine.poll()
+            _until(lambda: thread._failure is not None)
+            if place == "poll":
+                engine.operator_done()
+            elif place == "wait":
+                engine.wait(ticket)
+            elif place == "wait for a handle":
+                engine.wait_handle(Slow(4), "a halo")
+
+    with pytest.raises(OSError, match="the wire is cut") as raised:
+        compute()
+    assert raised.value is failure
+    with engine.computing():
+        engine.poll()
+    engine.stop_thread()
+
+
+def test_a_start_on_the_thread_must_not_wait_either() -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    event = LocalEvent("gradient")
+
+    def start() -> Complete:
+        engine.wait_handle(Slow(5), "inside a start")
+        return Complete()
+
+    engine.queue(SingleCommunicator()).post(start, "outer", [event])
+    thread = engine._thread
+    assert thread is not None
+
+    def compute() -> None:
+        with engine.computing():
+            event.happen()
+            _until(lambda: thread._failure is not None)
+
+    with pytest.raises(AssertionError, match="must not wait"):
+        compute()
+    engine.stop_thread()
+
+
+def test_what_is_in_flight_when_the_thread_ends_is_completed_by_waits() -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    queue, event = engine.queue(SingleCommunicator()), LocalEvent("gradient")
+    handle = Slow(1 << 40)
+    first = queue.post(lambda: handle, "first", [event])
+    second = queue.post(lambda: Slow(2), "second", [first])
+    with engine.computing():
+        event.happen()
+        _until(lambda: bool(handle.threads))
+    engine.stop_thread()
+    handle.left = 3
+    engine.drain()
+    assert first.done
+    assert second.done
+
+
+def test_a_thread_that_hangs_in_a_start_is_told_of_at_the_deadline(tmp_path: object) -> None:
+    codes, hung, event = list[int](), threading.Event(), LocalEvent("gradient")
+    with open(f"{tmp_path}/report", "w+") as stream:
+        engine = ProgressEngine(rank=3, deadline_seconds=0.2, abort=codes.append, stream=stream)
+        engine.start_thread(posts=True)
+        queue, inside = engine.queue(SingleCommunicator()), threading.Event()
+
+        def hang() -> Complete:
+            inside.set()
+            hung.wait(PATIENCE_SECONDS)
+            return Complete()
+
+        ticket = queue.post(hang, "conv1.weight", [event])
+        with engine.computing():
+            event.happen()
+            assert inside.wait(PATIENCE_SECONDS)
+            with pytest.raises(CommunicationTimeoutError, match=r"conv1\.weight"):
+                engine.wait(ticket)
+            hung.set()
+        engine.stop_thread()
+        stream.seek(0)
+        report = stream.read()
+    assert codes == [TIMEOUT_EXIT_CODE]
+    assert "in hang" in report  # the stack of the thread
+
+
+def test_a_pass_has_its_owners_handling_of_floating_point_errors() -> None:
+    engine = _engine()
+    engine.start_thread(posts=True)
+    event, seen = LocalEvent("gradient"), list[str]()
+    ticket = engine.queue(SingleCommunicator()).post(lambda: seen.append(np.geterr()["over"]) or Complete(), "one", [event])
+    with np.errstate(over="raise"), engine.computing():
+        event.happen()
+        _until(lambda: ticket.done)
+    assert seen == ["raise"]
+    engine.stop_thread()
+
+
+def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
+    tracer = Tracer(1000)
+    engine = ProgressEngine(rank=0, deadline_seconds=PATIENCE_SECONDS, abort=lambda code: None, trace=tracer)
+    engine.start_thread(posts=True)
+    event = LocalEvent("gradient")
+
+    def start() -> Complete:
+        begin = engine.account.clock_ns()
+        time.sleep(2e-3)
+        engine.account.updated(begin, engine.account.clock_ns())
+        tracer.add(Category.UPDATE, "conv.weight", begin, engine.account.clock_ns())
+        return Complete()
+
+    ticket = engine.queue(SingleCommunicator("row")).post(start, "conv.weight", [event])
+    before = engine.account.seconds
+    with engine.computing():
+        event.happen()
+        while not ticket.done:
+            tracer.add(Category.WORK, "the program's own", tracer.clock_ns(), tracer.clock_ns())
+            time.sleep(1e-4)
+    engine.stop_thread()
+    events = tracer.events()
+    assert engine.account.seconds == before
+    assert engine.account.beside_seconds > 0
+    assert len(events.of(Category.UPDATE)) == 0
+    beside = events.of(Category.THREAD)
+    assert {events.names[index] for index in beside.name} == {"conv.weight", "posting and progress"}
+    assert {events.tracks[index] for index in beside.track} == {THREAD_TRACK}
+    (sent,) = events.of(Category.COMMUNICATION).track
+    assert events.tracks[sent] == "row"
+    assert len(events.of(Category.WORK)) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_program_posts_in_order_whoever_starts_what(seed: int) -> None:
+    """Real threads, with the interpreter's switches as often as it can."""
+    chance = random.Random(seed)
+    engine = _engine()
+    engine.start_thread(posts=True)
+    queues = [engine.queue(SingleCommunicator(name), chance.choice([None, 1, 2])) for name in "ab"]
+    started: dict[str, list[int]] = {queue.name: [] for queue in queues}
+    events, tickets = list[LocalEvent](), list[Ticket]()
+    with engine.computing():
+        for number in range(40):
+            queue, event = chance.choice(queues), LocalEvent(f"event {number}")
+            after = [event, *chance.sample(tickets, min(2, len(tickets)))]
+
+            def start(number: int = number, name: str = queue.name, after: list[Ticket] = after) -> Slow:
+                assert all(ticket.done for ticket in after)
+                started[name].append(number)
+                return Slow(1 + number % 4)
+
+            tickets.append(queue.post(start, f"operation {number}", after))
+            events.append(event)
+            if chance.random() < 0.5:
+                events[chance.randrange(len(events))].happen()
+                engine.poll()
+        for event in events:
+            event.happen()
+        if chance.random() < 0.5:
+            engine.wait(chance.choice(tickets))
+    engine.drain()
+    engine.stop_thread()
+    assert all(numbers == sorted(numbers) for numbers in started.values())
+    assert sum(map(len, started.values())) == 40
+
+
+def test_the_played_thread_makes_passes_between_lines_and_its_failures_reach_the_program() -> None:
+    threads: list[InterleavedThread] = []
+
+    def make(one_pass: Callable[[], None], lock: object) -> InterleavedThread:
+        threads.append(InterleavedThread(one_pass, lock, seed=1, share=1.0))  # type: ignore[arg-type]
+        return threads[0]
+
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, make_thread=make)
+    engine.start_thread(posts=True)
+    event = LocalEvent("gradient")
+    ticket, failure = _failing(engine, event)
+
+    def compute() -> None:
+        with engine.computing():
+            LocalEvent("lines of the averaging package")
+            assert threads[0].passes > 0
+            event.happen()
+            LocalEvent("more of them")
+
+    with pytest.raises(OSError, match="the wire is cut") as raised:
+        compute()
+    assert raised.value is failure
+    assert not ticket.done

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
-from hpctrain.experiment.progress import from_measurement
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import ConfigError
+from hpctrain.experiment.progress import from_measurement, set_progress
 
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
 
@@ -32,3 +38,24 @@ def test_the_figures_are_kept_for_the_metrics() -> None:
     assert facts["ratio_to_test"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
     assert facts["ratio_to_test_limit"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
     assert facts["hidden"] == pytest.approx({"test": 0.0, "none": -0.25, "thread": 0.5})
+
+
+def _rank(*, may_communicate: bool = True) -> Any:
+    world = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+    library = "MPICH 5, level single"
+    return SimpleNamespace(world=world, progress=engine, threads_may_communicate=may_communicate, mpi_library=library)
+
+
+def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
+    rank = _rank()
+    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)  # type: ignore[arg-type]
+    assert (chosen.mode, chosen.matters) == (TEST, False)
+    with rank.progress.computing() as thread:
+        assert thread is None
+
+
+@pytest.mark.parametrize("mode", ["thread", "posting"])
+def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"progress is {mode}, but MPI has started at level single"):
+        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_all_ways_are_measured_and_all_ranks_agree(world: Communicator, progress
     progress.stop_thread()
 
 
-@pytest.mark.parametrize("mode", [ProgressMode.NONE, ProgressMode.THREAD])
+@pytest.mark.parametrize("mode", [ProgressMode.NONE, ProgressMode.THREAD, ProgressMode.POSTING])
 @pytest.mark.parallel([1, 2, 3])
 def test_training_does_not_depend_on_the_mode(world: Communicator, progress: ProgressEngine, mode: ProgressMode) -> None:
     task = Task(partial(nets.residual), NumpyKernelSet(), Sgd, steps=8)

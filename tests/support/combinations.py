@@ -46,6 +46,7 @@ from tests.support.dimensions import (
     task_of,
     value_of,
 )
+from tests.support.interleaved_thread import InterleavedThread
 from tests.support.one_rank import Groups, groups_of, one_group, train_alone
 from tests.support.pairwise import Draw, draw
 from tests.support.training import Result, Task, distance, train
@@ -141,10 +142,14 @@ def run(row: Row) -> float:
     task, config = task_of(row), config_of(row)
 
     def program(comm: ThreadCommunicator) -> Result:
+        seed = zlib.crc32(line(row).encode()) + comm.rank
+        engine = virtual_engine(comm, make_thread=partial(InterleavedThread, seed=seed))
+        if value_of(row, "posting"):
+            engine.start_thread(posts=True)
         return train(
             task,
             comm,
-            virtual_engine(comm),
+            engine,
             partial(make_strategy, config.averager.name, config.averager.options),
             nominal_batch=config.batch,
         )

@@ -91,6 +91,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
     "messages": {"prompt": False, "adversarial": True},
+    "posting": {"program": False, "thread": True},
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
 }
 

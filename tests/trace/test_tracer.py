@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hpctrain.trace.tracer import Category, Tracer, capacity_for, cost_per_event_seconds
+from hpctrain.trace.tracer import Category, Tracer, capacity_for, cost_per_event_seconds, joined
 
 
 def test_events_come_back_as_they_were_recorded() -> None:
@@ -25,7 +25,6 @@ def test_events_come_back_as_they_were_recorded() -> None:
     assert events.number.tolist() == [0, 12, 0]
     assert events.start_ns.tolist() == [100, 3, 5]
     assert events.stop_ns.tolist() == [107, 1 << 40, 6]
-    assert tracer.last_stop_ns == 6
     assert events.of(Category.WAIT).stop_ns.tolist() == [1 << 40]
 
 
@@ -74,3 +73,19 @@ def test_selecting_keeps_names() -> None:
     tracer.add(Category.UPDATE, "y", 1, 2)
     chosen = tracer.events().select(np.array([False, True]))
     assert [chosen.names[index] for index in chosen.name] == ["y"]
+
+
+def test_events_of_two_processes_of_work_are_joined_with_their_names() -> None:
+    first, second = Tracer(4), Tracer(4)
+    first.add(Category.FORWARD, "conv", 1, 2)
+    first.add(Category.COMMUNICATION, "fc", 2, 3, "row", 7)
+    second.add(Category.THREAD, "fc", 5, 6, "posting thread")
+    second.add(Category.COMMUNICATION, "new", 6, 8, "row", 8)
+    events = joined(first.events(), second.events())
+    rows = zip(events.category, events.name, events.track, events.number, events.start_ns, events.stop_ns, strict=True)
+    assert [(kind, events.names[name], events.tracks[track], *more) for kind, name, track, *more in rows] == [
+        (Category.FORWARD, "conv", "", 0, 1, 2),
+        (Category.COMMUNICATION, "fc", "row", 7, 2, 3),
+        (Category.THREAD, "fc", "posting thread", 0, 5, 6),
+        (Category.COMMUNICATION, "new", "row", 8, 6, 8),
+    ]

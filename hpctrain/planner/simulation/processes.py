@@ -218,7 +218,7 @@ class SimulatedProcess:
                 share.next_stage()
 
     def _expect_thread(self) -> None:
-        if self._progress is ProgressMode.THREAD and not self._thread_due:
+        if self._progress.has_thread and not self._thread_due:
             self._thread_due = True
             passes = math.floor(self._loop.now / INTERVAL_SECONDS * (1 + 1e-12)) + 1
             self._loop.at(passes * INTERVAL_SECONDS, self._look_from_thread)
