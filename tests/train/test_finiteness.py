@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -40,6 +41,7 @@ STEPS = 7
 ALL: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     **STRATEGIES,
+    "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.02}),  # what is not finite is sent first
     "lazy": (Lazy, {"layers": 3, "max_interval": 8, "check_every": 1, "bucket_bytes": 100}),
 }
 SETS = {"numpy": NumpyKernelSet, "onednn": OnednnKernelSet}
