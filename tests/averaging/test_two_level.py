@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging import slices
+from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.progress import ProgressEngine
@@ -18,6 +19,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import (
+    OF_NODES,
     OPTIMIZERS,
     STRATEGIES,
     Watched,
@@ -30,7 +32,7 @@ from tests.support.averaging import (
     shares,
 )
 
-IN_LEVELS = [name for name in STRATEGIES if name.startswith(("sharded", "priority"))]
+IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES]
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
 
 
@@ -84,7 +86,8 @@ def test_the_optimisers_state_is_gathered_and_taken_up_again(strategy: str) -> N
         averager = make(strategy, "nesterov", comm, virtual_engine(comm))
         averager.group.data[...] = data
         for name, each in state.items():
-            averager.load_state(averager.group.parameters[name], each)
+            kept_back = {key: for_holders(each[key], averager.holders) for key in averager.by_holder if key in each}
+            averager.load_state(averager.group.parameters[name], {**each, **kept_back})
         return run_steps(averager, 4, first=4)
 
     data, state = run_virtual(4, first)[2]

@@ -17,7 +17,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CollectiveMismatchError
 from hpctrain.optim.optimizers.sgd import Sgd
 from tests.support import nets
-from tests.support.averaging import OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
+from tests.support.averaging import OF_NODES, OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
 from tests.support.training import Task, distance, train
 
 RANKS = [1, 2, 3, 4]
@@ -41,7 +41,7 @@ def test_float64_equals_blocking(world: Communicator, progress: ProgressEngine, 
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (1, 0, 1, 0)])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name.startswith(("sharded", "priority"))])
+@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES])
 @pytest.mark.parallel(4)
 def test_two_nodes_equal_blocking(world: Communicator, progress: ProgressEngine, strategy: str, nodes: tuple[int, ...]) -> None:
     for optimizer in ("nesterov", "lars, clipping"):

@@ -51,6 +51,9 @@ STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sparse, all of it": (Sparse, {"density": 1.0, **_SPARSE, "two_level": False}),
 }
 
+#: the same, that need to be told the nodes of the ranks
+OF_NODES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {"sparse, by node": (Sparse, {"density": 1.0, **_SPARSE})}
+
 OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
     "sgd": lambda: Sgd(momentum=0.0),
     "momentum": lambda: Sgd(momentum=0.9),
@@ -207,7 +210,7 @@ def make(
     nodes: Sequence[int] | None = None,
 ) -> GradientAverager:
     """A strategy ("blocking" too) over a group of its own, agreed on. nodes: of the ranks, for strategies that ask."""
-    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    kind, options = (Blocking, {}) if strategy == "blocking" else {**STRATEGIES, **OF_NODES}[strategy]
     return averaged(kind, make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, nodes=nodes, **options)
 
 

@@ -67,16 +67,18 @@ AVERAGING = (
     "wire",
     "wire_parameters",
     "lazy",
+    "sparse",
     "micro_batches",
 )
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
 PLACING = ("grid", "device")
+NODES = ("averager", "sparse", "two_level", "grid", "nodes")
 
 
 def refusal(row: Row) -> str | None:
     """The sentence by which the program refuses a combination, of which some options may not be chosen yet."""
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING))
-    return refused or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
+    return refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
 
 
 def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -87,6 +89,16 @@ def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
 def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
     row = dict(items)
     return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
+
+
+@cache
+def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"averager", "two_level", "grid", "nodes"} <= row.keys():
+        return None
+    ranks = math.prod(value_of(row, "grid"))
+    per_node = value_of(row, "nodes") or ranks
+    return _sentence(lambda: _make_over_nothing(row, split=False, nodes=[rank // per_node for rank in range(ranks)]))
 
 
 @cache
@@ -113,12 +125,12 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
     return _sentence(attempt)
 
 
-def _make_over_nothing(row: Row, *, split: bool) -> None:
-    """The strategy for no parameters, on one rank: the constructor knows what is legal."""
+def _make_over_nothing(row: Row, *, split: bool, nodes: Sequence[int] | None = None) -> None:
+    """The strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
     config = config_of(row)
     norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
     layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
-    group = PlannedGroup(layout, 1, None, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+    group = PlannedGroup(layout, len(nodes or (0,)), nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
     make_strategy(config.averager.name, config.averager.options, group)
 
 

@@ -49,7 +49,7 @@ _OPTIONS = ("sizes", "window", "fc_exchange", "replan", "two_level", "wire", "wi
 #: option -> value as it is written -> what it stands for. Options that decide what others may be come first; of each option the
 #: first value is the program's default, or the plainest.
 DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
-    "averager": {name: name for name in ("sharded", "blocking", "overlap", "bucketed", "priority", "lazy")},
+    "averager": {name: name for name in ("sharded", "blocking", "overlap", "bucketed", "priority", "lazy", "sparse")},
     "grid": {
         f"{rows}x{cols}": (rows, cols)
         for rows, cols in ((1, 2), (1, 3), (1, 5), (2, 1), (3, 1), (4, 1), (7, 1), (2, 2), (2, 3), (3, 2), (1, 1))
@@ -77,6 +77,11 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "default": {},
         "every-step": {"layers": 2, "max_interval": 1},
         "one-layer": {"layers": 1, "max_interval": 3, "check_every": 1},
+    },
+    "sparse": {  # all at density 1, where it trains what the others do
+        "default": {},
+        "always": {"compress": "always", "least_elements": 4},
+        "warm-up": {"compress": "always", "least_elements": 40, "warmup_density": 1.0, "warmup_steps": 2},
     },
     "optimizer": {
         "momentum": {**_SGD, "momentum": 0.9},
@@ -125,7 +130,10 @@ def averager_options(row: Row) -> dict[str, Any]:
     """The averager's options, as a configuration has them."""
     name = value_of(row, "averager")
     options: dict[str, Any] = {key: value_of(row, key) for key in _OPTIONS}
-    options = {key: value for key, value in options.items() if value is not None} | value_of(row, "lazy")
+    options = {key: value for key, value in options.items() if value is not None}
+    options |= value_of(row, "lazy") | value_of(row, "sparse")
+    if name == "sparse":
+        options["density"] = 1.0
     slices = value_of(row, "slices")
     if slices is not None:
         options |= {"slice_parameters": slices[1]} if name == "priority" else {"bucket_bytes": slices[0]}

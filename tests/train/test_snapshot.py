@@ -11,6 +11,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
 from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
+from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
@@ -146,6 +147,37 @@ def test_gradients_that_lazy_has_added_up_are_never_dropped(other: StrategyFacto
     assert run_virtual(2, partial(put, content=empty)) == [POSITION, POSITION]
     with pytest.raises(CheckpointError, match=r"averager lazy has added up gradients of 1 parameters \(conv2.weight first\)"):
         run_virtual(2, partial(put, content=full))
+
+
+SPARSE = partial(Sparse, options=SparseOptions(compress="always", least_elements=40, bucket_bytes=512, two_level=False))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 3), (1, 2), (1, 1), (2, 2)])
+def test_the_sum_of_what_nodes_keep_back_goes_on_on_any_grid(rows: int, cols: int) -> None:
+    """As many nodes keep each its own; other numbers of nodes, and slices that are sent whole now, have the sum."""
+    random = np.random.default_rng(0)
+    empty = run_virtual(3, lambda comm: taken(replica(comm, nets.plain(), ParallelPlan(1, 3), SPARSE)))[0]
+    kept = {key: random.standard_normal(value.shape) for key, value in empty.tensors.items() if "sparse_gradient" in key}
+    assert len(kept) == 4
+    content = CheckpointContent({**empty.tensors, **kept}, empty.meta)
+    plan = ParallelPlan(rows, cols, Parallelism.MODEL)
+
+    def again(comm: ThreadCommunicator) -> CheckpointContent:
+        trained = replica(comm, nets.plain(), plan, SPARSE)
+        trained.load(content)
+        return taken(trained)
+
+    for found in run_virtual(rows * cols, again):
+        for key, value in kept.items():
+            if (rows, cols) == (1, 3):
+                assert np.array_equal(found.tensors[key], value)
+            np.testing.assert_allclose(found.tensors[key].sum(axis=0), value.sum(axis=0), rtol=0, atol=1e-14)
+
+    def dropped(comm: ThreadCommunicator) -> None:
+        replica(comm, nets.plain(), plan, STRATEGIES["sharded"]).load(content)
+
+    with pytest.raises(CheckpointError, match=r"averager sparse has added up gradients of 4 .* density 1 of sparse"):
+        run_virtual(rows * cols, dropped)
 
 
 def test_momentum_without_a_place_is_never_dropped() -> None:
