@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator, GradientSums
-from hpctrain.comm.link import calibrate
+from hpctrain.comm.link import calibrate, measure_operation_seconds
 from hpctrain.comm.sixteen_bit import sums_over
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
@@ -32,6 +34,8 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     usable = stored if strategy.accepts(stored) else None
     measures = any(comm.allgather_object(strategy.needs_link(usable)))  # the same on every rank, as measuring is collective
     link = calibrate(comm, setup.progress) if measures else None
+    if link is not None and any(comm.allgather_object(strategy.needs_operation_seconds(usable))):
+        link = replace(link, operation_seconds=measure_operation_seconds(comm, setup.progress))
     schedule = strategy.plan(link) if usable is None else usable
     assert schedule is not None
     check_same_schedule(comm, schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -37,6 +38,11 @@ class Times:
         later = self.longest_gap()
         ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
         return Times(ready, free, self.needed, self.end_seconds)
+
+    def looks(self) -> list[float]:
+        """The instants at which the program surely looks at messages, ascending: where a parameter's part of the work ends."""
+        read = (self.end_seconds + at for at in self.needed.values())  # of the next step
+        return sorted({*self.ready.values(), *self.free.values(), *read})
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:
@@ -76,6 +82,13 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 #: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key
 Urgency = Callable[[int, float, bool], tuple[float, ...]]
 
+# Two streams, each in an order of its own, err on different sides. A reduction whose gradient comes later than planned holds up
+# all behind it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
+# measured one, and hides all latencies. A gather whose sum comes later than planned holds up those of front layers: so late
+# layers' go before them only where a slower link would have the sum in time.
+_FASTER = 1.5
+_SLOWER = 1.25
+
 
 def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
     """Front layers first; within a layer reductions first."""
@@ -98,6 +111,9 @@ class LinkSimulation:
         item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
         norms: slices that are gathered once norms of all of them are complete: a message after their last reduction, and seen
             half a gradient later.
+        looks: instants at which the program looks at messages, ascending; behind the last it looks all the time. A gather starts
+            one look after that which finds its sum complete, as it moves once all ranks have posted it and looked again. Empty:
+            it looks all the time, and a gather starts at the instant at which its sum is complete.
     """
 
     def __init__(
@@ -111,7 +127,9 @@ class LinkSimulation:
         urgency: Urgency,
         overrun_seconds: float = 0.0,
         norms: Iterable[range] = (),
+        looks: Sequence[float] = (),
     ) -> None:
+        self._looks = looks
         self._slices, self._times, self._urgency, self._overrun_seconds = slices, times, urgency, overrun_seconds
         # Slices of one linear layer's sufficient factors are reduced together, with the first.
         together = [layer_slices(slices, k) for k in range(len(slices))]
@@ -164,12 +182,18 @@ class LinkSimulation:
         """A slice is reduced: it may be gathered, or all that wait for the same norms may."""
         group = self._norms.get(k)
         if group is None:
-            heappush(self._reduced, (max(now, self._latest(self._times.free, self._slices[k])), k))
+            self._may_gather(k, now)
             return
         self._unsummed[group] -= 1
         for member in group if self._unsummed[group] == 0 else ():
-            at = max(now + self._norms_seconds, self._latest(self._times.free, self._slices[member]))
-            heappush(self._reduced, (at, member))
+            self._may_gather(member, now + self._norms_seconds)
+
+    def _may_gather(self, k: int, summed: float) -> None:
+        """Let a summed slice be gathered once its data is let go and the program has looked again."""
+        at = max(summed, self._latest(self._times.free, self._slices[k]))
+        if self._looks and at <= self._looks[-1]:
+            at = self._looks[min(bisect_left(self._looks, at) + 1, len(self._looks) - 1)]
+        heappush(self._reduced, (at, k))
 
     def _should_idle(self, now: float) -> bool:
         _, k, gather = self._waiting[0]
@@ -197,13 +221,52 @@ def best_order(
     item_bytes: int,
     batch: int,
     urgency: Urgency,
-    norms: Sequence[range] = (),
+    norms: Iterable[range] = (),
+    looks: Sequence[float] = (),
 ) -> list[tuple[int, bool]]:
     """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
-        simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds, norms)
+        simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds, norms, looks)
         order = simulation.order()
         orders.append((simulation.stall_seconds(), len(orders), order))
     return min(orders)[2]
+
+
+def two_stream_order(
+    slices: Sequence[Slice],
+    times: Times,
+    link: LinkModel,
+    ranks: int,
+    item_bytes: int,
+    batch: int,
+    urgency: Urgency,
+    norms: Sequence[range] = (),
+) -> list[tuple[int, bool]]:
+    """An order of reductions and one of gathers, which are on streams of their own, in one list: each gather after what it needs.
+
+    Reductions go as over a link at its best, gathers as over one at its worst, one look late.
+    """
+    at_best = LinkModel(0.0, link.beta_seconds_per_byte / _FASTER)
+    at_worst = LinkModel(link.alpha_seconds, link.beta_seconds_per_byte * _SLOWER)
+    reductions = LinkSimulation(slices, times, at_best, ranks, item_bytes, batch, urgency, norms=norms).order()
+    gathers = best_order(slices, times, at_worst, ranks, item_bytes, batch, urgency, norms, times.looks())
+    return _merged(slices, [k for k, gather in reductions if not gather], [k for k, gather in gathers if gather], norms)
+
+
+def _merged(
+    slices: Sequence[Slice], reductions: Sequence[int], gathers: Sequence[int], norms: Sequence[range]
+) -> list[tuple[int, bool]]:
+    """Both orders in one, gathers as early as they may: behind their slice's reduction, and those that norms need."""
+    reduced_by = {member: k for k in reductions for member in layer_slices(slices, k)}
+    group_of = {k: group for group in norms for k in group}
+    place = {k: position for position, k in enumerate(reductions)}
+    sent: list[tuple[int, bool]] = []
+    begun = 0
+    for gathered in gathers:
+        behind = max(place[reduced_by[k]] for k in group_of.get(gathered, (gathered,))) + 1
+        sent += [(k, False) for k in reductions[begun:behind]]
+        sent.append((gathered, True))
+        begun = max(begun, behind)
+    return sent

@@ -80,6 +80,13 @@ class ReduceScatterStrategy(Strategy):
     def urgency(self) -> Urgency:
         """The key by which a link chooses among what it could send: the least goes first."""
 
+    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
+        """(slice, whether it is its gather) as they are to be sent. norms: slices that are gathered together, if any."""
+        group, batch = self.group, self.group.nominal_batch or 0
+        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
+            times = times.late()
+        return best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, norms)
+
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         """Most operations in flight on each stream; None: no limit."""
         return None
@@ -153,15 +160,10 @@ class ReduceScatterStrategy(Strategy):
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        group, gathers = self.group, self.streams[-1]
-        if gathers is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
-            times = times.late()
-        batch = group.nominal_batch or 0
-        link = link or LinkModel(0.0, 0.0)
         norms = self._norms(slices)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
-        sent = best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, gathered_together)
-        return operations_in_order(slices, sent, gathers, norms)
+        sent = self.order(slices, times, link or LinkModel(0.0, 0.0), gathered_together)
+        return operations_in_order(slices, sent, self.streams[-1], norms)
 
     def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
         """The slices of the operations of norms, ascending; none where no norms are needed."""

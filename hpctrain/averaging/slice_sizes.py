@@ -1,4 +1,4 @@
-"""How large slices are: from bytes, ranks and a link's alpha and beta.
+"""How large slices are: from bytes, ranks, a link's alpha and beta, and what an operation costs a core.
 
 Sizes decide which numbers are added first, so a repeated run needs the same ones: by default they follow by rule, from bytes and
 ranks. What is measured then decides the order of operations only, which changes no bit.
@@ -14,8 +14,9 @@ from hpctrain.comm.link import LinkModel
 
 Sizes = Literal["rule", "measured"]
 #: the link that sizes by rule are made for: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and
-#: some 200 KiB (shared memory); fused slices go with the square root of it, so they are never far from what is best
-RULE_LINK = LinkModel(alpha_seconds=65.536e-6, beta_seconds_per_byte=1e-9)
+#: some 200 KiB (shared memory); fused slices go with the square root of it, so they are never far from what is best. An operation
+#: takes as long of a core as 6 KiB on the link: 50 us at 1 Gb/s, where it matters most which slices go first
+RULE_LINK = LinkModel(alpha_seconds=65.536e-6, beta_seconds_per_byte=1e-9, operation_seconds=6.144e-6)
 
 _LEAST_BUCKET_BYTES = 1 << 14
 # Above some 32 MB an MPI may allocate, and touch again, what it needs for a collective each time.
@@ -23,8 +24,6 @@ _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
 # A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
 _LARGEST_IN_BUCKETS = 4
-# How much longer than its latency a slice should at least take, so that cutting costs little.
-_TRANSFER_OVER_LATENCY = 4
 # Between two polls of the messages, where it has not been measured: a large operator of a network for images.
 _OPERATOR_SECONDS = 0.02
 _LEAST_WINDOW = 4
@@ -49,16 +48,18 @@ def largest_bytes(bucket: int) -> int:
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
-def slice_bytes(least: int, ranks: int, link: LinkModel | None) -> int:
-    """The size of slices that may overtake each other, at least `least`: no smaller than latency allows.
+def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None) -> int:
+    """The size of slices that may overtake each other, at least `least`: no smaller than what each costs a core allows.
 
-    (P - 1) alpha is a quarter of the transfer, (P - 1) / P n beta, at n = 4 P alpha / beta. Rounded up to a power of two times
-    `least`; never so large that it had to be cut for another reason.
+    Several are in flight and hide each other's latency, but not what each takes of a core that computes: c for each of the P - 1
+    messages of a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of that, and the last one, which nothing
+    hides, is twice (P - 1) / P n / k beta on its way. The sum is least at slices of sqrt(n P c / beta) bytes. The result is the
+    nearest power of two times `least`; never so large that it had to be cut for another reason.
     """
-    if link is None or link.beta_seconds_per_byte == 0.0:
+    if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return least
-    wanted = _TRANSFER_OVER_LATENCY * ranks * link.alpha_seconds / link.beta_seconds_per_byte
-    doublings = max(0, math.ceil(math.log2(max(wanted, 1.0) / least)))
+    best = math.sqrt(total_bytes * ranks * link.operation_seconds / link.beta_seconds_per_byte)
+    doublings = max(0, round(math.log2(max(best, 1.0) / least)))
     return max(least, min(least << doublings, _LARGEST_BYTES))
 
 

@@ -127,6 +127,10 @@ class Strategy(ABC):
         """Whether something follows from a measured link that a usable stored schedule, if any, does not say."""
         return False
 
+    def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
+        """Whether a link that is measured is to say what an operation takes of a core, too."""
+        return False
+
     @abstractmethod
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         """Make the averager that runs the agreed schedule on this rank. Collective over the group, once its ranks agree."""

@@ -8,27 +8,35 @@ IJHPCA 2005. n is the size of the whole buffer in bytes, P the number of ranks; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import PostingQueue, ProgressEngine
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the whole buffer; the large one takes 4 ms and more at 1 Gb/s
 _REPEATS = 5
+_BURST = 32  # operations in flight at a time
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Attributes: alpha_seconds: time of an empty message. beta_seconds_per_byte: the inverse of the link's rate."""
+    """A link.
+
+    Attributes:
+        alpha_seconds: time of an empty message. beta_seconds_per_byte: the inverse of the link's rate.
+        operation_seconds: of a core, for posting and testing a collective, whatever moves; 0 where that is not known.
+    """
 
     alpha_seconds: float
     beta_seconds_per_byte: float
+    operation_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.alpha_seconds < 0 or self.beta_seconds_per_byte < 0:
-            raise ValueError(f"A link's alpha and beta must not be negative, but got {self}; the nearest legal value is 0.")
+        if min(self.alpha_seconds, self.beta_seconds_per_byte, self.operation_seconds) < 0:
+            raise ValueError(f"A link's times must not be negative, but got {self}; the nearest legal value is 0.")
 
     def point_to_point_seconds(self, n_bytes: int) -> float:
         """alpha + n beta."""
@@ -77,6 +85,43 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
     alpha = max(0.0, small_seconds / others - small * beta)
     measured: tuple[float, float] = comm.broadcast_object((alpha, beta))
     return LinkModel(*measured)
+
+
+def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
+    """Seconds of a core for an operation, from small allgathers in flight together on rank 0; all ranks get the same.
+
+    So many at a time hide each other's latencies, and what is left is the posting and testing, in a queue as averagers have one.
+    Some milliseconds. One rank: 0. Collective; set-up only.
+    """
+    if comm.size == 1:
+        return 0.0
+    seconds = [(_burst_seconds(comm, progress, _BURST), _burst_seconds(comm, progress, 1)) for _ in range(1 + _REPEATS)]
+    many, one = (median(column) for column in zip(*seconds[1:], strict=True))
+    measured: float = comm.broadcast_object(max(0.0, many - one) / (_BURST - 1))
+    return measured
+
+
+class _Burst:
+    """Small operations of a queue of their own, driven as one handle."""
+
+    def __init__(self, comm: Communicator, count: int) -> None:
+        self._queue = PostingQueue(f"{comm.name} measurement")
+        counts = [1] * comm.size
+        for _ in range(count):
+            self._queue.post(partial(comm.iallgather, None, np.zeros(comm.size, np.float32), counts), "measurement of the link")
+
+    def test(self) -> bool:
+        self._queue.collect()
+        self._queue.start_heads()
+        return self._queue.idle
+
+
+def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> float:
+    """Seconds until so many small operations, posted together, are complete."""
+    progress.wait_handle(comm.ibarrier(), "measurement of the link")
+    begin = progress.now()
+    progress.wait_handle(_Burst(comm, count), "measurement of the link")
+    return progress.now() - begin
 
 
 def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:

@@ -222,7 +222,7 @@ def _slice_bytes(choice: AveragerChoice, total_bytes: int, ranks: int) -> int:
     if choice.name == "blocking":
         return total_bytes
     if choice.name == "priority":
-        return slice_sizes.slice_bytes(_SLICE_BYTES, ranks, slice_sizes.RULE_LINK)
+        return slice_sizes.slice_bytes(_SLICE_BYTES, total_bytes, ranks, slice_sizes.RULE_LINK)
     if choice.name == "overlap":
         return min(total_bytes, _LARGEST_BYTES)
     bucket = choice.options.get("bucket_bytes") or slice_sizes.bucket_bytes(total_bytes, ranks, slice_sizes.RULE_LINK)

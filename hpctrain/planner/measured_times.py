@@ -46,7 +46,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
-    """Alpha and beta as `comm.link.calibrate` measures them: from a reduce-scatter and an allgather of two sizes."""
+    """The link as `comm.link` measures it: a reduce-scatter and an allgather of two sizes, and what an operation costs."""
     if placement.ranks == 1:
         return LinkModel(0.0, 0.0)
     (small, small_seconds), (large, large_seconds) = (
@@ -54,7 +54,8 @@ def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | Non
     )
     others = placement.ranks - 1
     beta = max(0.0, large_seconds - small_seconds) / (others * (large - small))
-    return LinkModel(max(0.0, small_seconds / others - small * beta), beta)
+    operation_seconds = (machine.between if placement.nodes > 1 else machine.within).operation_seconds
+    return LinkModel(max(0.0, small_seconds / others - small * beta), beta, operation_seconds)
 
 
 def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | None, whole_bytes: int) -> tuple[int, float]:

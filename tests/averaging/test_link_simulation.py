@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.link_simulation import LinkSimulation, Times, best_order, front_first, reductions_first
+from hpctrain.averaging.link_simulation import (
+    LinkSimulation,
+    Times,
+    Urgency,
+    best_order,
+    front_first,
+    reductions_first,
+    two_stream_order,
+)
 from hpctrain.averaging.slices import Slice
 from hpctrain.comm.link import LinkModel
 
@@ -90,3 +98,68 @@ def test_thousands_of_slices_take_a_moment(count: int) -> None:
     slices = _slices([50_000] * count)
     times = Times.unknown([f"l{k}" for k in range(count)])
     assert len(LinkSimulation(slices, times, LINK, 2, 4, 8, front_first).order()) == 2 * count
+
+
+def test_a_gather_starts_one_look_after_the_one_that_finds_its_sum() -> None:
+    """The sum of l1 is complete at 0.2: found at 0.4, on its way from 0.6 on. Behind the last look it looks all the time."""
+    slices, link = _slices([10_000, 10_000]), LinkModel(0.0, 1e-5)  # 0.2 s each
+    times = Times({"l0": 5.0, "l1": 0.0}, {"l0": 5.0, "l1": 0.1})
+    simulation = LinkSimulation(slices, times, link, 2, 4, 8, front_first, looks=(0.0, 0.4, 0.6, 5.0))
+    assert simulation.order() == [(1, False), (1, True), (0, False), (0, True)]
+    assert simulation._gathered == pytest.approx([5.4, 0.8])
+    at_once = LinkSimulation(slices, times, link, 2, 4, 8, front_first)
+    at_once.order()
+    assert at_once._gathered == pytest.approx([5.4, 0.4])
+
+
+def test_late_sums_let_gathers_of_front_layers_go_first() -> None:
+    """Without the look a late layer's gather would be planned under backward, where it is not ready in truth."""
+    slices = _slices([10_000, 10_000])
+    times = Times({"l0": 0.4, "l1": 0.0}, {"l0": 0.4, "l1": 0.1}, {"l0": 0.0, "l1": 0.5}, 0.4)
+    link = LinkModel(0.0, 1e-5)
+    on_time = best_order(slices, times, link, 2, 4, 8, front_first)
+    assert on_time == [(1, False), (1, True), (0, False), (0, True)]
+    late = best_order(slices, times, link, 2, 4, 8, front_first, looks=times.looks())
+    assert late == [(1, False), (0, False), (0, True), (1, True)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12),
+    st.sampled_from([front_first, reductions_first]),
+    st.integers(1, 12),
+)
+def test_on_two_streams_every_gather_stands_behind_all_that_it_needs(
+    layers: list[tuple[int, float, float]], urgency: Urgency, together: int
+) -> None:
+    """Alone, or where slices are gathered together once norms of all of them are known."""
+    slices = _slices([size for size, _, _ in layers])
+    ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
+    free = {f"l{k}": at + more for k, (_, at, more) in enumerate(layers)}
+    times = Times(ready, free, dict.fromkeys(ready, 0.1), 3.0)
+    groups = [range(begin, min(begin + together, len(slices))) for begin in range(0, len(slices), together)]
+    for norms in ((), groups):
+        order = two_stream_order(slices, times, LINK, 4, 4, 8, urgency, norms)
+        assert sorted(order) == sorted((k, gather) for k in range(len(slices)) for gather in (False, True))
+        needs = {k: group for group in norms for k in group}
+        for k in range(len(slices)):
+            assert all(order.index((other, False)) < order.index((k, True)) for other in needs.get(k, (k,)))
+
+
+def test_a_reduction_overtakes_only_what_a_faster_link_would_not_have_sent() -> None:
+    """l0 comes when the measured link has just not sent l1 and l2; a third faster, it has: nothing then waits for l0's gradient.
+
+    With nine tenths of the time gone l0 overtakes what is left.
+    """
+    slices, link = _slices([10_000] * 9), LinkModel(1e-3, 1e-5)  # 0.2 s each
+    names = [f"l{k}" for k in range(9)]
+
+    def reductions(at: float) -> list[int]:
+        return [k for k, gather in two_stream_order(slices, _at(names, at), link, 2, 4, 8, front_first) if not gather]
+
+    assert reductions(1.3)[-1] == 0
+    assert reductions(0.5).index(0) < 5
+    assert [k for k, gather in best_order(slices, _at(names, 1.3), link, 2, 4, 8, front_first) if not gather][-1] != 0
+
+
+def _at(names: list[str], front: float) -> Times:
+    return Times(dict.fromkeys(names[1:], 0.0) | {"l0": front}, dict.fromkeys(names, front))

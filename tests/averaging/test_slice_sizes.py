@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.slice_sizes import bucket_bytes, credit_window, parts_of, slice_bytes
+from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes
 from hpctrain.boxes import even
 from hpctrain.comm.link import LinkModel
 
@@ -30,19 +30,45 @@ def test_without_a_link_to_wait_for_one_bucket_is_best() -> None:
     assert bucket_bytes(10**8, 4, LinkModel(1e-6, 0.0)) == 10**8
 
 
-@given(st.integers(2, 512), st.floats(1e-7, 1e-2), st.floats(1e-11, 1e-7), st.sampled_from([1 << 12, 200_000]))
-def test_slices_spend_little_of_their_time_on_latency(ranks: int, alpha: float, beta: float, least: int) -> None:
-    link = LinkModel(alpha, beta)
-    size = slice_bytes(least, ranks, link)
-    latency = (ranks - 1) * alpha
-    assert size >= least
-    assert latency <= 0.21 * link.allgather_seconds(size, ranks) or size == max(least, 1 << 24)
-    if size > least:  # half of it would have spent more
-        assert latency >= 0.19 * link.allgather_seconds(size // 2, ranks)
+def _slices_cost(size_bytes: float, total: int, ranks: int, link: LinkModel) -> float:
+    """The core's time for all slices, and the transfers of the last."""
+    count, others = total / size_bytes, ranks - 1
+    return 2 * others * (count * link.operation_seconds + size_bytes / ranks * link.beta_seconds_per_byte)
+
+
+@given(
+    st.integers(1 << 16, 1 << 31),
+    st.integers(2, 512),
+    st.floats(1e-7, 1e-3),
+    st.floats(1e-11, 1e-7),
+    st.sampled_from([4096, 200_000]),
+)
+def test_no_other_size_of_small_slices_is_much_better(total: int, ranks: int, operation: float, beta: float, least: int) -> None:
+    link = LinkModel(1e-4, beta, operation)
+    best = slice_bytes(least, total, ranks, link)
+    assert least <= best <= max(least, 1 << 24)
+    others = (least << k for k in range(13) if least << k <= 1 << 24)
+    assert all(_slices_cost(best, total, ranks, link) <= 1.1 * _slices_cost(size, total, ranks, link) for size in others)
 
 
 def test_without_a_measured_link_slices_are_the_least() -> None:
-    assert slice_bytes(1000, 4, None) == slice_bytes(1000, 4, LinkModel(1e-5, 0.0)) == 1000
+    free = LinkModel(1e-5, 1e-9)
+    links = (None, LinkModel(1e-5, 0.0), free)
+    assert [slice_bytes(1000, 10**9, 4, link) for link in links] == [1000] * 3
+    assert slice_bytes(1000, 10**9, 1, RULE_LINK) == 1000
+
+
+def test_sizes_by_rule_are_those_of_the_documentation() -> None:
+    """200,000 bytes are the paper's 50,000 parameters in float32."""
+    sizes = {
+        total: [slice_bytes(200_000, total, ranks, RULE_LINK) for ranks in (2, 3, 4)]
+        for total in (46_800_000, 102_200_000, 553_400_000)
+    }
+    assert sizes == {
+        46_800_000: [800_000, 800_000, 800_000],
+        102_200_000: [800_000, 1_600_000, 1_600_000],
+        553_400_000: [3_200_000, 3_200_000, 3_200_000],
+    }
 
 
 def test_the_window_holds_what_the_link_sends_between_two_looks() -> None:

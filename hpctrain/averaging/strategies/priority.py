@@ -1,8 +1,8 @@
-"""Priority-scheduled averaging: slices in one planned order, front layers first, a few in flight at a time.
+"""Priority-scheduled averaging: slices in a planned order, front layers first, a few in flight at a time.
 
 Jayarajan, Wei, Gibson, Fedorova and Pekhimenko, "Priority-based parameter propagation for distributed DNN training", MLSys 2019,
 with the credit window of ByteScheduler (Peng et al., SOSP 2019), over sharded averaging. The order is fixed by simulating the
-link once with measured times, so it is the same on every rank.
+link once with times measured on all ranks, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
-from hpctrain.averaging.link_simulation import Times, Urgency, front_first
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.link_simulation import Times, Urgency, front_first, two_stream_order
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.rounding import check_wire
@@ -31,11 +31,11 @@ class PriorityOptions:
 
     Args:
         slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
-            paper, or more where so small messages would pay a link's latency too often.
+            paper, or more where so many messages would take too much of a core.
         sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
-            repeat bit by bit; "measured" follows the link, which is measured at the start.
-        window: Most slices in flight. Null takes what the measured link sends between two polls: a smaller window lets the
-            link idle, a larger one lets urgent slices wait longer.
+            repeat bit by bit; "measured" follows the link and what a message takes of a core, which are measured at the start.
+        window: Most slices in flight, of gradients and of parameters each. Null takes what the measured link sends between two
+            polls: a smaller window lets the link idle, a larger one lets urgent slices wait longer.
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
             "never".
         two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
@@ -66,14 +66,14 @@ class PriorityOptions:
 
 
 class Priority(ReduceScatterStrategy):
-    """Sharded averaging in small slices, front layers first: an early layer's allgather overtakes late layers' reduce-scatters.
+    """Sharded averaging in small slices, front layers first: early layers' slices overtake late layers'.
 
-    All operations are on one communicator, so its queue keeps them in the planned order.
+    Reduce-scatters and allgathers have a communicator each, whose queue keeps them in the planned order: a front layer's gradient
+    passes those of late layers that still wait, and its allgather then passes them, too.
     """
 
     Options = PriorityOptions
     options: PriorityOptions
-    streams = (Stream.GRADIENTS,)
 
     def words(self) -> str:
         chosen = self.options
@@ -84,12 +84,17 @@ class Priority(ReduceScatterStrategy):
         most = self.options.slice_parameters
         if most is None:
             item_bytes = self.group.layout.item_bytes
-            most = slice_sizes.slice_bytes(_LEAST_PARAMETERS * item_bytes, self.group.ranks, link) // item_bytes
+            least, total_bytes = _LEAST_PARAMETERS * item_bytes, self.group.total_bytes
+            most = slice_sizes.slice_bytes(least, total_bytes, self.group.ranks, link) // item_bytes
         return max(1, most // 2), most
 
     @property
     def urgency(self) -> Urgency:
         return front_first
+
+    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
+        group, batch = self.group, self.group.nominal_batch or 0
+        return two_stream_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, norms)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         if self.options.window is not None or not slices:
@@ -99,3 +104,7 @@ class Priority(ReduceScatterStrategy):
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         """For the window, too."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
+
+    def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
+        """For sizes that are measured."""
+        return usable is None and self.options.sizes == "measured"
