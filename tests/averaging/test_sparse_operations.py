@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,13 @@ import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.sparse_residual import SparsePart
+from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Handle
 from hpctrain.compress.top_k import TopK
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
@@ -96,6 +101,29 @@ def test_clipping_is_by_the_norm_of_the_sparse_sum(nodes: tuple[int, ...]) -> No
     """Each element of it counts once, though all nodes hold it."""
     results = _trained(nodes, 4, optimizer=lambda: Sgd(momentum=0.0, clip_norm=0.1))
     _check(nodes, results, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("nodes", [PLACES["3 of 1"], PLACES["2 of 2"]], ids=["3 of 1", "2 of 2"])
+def test_ratios_of_layers_are_by_the_norms_of_the_sparse_sum(nodes: tuple[int, ...]) -> None:
+    _check(nodes, _trained(nodes, 4, optimizer=lambda: Lars(momentum=0.9, trust_coefficient=0.1)), momentum=0.9, trust=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
+def test_at_density_1_it_is_dense_averaging(dtype: str, tolerance: float) -> None:
+    """On 1 to 4 nodes of 1 to 3 ranks; of one node's, each counts as a node."""
+
+    def program(comm: ThreadCommunicator, kind: type[Strategy], nodes: Sequence[int], options: dict[str, Any]) -> np.ndarray:
+        averager = averaged(kind, make_group(dtype), _optimizer(), comm, virtual_engine(comm), nodes=nodes, **options)
+        return run_steps(averager, 6)
+
+    for count, per_node in product((1, 2, 3, 4), (1, 2, 3)):
+        nodes = [rank % count for rank in range(count * per_node)]
+        given = {**OPTIONS, "density": 1.0, "two_level": count > 1}
+        sparse = run_virtual(len(nodes), partial(program, kind=Sparse, nodes=nodes, options=given), seed=count)
+        (alone,) = run_virtual(1, partial(program, kind=Sharded, nodes=None, options={}))
+        for data in sparse:
+            assert np.linalg.norm(data - alone) <= tolerance * np.linalg.norm(alone), f"{count} nodes of {per_node}"
 
 
 @pytest.mark.slow

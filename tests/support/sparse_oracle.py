@@ -30,7 +30,7 @@ class SparseOracle:
     Args:
         nodes: the node of each rank. parts: the compressed ones; all else is averaged exactly.
         density: of a step, by its number; None: a part's own. correction, masking: momentum before the choice.
-        momentum, clip_norm: of the optimiser.
+        momentum, clip_norm: of the optimiser. trust: the coefficient of LARS without weight decay; None: plain descent.
     """
 
     nodes: Sequence[int]
@@ -40,6 +40,7 @@ class SparseOracle:
     masking: bool = True
     momentum: float = 0.0
     clip_norm: float | None = None
+    trust: float | None = None
     residual: dict[int, np.ndarray] = field(default_factory=dict)
     velocity: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -57,6 +58,12 @@ class SparseOracle:
             total = self._average(by_node, step)
             if self.clip_norm is not None:
                 total = total * min(1.0, self.clip_norm / (np.linalg.norm(total) + 1e-6))
+            if self.trust is not None:
+                for segment in group.segments:
+                    place = slice(segment.start, segment.stop)
+                    norm, scale = np.linalg.norm(total[place]), np.linalg.norm(w[place])
+                    if segment.decay and norm and scale:  # norms and biases have no ratio
+                        total[place] *= self.trust * scale / (norm + 1e-9)
             m = self.momentum * m + total
             w = w - LR * m
         return w
