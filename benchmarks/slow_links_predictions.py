@@ -10,6 +10,7 @@ scaled so that a step without messages takes what it took in results/overlap-MOD
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,7 +25,9 @@ from benchmarks.planner_predictions import on_shared_cores
 from benchmarks.shapes import SHAPES
 from benchmarks.slow_links import PREDICTIONS
 from benchmarks.slow_links_cases import ALONE, CASES, Case, Section
+from hpctrain.averaging.sparse_choice import SELECTION_SECONDS, PartOnLink, crossover_density
 from hpctrain.bench.machine import machine as machine_here
+from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment import planned_job
@@ -72,6 +75,17 @@ def _predict(case: Case, section: Section) -> tuple[float, int]:
         known = replace(known, nodes=1, ranks_per_node=1, ranks_per_card=1)
     prediction = predict(planned_job.job(task), planned_job.candidate(task), known, costs_of(case.model))
     return prediction.step.seconds, prediction.exchanged_bytes
+
+
+def rule_crossover(case: Case) -> float:
+    """The density at which sparse and dense averaging take as long, by the rule that the averager chooses slices by."""
+    task = planned_run(case.model, 1, {"name": "blocking"})
+    elements = sum(math.prod(spec.shape) for spec in task.specs.values())
+    link = machine_of(case).between
+    # The ranks of a host share its link.
+    shared = LinkModel(link.segments[0].alpha_seconds, case.ranks_per_host * link.segments[-1].beta_seconds_per_byte)
+    part = PartOnLink(-(-elements // case.ranks_per_host), case.hosts, 4, SELECTION_SECONDS)
+    return crossover_density(part, shared)
 
 
 def machine_of(case: Case) -> Machine:
@@ -145,6 +159,7 @@ def main() -> int:
     values = {
         "machine": machine_here(),
         "step_seconds": {name: dict(one.step_seconds) for name, one in cases.items()},
+        "rule_crossover": {case.name: rule_crossover(case) for case in CASES if case.kind == "slow"},
         "exchanged_bytes": {name: dict(one.exchanged_bytes) for name, one in cases.items()},
         "refused": {name: dict(one.refused) for name, one in cases.items() if one.refused},
     }

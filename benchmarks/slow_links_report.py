@@ -12,6 +12,7 @@ from benchmarks.slow_links_cases import ALONE, CASES, DENSE, DENSITIES, TOP_ONE_
 
 _CASES: Mapping[str, Case] = {case.name: case for case in CASES}
 #: printed beside what was measured
+_RULE_DENSE = "sharded"  # the rule compares with a reduce-scatter and an allgather of everything
 SPARSE_BAR, WIRE_BAR, CROSSOVER_BAR = 1.25, 1.4, 0.20
 
 
@@ -40,13 +41,13 @@ class CaseFigures:
         count = self._least([name, over])
         return ratio(self.column(over)[:count], self.column(name)[:count])
 
-    def crossover(self) -> tuple[float, Interval | None]:
-        """(the largest density measured, the density at which a sparse step takes as long as the best dense one, with its
-        interval over rounds); None where sparse steps are shorter at all of them, or longer."""
+    def crossover(self, dense: str) -> tuple[float, Interval | None]:
+        """(the largest density measured, the density at which a sparse step takes as long as a dense one, with its interval
+        over rounds); None where sparse steps are shorter at all of them, or longer."""
         densities = sorted((density, name) for name, density in DENSITIES.items() if name in self.names)
-        if self.best_dense is None or len(densities) < 2:
+        if dense not in self.names or len(densities) < 2:
             return 0.0, None
-        names = [name for _, name in densities] + [self.best_dense]
+        names = [name for _, name in densities] + [dense]
         count = self._least(names)
         columns = [self.column(name)[:count] for name in names]
         values = [density for density, _ in densities]
@@ -85,15 +86,16 @@ def _within(densities: Sequence[float], seconds: Sequence[float], dense_seconds:
     return densities[-1] if seconds[-1] < dense_seconds else densities[0]
 
 
-def markdown(results: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
+def markdown(results: Mapping[str, Any], predicted: Mapping[str, Any], rules: Mapping[str, float]) -> str:
     """Everything as Markdown: the bars first, then a table of each case.
 
     Args:
         results: by case, in order. predicted: by case and variant, seconds of a step, made before it was measured.
+        rules: by case, the density at which sparse and dense averaging are equal by the rule that the averager chooses by.
     """
     figures = [CaseFigures(run) for run in results.values()]
     blocks = [
-        _sparse_table([one for one in figures if one.case.kind == "slow"], predicted),
+        _sparse_table([one for one in figures if one.case.kind == "slow"], predicted, rules),
         _wire_table([one for one in figures if one.case.kind == "slow"]),
         _priority_table([one for one in figures if one.case.kind == "priority"]),
         *(_case_table(one, run, predicted.get(one.case.name, {})) for one, run in zip(figures, results.values(), strict=True)),
@@ -108,20 +110,23 @@ def _rows(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _sparse_table(figures: Sequence[CaseFigures], predicted: Mapping[str, Any]) -> str:
+def _sparse_table(figures: Sequence[CaseFigures], predicted: Mapping[str, Any], rules: Mapping[str, float]) -> str:
     rows = []
     for one in figures:
         if one.best_dense is None or TOP_ONE_PERCENT not in one.names:
             continue
-        largest, at = one.crossover()
+        of_case = predicted.get(one.case.name, {})
+        rule = rules.get(one.case.name)
         rows.append(
             (
                 one.case.name,
                 one.best_dense,
                 _text(one.gain(TOP_ONE_PERCENT, one.best_dense)),
-                _predicted_gain(predicted.get(one.case.name, {}), TOP_ONE_PERCENT, one.best_dense),
-                _crossover_text(one, largest, at),
-                _predicted_crossover(predicted.get(one.case.name, {}), one.best_dense),
+                _predicted_gain(of_case, TOP_ONE_PERCENT, one.best_dense),
+                _crossover_text(one, one.best_dense),
+                _predicted_crossover(of_case, one.best_dense),
+                _crossover_text(one, _RULE_DENSE),
+                f"{rule:.3f}" if rule is not None else "",
             )
         )
     title = (
@@ -132,12 +137,14 @@ def _sparse_table(figures: Sequence[CaseFigures], predicted: Mapping[str, Any]) 
     )
 
 
-def _crossover_text(one: CaseFigures, largest: float, at: Interval | None) -> str:
+def _crossover_text(one: CaseFigures, dense: str) -> str:
+    largest, at = one.crossover(dense)
     if at is not None:
         return str(at)
-    assert one.best_dense is not None
-    gain = one.gain(TOP_ONE_PERCENT, one.best_dense)
-    return f"above {largest:g}" if gain is not None and gain.median > 1 else "nowhere"
+    gain = one.gain(TOP_ONE_PERCENT, dense)
+    if gain is None or not largest:
+        return ""
+    return f"above {largest:g}" if gain.median > 1 else "nowhere"
 
 
 def _predicted_gain(of_case: Mapping[str, Any], name: str, over: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.slow_links_cases import ALONE, Case, named
-from benchmarks.slow_links_predictions import alone_seconds, machine_of, predicted
+from benchmarks.slow_links_predictions import alone_seconds, machine_of, predicted, rule_crossover
 
 
 def test_hosts_share_the_cores_of_one_machine() -> None:
@@ -19,6 +19,12 @@ def test_a_link_that_was_not_calibrated_is_a_slower_one() -> None:
     slow, known = (machine.between.segments[-1].beta_seconds_per_byte for machine in at.values())
     assert slow == pytest.approx(5 * known)
     assert at["100mbit"].within == at["500mbit"].within
+
+
+@pytest.mark.parametrize(("name", "most"), [("slow-vgg16-4x1-100mbit", 1 / 4), ("slow-resnet18-2x2-500mbit", 1 / 2)])
+def test_by_the_rule_sparse_ceases_to_pay_a_little_below_one_over_the_nodes(name: str, most: float) -> None:
+    """Without latency and work it would be at 2 b_v / (m (b_v + b_i))."""
+    assert 0.85 * most < rule_crossover(named([name])[0]) < most
 
 
 def test_steps_are_longer_where_messages_are_waited_for_and_a_refusal_is_told() -> None:

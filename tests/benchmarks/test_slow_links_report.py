@@ -45,12 +45,12 @@ def test_ratios_are_of_turns_of_the_same_round() -> None:
 
 
 def test_sparse_and_dense_are_equal_between_the_densities_around_it() -> None:
-    largest, at = CaseFigures(_run(_CASE, _STEPS)).crossover()
+    largest, at = CaseFigures(_run(_CASE, _STEPS)).crossover("sharded")
     assert largest == 0.3
     assert at is not None
     assert at.median == pytest.approx(0.2)  # halfway from 4 s to 8 s
     faster = {name: seconds for name, seconds in _STEPS.items() if name != "sparse 0.3"}
-    assert CaseFigures(_run(_CASE, faster)).crossover() == (0.1, None)
+    assert CaseFigures(_run(_CASE, faster)).crossover("sharded") == (0.1, None)
 
 
 @pytest.mark.parametrize(("dense_seconds", "density"), [(1.0, None), (2.5, 0.25), (4.0, 0.7), (6.0, None)])
@@ -62,8 +62,11 @@ def test_the_crossing_is_where_a_straight_line_meets_the_dense_step(dense_second
 def test_tables_have_the_bars_and_what_was_predicted() -> None:
     priority = _run("priority-vgg16-2x1-1gbit", {"blocking": (2.0,), "sharded": (1.5,), "priority": (1.2,)})
     predicted = {_CASE: {"sharded": 4.5, TOP_ONE_PERCENT: 3.0, "sparse 0.1": 6.0}}
-    text = markdown({_CASE: _run(_CASE, _STEPS), "priority-vgg16-2x1-1gbit": priority}, predicted)
-    assert f"| {_CASE} | sharded | 2.000 [2.000, 2.000] | 1.50 | 0.200 [0.200, 0.200] | 0.055 |" in text
+    text = markdown({_CASE: _run(_CASE, _STEPS), "priority-vgg16-2x1-1gbit": priority}, predicted, {_CASE: 0.21})
+    assert (
+        f"| {_CASE} | sharded | 2.000 [2.000, 2.000] | 1.50 | 0.200 [0.200, 0.200] | 0.055 | 0.200 [0.200, 0.200] | 0.210 |"
+        in text
+    )
     assert f"| {_CASE} | sharded, bfloat16 | 1.750 [1.500, 2.000] | 2.00 | 2.00 |" in text
     assert "| priority-vgg16-2x1-1gbit | priority | 1.250 [1.250, 1.250] | 1.667 [1.667, 1.667] |" in text
     assert "Left out: new (There is no new.)" in text
@@ -71,4 +74,4 @@ def test_tables_have_the_bars_and_what_was_predicted() -> None:
 
 
 def test_nothing_measured_is_no_text() -> None:
-    assert markdown({}, {}) == ""
+    assert markdown({}, {}, {}) == ""

@@ -27,6 +27,7 @@ AVERAGERS = [
     "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",
     "averager={name: bucketed, wire: bfloat16}",
     "averager={name: blocking, wire: float16}",
+    "averager={name: sparse, density: 0.05, compress: always}",
 ]
 
 
