@@ -104,8 +104,11 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def _layer_norms(self) -> bool:
-        """An update waits for the norms of its layers only. Norms of several groups of parameters travel together."""
-        return self.group.norms_needed is NormsNeeded.LAYER and not self.group.several_groups
+        """An update waits for the norms of its layers only.
+
+        Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
+        """
+        return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
 
     def request(self) -> str:
         nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"

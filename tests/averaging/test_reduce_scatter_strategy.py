@@ -50,8 +50,11 @@ def test_a_schedule_with_norms_is_for_an_optimiser_that_needs_them() -> None:
         assert strategies[one].accepts(strategies[other].plan(None)) == ((one, other) in fits)
 
 
-def test_norms_of_several_groups_of_parameters_travel_together() -> None:
-    strategy = planned(Sharded, make_group(), 3, norms_needed=NormsNeeded.LAYER, several_groups=True, bucket_bytes=8)
+@pytest.mark.parametrize(("ranks", "several_groups"), [(3, True), (1, False)])
+def test_norms_of_several_groups_of_parameters_and_of_one_rank_are_one_operation(ranks: int, several_groups: bool) -> None:
+    strategy = planned(
+        Sharded, make_group(), ranks, norms_needed=NormsNeeded.LAYER, several_groups=several_groups, bucket_bytes=8
+    )
     schedule = strategy.plan(None)
     assert schedule is not None
     norms = [operation for operation in schedule.operations if operation.kind is OperationKind.NORMS]
