@@ -131,6 +131,11 @@ class PostingQueue:
         """True where nothing waits and nothing is in flight."""
         return not self._waiting and not self._in_flight
 
+    @property
+    def in_flight(self) -> bool:
+        """True where something is in flight."""
+        return bool(self._in_flight)
+
     def unfinished(self) -> Sequence[Ticket]:
         """The operations in flight, then those that wait, each in order."""
         return (*self._in_flight, *self._waiting)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.message_account import MessageAccount
+from hpctrain.comm.poll_policy import FurtherPolls, WaitPolicy
 from hpctrain.comm.posting_queue import PostingQueue as PostingQueue
 from hpctrain.comm.posting_queue import Ticket as Ticket
 from hpctrain.comm.progress_thread import ProgressThread
@@ -27,11 +28,6 @@ from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
 TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
-
-# A wait polls, offering its core to others after each poll: as quick as a spin where it has the core to itself, and many times
-# quicker where ranks share cores. Later it sleeps between polls, so that a slow rank gets the core.
-_YIELD_SECONDS = 1e-3
-_SLEEP_SECONDS = 50e-6
 
 _ALONE: AbstractContextManager[Any] = nullcontext()
 
@@ -56,6 +52,7 @@ class ProgressEngine:
 
     Attributes:
         waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
+        wait_policy: how waits poll, offer their core and sleep. further_polls: after operators; None: there is one after each.
     """
 
     def __init__(
@@ -75,6 +72,8 @@ class ProgressEngine:
         self.deadline_seconds = deadline_seconds
         self.waited_seconds = 0.0
         self.polls_between_operators = True
+        self.further_polls: FurtherPolls | None = None
+        self.wait_policy = WaitPolicy()
         self.trace = trace
         self.account = MessageAccount(trace)
         self._abort = abort
@@ -130,8 +129,17 @@ class ProgressEngine:
 
     def operator_done(self) -> None:
         """Between two operators: let messages move, unless that is left to the transport."""
-        if self.polls_between_operators:
+        if not self.polls_between_operators:
+            return
+        policy = self.further_polls
+        if policy is None:
             self.poll()
+            return
+        policy.begin(self._clock())
+        self.poll()
+        while policy.another(self._clock()) and any(queue.in_flight for queue in self._queues.values()):
+            self.poll()
+        policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
         """From now on a thread works inside `computing`. The transport must allow calls from several threads, one at a time.
@@ -234,8 +242,8 @@ class ProgressEngine:
                 now = self._clock()
                 if now - begin > self.deadline_seconds:
                     self._give_up(awaited)
-                if now - begin > _YIELD_SECONDS:
-                    self._sleep(_SLEEP_SECONDS)
+                if self.wait_policy.sleeps(now - begin):
+                    self._sleep(self.wait_policy.sleep_seconds)
                 else:
                     self._offer_core()
         finally:
