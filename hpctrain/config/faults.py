@@ -8,8 +8,10 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from hpctrain.config.data_section import SYNTHETIC, DataConfig
 from hpctrain.config.open_section import AUTO, OpenSection
-from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, Named
+from hpctrain.config.schema import Config
+from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.nearest import nearest
 from hpctrain.rules import rule

@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpctrain import user_code
+from hpctrain.config.data_section import SYNTHETIC, DataConfig
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.open_section import AUTO, OpenSection
-from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, Named, PlanConfig
+from hpctrain.config.schema import Config, PlanConfig
+from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
 

@@ -6,44 +6,14 @@ the constructor's keywords and are checked by the registry, which this module do
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from hpctrain.config.data_section import DataConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
-
-# A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
-def plain(value: Any) -> Any:
-    """An option as immutable plain data: lists become tuples, "1e-3" a float.
-
-    Raises:
-        ValueError: a value that is no scalar, list or mapping with string keys, or a number that is not finite.
-    """
-    if isinstance(value, str) and _EXPONENT.fullmatch(value):
-        value = float(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a finite number")
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(plain(item) for item in value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(item) for key, item in value.items()}
-    raise ValueError("a number, string, boolean, list or mapping with string keys")
-
-
-def _no_bool(value: Any) -> Any:
-    # Python counts True as 1, so `batch: yes` would pass for 1.
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_type", "must be a number")
-    return value
+from hpctrain.config.section import Integer, Named, Number, Section, Text
 
 
 def _one_component(value: Any) -> Any:
@@ -61,57 +31,11 @@ def _count_or_auto(value: Any) -> Any:
 
 
 MOST_RANKS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
-MOST_PIXELS = 65_536
-MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
 MOST_SECONDS = 1e9  # 31 years; timers of the system end somewhere beyond it
 
-Integer = Annotated[int, BeforeValidator(_no_bool)]
-Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Part = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
+Part = Annotated[Integer, Field(ge=1)]
 Use = Literal["batch", "model", "domain"]
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
-
-
-class Section(BaseModel):
-    """A mapping of known keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _or_name(schema: dict[str, Any]) -> None:
-    """JSON schema of a section that may also be written as its name alone."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"type": "string", "description": "Shorthand for {name: ...}."}, whole]
-
-
-class Named(BaseModel):
-    """A registry name and the options of what it names; a plain string is shorthand for {name: ...}."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=_or_name)
-
-    name: Text = Field(description="Name in the registry: the module or the class that is made.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _plain_options(self) -> Named:
-        extra = self.__pydantic_extra__ or {}
-        for key, item in extra.items():
-            try:
-                extra[key] = plain(item)
-            except ValueError as error:
-                raise PydanticCustomError("option", "must be {rule}", {"option": key, "rule": str(error)}) from None
-        return self
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keywords beside the declared fields; a fresh dict, lists as tuples."""
-        return dict(self.__pydantic_extra__ or {})
 
 
 class ModelConfig(Named):
@@ -150,74 +74,6 @@ class AveragerConfig(Named):
     def automatic(self) -> bool:
         """True where the strategy is still to be chosen."""
         return self.name == AUTO
-
-
-class AugmentConfig(Named):
-    """One step of image preparation."""
-
-    name: Text = Field(
-        description="Name of an augmentation: pad_crop, random_resized_crop, center_crop or flip; further keys are its options."
-    )
-
-
-#: in place of a data file's path: images are made up; in place of the section `data`: those of both splits are
-SYNTHETIC = "synthetic"
-
-
-class SyntheticConfig(Section):
-    """The images that are made up where a path is `synthetic`."""
-
-    height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Number of rows of a made-up image.")
-    width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Number of columns of a made-up image.")
-    channels: Integer = Field(default=3, ge=1, le=MOST_PIXELS, description="Number of channels of a made-up image.")
-    classes: Integer = Field(default=10, ge=1, le=MOST_SAMPLES, description="Number of classes of made-up images.")
-    samples: Integer = Field(default=10_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to train on.")
-    test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to evaluate on.")
-
-
-def _or_synthetic(schema: dict[str, Any]) -> None:
-    """JSON schema of the section that may also be the one word."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"const": SYNTHETIC, "description": "Shorthand for {train: synthetic, test: synthetic}."}, whole]
-
-
-class DataConfig(Section):
-    """The images."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_synthetic)
-
-    train: Text = Field(
-        description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for made-up images."
-    )
-    test: Text | None = Field(
-        default=None,
-        description="Path of the HDF5 file to evaluate on, or synthetic, for made-up images; null switches evaluation off.",
-    )
-    synthetic: SyntheticConfig = Field(
-        default_factory=SyntheticConfig, description="The images that are made up where train or test is synthetic."
-    )
-    augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
-    evaluate_augment: tuple[AugmentConfig, ...] = Field(
-        default=(), description="Preparation of evaluation images, by the same names, in order."
-    )
-    normalise: bool = Field(
-        default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."
-    )
-    prefetch: Integer = Field(
-        default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
-    )
-    cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_word(cls, value: Any) -> Any:
-        return cls.of_synthetic() if value == SYNTHETIC else value
-
-    @staticmethod
-    def of_synthetic() -> dict[str, Any]:
-        """The section that the one word stands for."""
-        return {"train": SYNTHETIC, "test": SYNTHETIC}
 
 
 class LossConfig(Section):

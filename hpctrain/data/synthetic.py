@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.counter_random import key, words
-from hpctrain.config.schema import SYNTHETIC
+from hpctrain.config.data_section import SYNTHETIC
 from hpctrain.data.format import ImageFile
 from hpctrain.data.stored import names_digest
 

@@ -10,7 +10,8 @@ from functools import partial
 
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.backend import precision_fault
-from hpctrain.config.schema import Config, Named
+from hpctrain.config.schema import Config
+from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, Source
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid

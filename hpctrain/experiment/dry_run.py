@@ -15,7 +15,8 @@ from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.grid import check_grid, coordinates
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.schema import SYNTHETIC, Config
+from hpctrain.config.data_section import SYNTHETIC
+from hpctrain.config.schema import Config
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError

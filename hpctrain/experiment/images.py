@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.comm.watchdog import guard
-from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
+from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
+from hpctrain.config.schema import Config
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile

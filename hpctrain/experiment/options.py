@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter
 
 from hpctrain.config.open_section import AUTO
-from hpctrain.config.schema import Config, Named, OptimizerConfig, ScheduleConfig, plain
+from hpctrain.config.schema import Config, OptimizerConfig, ScheduleConfig
+from hpctrain.config.section import Named, plain
 from hpctrain.config.source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.errors import ConfigError

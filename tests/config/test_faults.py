@@ -2,9 +2,10 @@
 
 import pytest
 
+from hpctrain.config.data_section import AugmentConfig, DataConfig
 from hpctrain.config.faults import known_paths, section_at, show
 from hpctrain.config.load import parse
-from hpctrain.config.schema import AugmentConfig, Config, DataConfig, OptimizerConfig
+from hpctrain.config.schema import Config, OptimizerConfig
 from hpctrain.errors import ConfigError
 
 

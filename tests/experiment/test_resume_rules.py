@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from hpctrain.config.dump import dump
 from hpctrain.config.load import parse
-from hpctrain.config.schema import Config, Named
+from hpctrain.config.schema import Config
+from hpctrain.config.section import Named
 from hpctrain.errors import CheckpointError
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import RULES, Change, When, changes, check, flat, rule_for

@@ -1,0 +1,80 @@
+"""The section `data` of a configuration: files or made-up images, and what is done with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field, model_validator
+
+from hpctrain.config.section import Integer, Named, Section, Text
+
+MOST_PIXELS = 65_536
+MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
+
+
+class AugmentConfig(Named):
+    """One step of image preparation."""
+
+    name: Text = Field(
+        description="Name of an augmentation: pad_crop, random_resized_crop, center_crop or flip; further keys are its options."
+    )
+
+
+#: in place of a data file's path: images are made up; in place of the section `data`: those of both splits are
+SYNTHETIC = "synthetic"
+
+
+class SyntheticConfig(Section):
+    """The images that are made up where a path is `synthetic`."""
+
+    height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Height of a made-up image, in pixels.")
+    width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Width of a made-up image, in pixels.")
+    channels: Integer = Field(default=3, ge=1, le=MOST_PIXELS, description="Number of channels of a made-up image.")
+    classes: Integer = Field(default=10, ge=1, le=MOST_SAMPLES, description="Number of classes of made-up images.")
+    samples: Integer = Field(default=10_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to train on.")
+    test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to evaluate on.")
+
+
+def _or_synthetic(schema: dict[str, Any]) -> None:
+    """JSON schema of the section that may also be the one word."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"const": SYNTHETIC, "description": "Shorthand for {train: synthetic, test: synthetic}."}, whole]
+
+
+class DataConfig(Section):
+    """The images."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_synthetic)
+
+    train: Text = Field(
+        description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for made-up images."
+    )
+    test: Text | None = Field(
+        default=None,
+        description="Path of the HDF5 file to evaluate on, or synthetic, for made-up images; null switches evaluation off.",
+    )
+    synthetic: SyntheticConfig = Field(
+        default_factory=SyntheticConfig, description="The images that are made up where train or test is synthetic."
+    )
+    augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
+    evaluate_augment: tuple[AugmentConfig, ...] = Field(
+        default=(), description="Preparation of evaluation images, by the same names, in order."
+    )
+    normalise: bool = Field(
+        default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."
+    )
+    prefetch: Integer = Field(
+        default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
+    )
+    cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_word(cls, value: Any) -> Any:
+        return cls.of_synthetic() if value == SYNTHETIC else value
+
+    @staticmethod
+    def of_synthetic() -> dict[str, Any]:
+        """The section that the one word stands for."""
+        return {"train": SYNTHETIC, "test": SYNTHETIC}

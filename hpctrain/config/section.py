@@ -1,0 +1,86 @@
+"""The parts that sections of a configuration are made of: numbers, texts, mappings of known keys, and names with free options."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+# A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def plain(value: Any) -> Any:
+    """An option as immutable plain data: lists become tuples, "1e-3" a float.
+
+    Raises:
+        ValueError: a value that is no scalar, list or mapping with string keys, or a number that is not finite.
+    """
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(item) for key, item in value.items()}
+    raise ValueError("a number, string, boolean, list or mapping with string keys")
+
+
+def _no_bool(value: Any) -> Any:
+    # Python counts True as 1, so `batch: yes` would pass for 1.
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "must be a number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A mapping of known keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _or_name(schema: dict[str, Any]) -> None:
+    """JSON schema of a section that may also be written as its name alone."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"type": "string", "description": "Shorthand for {name: ...}."}, whole]
+
+
+class Named(BaseModel):
+    """A registry name and the options of what it names; a plain string is shorthand for {name: ...}."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=_or_name)
+
+    name: Text = Field(description="Name in the registry: the module or the class that is made.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _plain_options(self) -> Named:
+        extra = self.__pydantic_extra__ or {}
+        for key, item in extra.items():
+            try:
+                extra[key] = plain(item)
+            except ValueError as error:
+                raise PydanticCustomError("option", "must be {rule}", {"option": key, "rule": str(error)}) from None
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords beside the declared fields; a fresh dict, lists as tuples."""
+        return dict(self.__pydantic_extra__ or {})
