@@ -164,18 +164,7 @@ class SimulatedProcess:
         """Notice that a stage is over, and pay what it took of the core."""
         if share.cpu_seconds > 0:
             yield from self._pay(share.cpu_seconds, share.begun_seconds)
-        if not share.is_last:
-            share.next_stage()
-            return
-        posted = share.posted
-        posted.done = True
-        del self._flying[posted]
-        if posted.complete is not None:
-            posted.complete()
-        for later in posted.dependents:
-            later.needs -= 1
-        posted.dependents.clear()
-        _record_operation(self.recorder, posted, self._loop.now)
+        _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
         """The core's time for messages. While the rank waits it is paid as they come, else at the poll that notices them."""
@@ -207,15 +196,25 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _look_from_thread(self) -> None:
-        """The progress thread lets messages move, and a second stage begin; it completes nothing."""
+        """The progress thread lets messages move, and a second stage begin; it completes nothing, unless it posts, too."""
         self._thread_due = False
         self._attention.look(_tests(self._flying))
-        if not self._attention.attends:
-            intermediate = [share for share in self._unseen if not share.is_last]
-            self._unseen = [share for share in self._unseen if share.is_last]
-            for share in intermediate:
+        if self._attention.attends:
+            return
+        posts = self._progress is ProgressMode.POSTING
+        while True:
+            shares = [share for share in self._unseen if posts or not share.is_last]
+            self._unseen = [share for share in self._unseen if share not in shares]
+            for share in sorted(shares, key=_position):
                 self._attention.owes(share.cpu_seconds)
-                share.next_stage()
+                _complete(share, self._flying, self.recorder, self._loop.now)
+            queue = next((queue for queue in self.queues if queue.startable), None) if posts else None
+            if queue is not None:  # the program pays at its next poll for what that takes of the core
+                task, posted = queue.take()
+                self._attention.owes(task.prepare_seconds + task.update_seconds)
+                self.post(self.group_of[queue], posted, task.stages)
+            elif not shares:
+                return
 
     def _expect_thread(self) -> None:
         if self._progress.has_thread and not self._thread_due:
@@ -243,6 +242,22 @@ class SimulatedProcess:
             self._loop.soon(self.resume)
         elif not self._attention.attends:
             self._expect_thread()
+
+
+def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRecorder, now: float) -> None:
+    """A stage is complete: the next one is posted; after the last one, what comes after the operation may start."""
+    if not share.is_last:
+        share.next_stage()
+        return
+    posted = share.posted
+    posted.done = True
+    del flying[posted]
+    if posted.complete is not None:
+        posted.complete()
+    for later in posted.dependents:
+        later.needs -= 1
+    posted.dependents.clear()
+    _record_operation(recorder, posted, now)
 
 
 def _position(share: MeetingShare) -> int:

@@ -149,11 +149,13 @@ def test_better_machines_never_make_a_chain_slower(schedule: CollectiveSchedule 
 @every_schedule
 def test_polls_between_operators_never_hurt(schedule: CollectiveSchedule | None) -> None:
     held_up = machine(link(1e-3, 1e-5, unattended_bytes=500))
-    none, test, thread = (
-        _step(schedule, held_up, progress=mode).seconds for mode in (ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD)
+    none, test, thread, posting = (
+        _step(schedule, held_up, progress=mode).seconds
+        for mode in (ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD, ProgressMode.POSTING)
     )
     assert test <= none + 1e-9
     assert thread <= test + 1e-9
+    assert posting <= thread + 1e-9
 
 
 @every_schedule

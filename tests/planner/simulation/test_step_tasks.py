@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.averaging.dependencies import EventKind, LocalEventKey
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
 from hpctrain.planner.prediction import SimulatedStep, SimulationOptions
 from hpctrain.planner.simulation.simulate import simulate
-from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Exchange, Merge, StepMessage, Task
+from hpctrain.planner.tasks import (
+    BeginExchange,
+    Compute,
+    EndBackward,
+    EndExchange,
+    Exchange,
+    Happens,
+    Merge,
+    NeedsParameters,
+    StepMessage,
+    Task,
+)
 from hpctrain.trace.tracer import Category
-from tests.support.simulated import allreduces, link, machine, placement, program, sharded, tasks
+from tests.support.simulated import ITEM_BYTES, allreduces, link, machine, placement, program, sharded, tasks
 
 MACHINE = machine(link(1e-3, 1e-5))
 SIZES, SECONDS = (1000, 2000, 4000), (0.1, 0.2, 0.3)
@@ -102,3 +114,18 @@ def test_operators_are_recorded_by_phase() -> None:
     step = simulate(program([(1, tasks(SECONDS))], SIZES, sharded(SIZES, 1)), machine())
     for row, seconds in zip(step.table.rows, SECONDS, strict=False):
         assert (row.forward_seconds, row.parameters_seconds, row.input_seconds) == pytest.approx((seconds,) * 3)
+
+
+def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_computes() -> None:
+    """One slice: its sum takes 0.1 s, its gather 0.1 s; the program looks again after a long operator only."""
+    schedule = sharded((10_000,), 2)
+    gradient = LocalEventKey(EventKind.GRADIENT, "l0.weight")
+    read = LocalEventKey(EventKind.LAST_READ, "l0.weight")
+    body = (NeedsParameters("all", ("l0.weight",)), Happens("all", gradient), Happens("all", read), _work(1.0), EndBackward())
+    slow = machine(link(0.0, 0.1 / (10_000 * ITEM_BYTES / 2)))
+
+    def seconds(mode: ProgressMode) -> float:
+        return simulate(program([(2, body)], (10_000,), schedule), slow, SimulationOptions(progress=mode)).seconds
+
+    assert seconds(ProgressMode.TEST) == pytest.approx(1.1)
+    assert seconds(ProgressMode.POSTING) == pytest.approx(1.0)
