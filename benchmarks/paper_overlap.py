@@ -129,7 +129,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--minutes", type=float, default=6.0, help="after the first round of a job, in which rounds begin")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that one job may take")
-    parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread"])
+    parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread", "posting"])
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
     parser.add_argument("--again", action="store_true", help="measure jobs that the file has, too")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -98,7 +98,7 @@ def test_a_receive_never_completes_before_the_send_was_posted(world: Communicato
     begins: dict[int, list[float]] = {}
     ends: dict[int, list[float]] = {}
     for event in trace["traceEvents"]:
-        if event["name"] == "all gradients" and event["ph"] in "be":
+        if event["name"] == "all gradients" and event["cat"] == "communication" and event["ph"] in "be":
             sequence = int(event["id"].split(".")[-1])
             (begins if event["ph"] == "b" else ends).setdefault(sequence, []).append(event["ts"])
     assert len(begins) == STEPS
