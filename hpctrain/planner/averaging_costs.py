@@ -53,7 +53,7 @@ class AveragerChoice:
         return float(self.options.get("density", _DENSITY)) if self.name == "sparse" else None
 
     def rounding(self, per_node: int) -> Rounding | None:
-        """Of its messages; None: they are whole. per_node: ranks of a node that sum in full precision first."""
+        """The rounding of its messages; None: they are whole. per_node: ranks of a node that sum in full precision first."""
         gradients, parameters = (self.options.get(name, "float32") for name in ("wire", "wire_parameters"))
         return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
 
