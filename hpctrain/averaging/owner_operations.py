@@ -74,6 +74,7 @@ class OwnerOperations:
         self._replicated: list[tuple[Segment, ...]] = []
         self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # by slice: its layer's exchange, its place in it
         self._sums: dict[int, Array] = {}
+        self._counts = [piece.counts(self._comm.size) for piece in schedule.slices]  # made once: every operation asks
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
@@ -139,7 +140,7 @@ class OwnerOperations:
             return Complete()
         piece = self._schedule.slices[k]
         gradient = self._group.grad[piece.start : piece.stop]
-        return self._sums_of.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
+        return self._sums_of.ireduce_scatter(gradient, self._sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
@@ -186,7 +187,7 @@ class OwnerOperations:
         if self._rounded is not None:
             return self._rounded.gather(k, comm)
         piece = self._schedule.slices[k]
-        return comm.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(comm.size))
+        return comm.iallgather(None, self._group.data[piece.start : piece.stop], self._counts[k])
 
     def _finish_gradient(self, k: int) -> None:
         """Put the sum over all ranks into the owned part of the gradient."""
