@@ -19,6 +19,7 @@ from hpctrain.experiment.grid import overlap
 from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
+from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.group_schedules import GroupSchedule
 
 _COLUMNS = 100  # where there is no terminal; more where the layers need more
@@ -152,6 +153,9 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
             f"bytes per rank and step by {task.config.averager.name}."
         )
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
+    note = AveragerChoice(task.config.averager.name, task.config.averager.options).note
+    if note is not None:
+        yield note
 
 
 def _map(task: PlannedRun, places: Places) -> Iterator[str]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hpctrain.experiment.planner_search import job_of
 from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy, by_averager
+from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.machine import Machine
 
 _COLUMNS = 100  # where there is no terminal
@@ -105,6 +106,10 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
     for name, line_points in by_averager(points).items():
         out.print(f"\naverager {name}, simulated:")
         print_whole(out, scaling_table(line_points))
+        averager = study.configs[name].averager
+        note = AveragerChoice(averager.name, averager.options).note
+        if note is not None:
+            out.print(note)
     out.print("")
     out.print(measured_line(min(point.prediction.measured_share for point in points)))
     for line in size_lines(study.machine, max(point.ranks for point in points), max(map(_memory, points))):

@@ -57,6 +57,15 @@ class AveragerChoice:
         gradients, parameters = (self.options.get(name, "float32") for name in ("wire", "wire_parameters"))
         return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
 
+    @property
+    def note(self) -> str | None:
+        """A sentence about steps that move less, or more, than the one that is predicted; None where all are alike."""
+        if self.name == "lazy" and self.options.get("max_interval") != 1:
+            return "Steps of lazy are taken to average all layers: the most bytes and time that any of them takes."
+        if self.density is not None and self.options.get("warmup_steps"):
+            return "Steps of sparse are taken to have warmed up: those before send more."
+        return None
+
     def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
         """A lower bound of a step from the time of the program and that of the averaging's messages."""
         if self.name == "blocking":

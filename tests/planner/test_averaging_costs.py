@@ -114,3 +114,10 @@ def test_sparse_averaging_costs_no_more_than_dense(density: float, share: float)
     )
     # m rho (b_v + b_i) / (2 b_v) of the dense bytes between m nodes.
     assert sparse == pytest.approx(share * dense, rel=0.02)
+
+
+def test_averagers_whose_steps_are_not_alike_say_so() -> None:
+    assert "average all layers" in str(AveragerChoice("lazy").note)
+    assert "warmed up" in str(AveragerChoice("sparse", {"warmup_steps": 100}).note)
+    alike = [AveragerChoice("lazy", {"max_interval": 1}), AveragerChoice("sparse"), AveragerChoice("sharded")]
+    assert [choice.note for choice in alike] == [None, None, None]
