@@ -40,7 +40,7 @@ class AveragerChoice:
     @property
     def owners_update(self) -> bool:
         """Each rank updates a part, and parameters are gathered."""
-        return self.name in ("sharded", "priority", "sparse")
+        return self.name in ("sharded", "priority", "lazy", "sparse")
 
     @property
     def exchanges(self) -> bool:
@@ -61,7 +61,7 @@ class AveragerChoice:
     def note(self) -> str | None:
         """A sentence about steps that move less, or more, than the one that is predicted; None where all are alike."""
         if self.name == "lazy" and self.options.get("max_interval") != 1:
-            return "Steps of lazy are taken to average all layers: the most bytes and time that any of them takes."
+            return "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
         if self.density is not None and self.options.get("warmup_steps"):
             return "Steps of sparse are taken to have warmed up: those before send more."
         return None
