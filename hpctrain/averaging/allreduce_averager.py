@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, Stream
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
 from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.norms import JointStep, fill_share
@@ -23,13 +24,11 @@ from hpctrain.optim.base import Norms
 class AllreduceStep:
     """The state of one step.
 
-    events: by parameter, that its gradient is ready. operations: those that the step posts. pending: the tickets of slices that
-    have not been updated.
+    events: by parameter, that its gradient is ready. pending: the tickets of slices that have not been updated.
     """
 
     lr: float
     events: dict[str, LocalEvent]
-    operations: tuple[Operation, ...]
     pending: dict[int, Ticket] = field(default_factory=dict)
     joint: JointStep | None = None
     norms_complete: bool = False
@@ -82,24 +81,20 @@ class AllreduceAverager(GradientAverager):
             name: [k for k, piece in enumerate(slices) if name in piece.parameters] for name in self.group.parameters
         }
         self._segments = [tuple(self.group.segment(name) for name in piece.parameters) for piece in slices]
-        self._step = self._previous = AllreduceStep(0.0, {}, ())  # before the first step nothing is pending
+        self._step = self._previous = AllreduceStep(0.0, {})  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         """Queue all operations of the step; each starts once the gradients of its slice are ready."""
         self._previous = self._step
         events = {name: LocalEvent(text) for name, text in self._event_texts.items()}
-        step = self._step = AllreduceStep(lr, events, self._operations_of_step())
-        for operation in step.operations:
+        step = self._step = AllreduceStep(lr, events)
+        for operation in self.schedule.operations:
             text, names = self._posting[operation.slice]
             after = [events[name] for name in names]
             step.pending[operation.slice] = self._queue.post(partial(self._start, operation.slice), text, after)
         if self._joint is not None:
             step.joint = self._joint.begin_step(self._member)
             self._queue.post(partial(self._contribute, step.joint), "squares of all gradients", tuple(step.pending.values()))
-
-    def _operations_of_step(self) -> tuple[Operation, ...]:
-        """The operations of the step that begins, in the schedule's order; slices that it leaves out are not updated."""
-        return self.schedule.operations
 
     def grad_ready(self, parameter: Parameter) -> None:
         if parameter.size:
@@ -167,8 +162,7 @@ class AllreduceAverager(GradientAverager):
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
             norms.squares[...] = 0.0
-            segments = (segment for operation in step.operations for segment in self._segments[operation.slice])
-            norms.add_partial(self.group, tuple(segments))
+            norms.add_partial(self.group, tuple(chain.from_iterable(self._segments)))
             step.norms_complete = True
         return norms
 

@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
@@ -34,6 +35,7 @@ class AveragerSetup:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank updates, and owns it.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
         norms: of all groups, where the network has several; None where this one has all parameters.
+        interval: of lazy averaging, where the network has several groups that must share it.
     """
 
     group: FlatGroup
@@ -41,6 +43,7 @@ class AveragerSetup:
     comm: Communicator
     progress: ProgressEngine
     norms: JointNorms | None = None
+    interval: LazyInterval | None = None
 
 
 @dataclass(frozen=True)

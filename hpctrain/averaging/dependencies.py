@@ -53,8 +53,9 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
     before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
     are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
-    slices whose parameters they are of. A gather writes the parameters, so it needs that backward has read them for the last
-    time, beside the sums of its slice and, if any, the norms of its parameters.
+    slices whose parameters they are of, and are written where updates of the step before read them until these slices are
+    gathered; a step may leave out a slice, so that its sum does not say so. A gather writes the parameters, so it needs that
+    backward has read them for the last time, beside the sums of its slice and, if any, the norms of its parameters.
     """
     summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
     covered = covered_slices(schedule)
@@ -64,7 +65,8 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
         if operation.kind is OperationKind.NORMS:
             slices = covered[operation.slice]
             norms |= dict.fromkeys(slices, position)
-            needs.append(Dependencies(operations=tuple(dict.fromkeys(one for k in slices for one in summing[k]))))
+            sums = tuple(dict.fromkeys(one for k in slices for one in summing[k]))
+            needs.append(Dependencies(operations=sums, gathers_before=tuple(slices)))
             continue
         piece = schedule.slices[operation.slice]
         if operation.kind is OperationKind.ALLGATHER:

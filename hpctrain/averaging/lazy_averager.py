@@ -1,17 +1,18 @@
-"""Runs lazy averaging: gradients of front layers are added up on this rank, and averaged every few steps only."""
+"""Runs lazy averaging: gradients of front layers are added up on this rank, and summed over the ranks every few steps only."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.allreduce_averager import AllreduceAverager, AllreduceStep
 from hpctrain.averaging.base import Agreement, AveragerSetup
-from hpctrain.averaging.collective_schedule import Operation
-from hpctrain.averaging.local_event import LocalEvent
+from hpctrain.averaging.collective_schedule import OperationKind, Stream
+from hpctrain.averaging.dependencies import EventKind
+from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep
+from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import Ticket
 from hpctrain.nn.parameter import Parameter
@@ -19,169 +20,125 @@ from hpctrain.nn.parameter import Parameter
 _ADDED = "lazy_gradient"
 
 
-@dataclass
-class _Comparison:
-    """One comparison of f and G.
+class LazyAverager(ReduceScatterAverager):
+    """Averages the lazy parameters every few steps, the sum of their gradients since the last time; all others always.
 
-    step: in which it is made. steps: how many G has added up. tickets: of the slices of f that are still to come. latest, total,
-    difference: |f|^2, |G|^2 and |f - G|^2 of the slices so far.
-    """
-
-    step: AllreduceStep
-    steps: int
-    tickets: dict[int, Ticket] = field(default_factory=dict)
-    latest: float = 0.0
-    total: float = 0.0
-    difference: float = 0.0
-
-
-def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
-    """The interval that follows from one averaging.
-
-    Both conditions true: one more; both false: one less, at least 1; else the same.
+    In a step that does not average them their slices are neither summed, updated nor gathered.
 
     Args:
-        steps: how many gradients were added up. latest: |f|^2, f the last of them, over all ranks. total: |G|^2, G their sum.
-        difference: |f - G|^2. most: the largest interval.
-    """
-    angle = difference + latest <= total
-    magnitude = steps * latest <= total
-    if angle and magnitude:
-        return min(interval + 1, most)
-    return max(interval - 1, 1) if not angle and not magnitude else interval
-
-
-class LazyAverager(AllreduceAverager):
-    """Averages the lazy parameters every `interval` steps, the sum of their gradients since the last time; all others always.
-
-    Args:
-        lazy: the parameters of the front layers. max_interval: most steps between two averagings of these.
-        check_every: averagings from one check of the interval to the next.
-
-    Attributes:
-        interval: steps from one averaging of the front layers to the next, the same on every rank.
+        lazy: the parameters of the front layers; no slice holds some of them beside others. interval: that of the network.
+        others: as for the base.
     """
 
     pending = _ADDED
 
     def __init__(
-        self, setup: AveragerSetup, agreement: Agreement, *, lazy: Collection[str], max_interval: int, check_every: int
+        self, setup: AveragerSetup, agreement: Agreement, *, lazy: Collection[str], interval: LazyInterval, **others: Any
     ) -> None:
-        super().__init__(setup, agreement)
-        self._lazy, self._max_interval, self._check_every = lazy, max_interval, check_every
+        super().__init__(setup, agreement, **others)
+        slices = self.schedule.slices
+        self._lazy, self._interval, self._place = lazy, interval, interval.join()
+        self._lazy_slices = frozenset(k for k, piece in enumerate(slices) if piece.parameters[0] in lazy)
         stop = max((self.group.segment(name).stop for name in lazy), default=0)
         self._arithmetic = self.group.arithmetic
-        self._added, self._latest = (self._arithmetic.zeros(stop, self.group.dtype) for _ in range(2))
+        self._added = self._arithmetic.zeros(stop, self.group.dtype)
         self.holders = self.comm.size
-        self._decision = np.ones(1, np.int64)
-        self._decided: Ticket | None = None
-        self._comparison: _Comparison | None = None
-        self._averages = True
-        self._steps = 0
-        self._averagings = 0
-        self.interval = 1
+        self._now = LazyStep(averages=True, compares=False)
+        alone = self._comm.size == 1
+        #: f: this rank's gradients alone, and by slice what it owns of their sum over the ranks; no copies where it is alone
+        self._latest = self._arithmetic.zeros(0 if alone else stop, self.group.dtype)
+        self._latest_sums: dict[int, Array] = {}
+        for k in () if alone else sorted(self._lazy_slices, reverse=True):
+            owned = slices[k].owned_size(self._comm.rank, self._comm.size)
+            self._latest_sums[k] = self._arithmetic.zeros(owned, self.group.dtype)
+        self._sums_of = self._comm if agreement.sums is None else agreement.sums
+        self._squares_alone = np.zeros(3, np.float64)
+
+    @property
+    def interval(self) -> int:
+        """Steps from one averaging of the front layers to the next, the same on every rank."""
+        return self._interval.interval
+
+    # -- a step --------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        self._steps += 1
-        self._averages = self._steps >= self.interval
-        if self._averages:
-            self._adopt()
+        self._now = self._interval.begin_step(self._place)
         super().begin_step(lr, counts)
-        if self._averages:
-            if self._max_interval > 1 and self._averagings % self._check_every == 0 and self._comparison is None:
-                self._begin_comparison()
-            self._averagings += 1
+        if self._now.compares:
+            self._queue_comparison()
 
-    def _adopt(self) -> None:
-        """Take the interval that an earlier averaging has led to; the same on every rank."""
-        if self._decided is not None:
-            self.progress.wait(self._decided)
-            self._decided = None
-            self.interval = int(self._decision[0])
-
-    def _operations_of_step(self) -> tuple[Operation, ...]:
-        operations = super()._operations_of_step()
-        return operations if self._averages else tuple(one for one in operations if not self._is_lazy(one.slice))
-
-    def _is_lazy(self, k: int) -> bool:
-        return self.schedule.slices[k].parameters[0] in self._lazy
+    def _left_out(self) -> frozenset[int]:
+        return frozenset() if self._now.averages else self._lazy_slices
 
     def grad_ready(self, parameter: Parameter) -> None:
         if parameter.size and parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
-            gradient = self.group.grad[segment.start : segment.stop]
-            added = self._added[segment.start : segment.stop]
-            if not self._averages:
+            place = slice(segment.start, segment.stop)
+            gradient, added = self.group.grad[place], self._added[place]
+            if not self._now.averages:
                 self._arithmetic.add(added, gradient)
-            else:
-                if self._comparison is not None:
-                    self._arithmetic.copy(self._latest[segment.start : segment.stop], gradient)
+            elif not self._now.compares:
                 self._arithmetic.add(gradient, added)
                 self._arithmetic.fill(added, 0.0)
+            else:
+                self._add_up_and_keep(place, gradient, added)
         super().grad_ready(parameter)
 
-    def end_backward(self) -> None:
-        super().end_backward()
-        if self._averages:
-            self._steps = 0
+    def _add_up_and_keep(self, place: slice, gradient: Array, added: Array) -> None:
+        """Make G of f, and keep what the comparison needs of f."""
+        if self._latest_sums:
+            self._arithmetic.copy(self._latest[place], gradient)
+            self._arithmetic.add(gradient, added)
+        else:
+            latest, difference = self._arithmetic.square_sums((gradient, added))  # the sum so far is G - f
+            self._arithmetic.add(gradient, added)
+            self._squares_alone += (latest, self._arithmetic.square_sums((gradient,))[0], difference)
+        self._arithmetic.fill(added, 0.0)
 
     def drain(self) -> None:
         super().drain()
-        if self._decided is not None:
-            self.progress.wait(self._decided)
+        self._interval.settle()
 
-    # -- the interval --------------------------------------------------------------------------------------------------------
+    # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
-    def _begin_comparison(self) -> None:
-        """Queue the sums of the last gradients alone, behind what the update waits for."""
-        if self._steps == 1:  # f is G
-            self._decision[0] = next_interval(self.interval, 1, 1.0, 1.0, 0.0, self._max_interval)
-            self._decided = LocalEvent("interval of averaging")
-            self._decided.happen()
-            return
-        slices = [operation.slice for operation in self._step.operations if self._is_lazy(operation.slice)]
-        self._comparison = comparison = _Comparison(self._step, self._steps)
+    def _queue_comparison(self) -> None:
+        """Queue the sums of the last gradients alone, behind all that updates wait for."""
+        assert self._step is not None
         self._arithmetic.fill(self._latest, 0.0)
-        for k in slices:
-            start, text = partial(self._start_latest, k), f"latest gradient of {self.schedule.slices[k].name}"
-            comparison.tickets[k] = self._queue.post(start, text, [self._step.pending[k]])
+        self._squares_alone[...] = 0.0
+        events = self._step.events[EventKind.GRADIENT]
+        after: list[Ticket] = []
+        for k in sorted(self._lazy_slices, reverse=True):
+            piece = self.schedule.slices[k]
+            ready: list[Ticket] = [events[name] for name in piece.parameters]
+            if k in self._latest_sums:
+                text = f"reduce-scatter of the latest gradient of {piece.name}"
+                ready = [self._queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]
+            after += ready
+        for ticket, (operation, _, _) in zip(self._step.tickets, self._posting, strict=True):
+            if operation.kind is OperationKind.REDUCE_SCATTER and operation.slice in self._lazy_slices:
+                after.append(ticket)
+        self._interval.compare(self._add_squares, after)
 
     def _start_latest(self, k: int) -> Handle:
         piece = self.schedule.slices[k]
-        return self._comm.iallreduce(self._latest[piece.start : piece.stop])
+        latest = self._latest[piece.start : piece.stop]
+        return self._sums_of.ireduce_scatter(latest, self._latest_sums[k], piece.counts(self._comm.size))
 
-    def _update(self, step: AllreduceStep, k: int) -> None:
-        comparison = self._comparison
-        if comparison is not None and comparison.step is step and k in comparison.tickets:
-            self.progress.wait((step.pending[k], comparison.tickets.pop(k)))
-            self._compare(comparison, k)
-            if not comparison.tickets:
-                self._decide(comparison)
-        super()._update(step, k)
+    def _add_squares(self, squares: np.ndarray) -> None:
+        """Add |f|^2, |G|^2 and |f - G|^2 of what this rank owns."""
+        squares += self._squares_alone
+        for k, latest in self._latest_sums.items():
+            total = self._operations.sum_of(k)
+            of_latest, of_total = self._arithmetic.square_sums((latest, total))
+            self._arithmetic.subtract(latest, total)
+            squares += (of_latest, of_total, self._arithmetic.square_sums((latest,))[0])
 
-    def _compare(self, comparison: _Comparison, k: int) -> None:
-        """Add one slice's |f|^2, |G|^2 and |f - G|^2."""
-        piece = self.schedule.slices[k]
-        total, latest = self.group.grad[piece.start : piece.stop], self._latest[piece.start : piece.stop]
-        squares = self._arithmetic.square_sums((latest, total))
-        comparison.latest += float(squares[0])
-        comparison.total += float(squares[1])
-        self._arithmetic.subtract(latest, total)
-        comparison.difference += float(self._arithmetic.square_sums((latest,))[0])
-
-    def _decide(self, comparison: _Comparison) -> None:
-        """Rank 0 decides, as sums may differ in their last bits from rank to rank."""
-        self._comparison = None
-        self._decision[0] = next_interval(
-            self.interval, comparison.steps, comparison.latest, comparison.total, comparison.difference, self._max_interval
-        )
-        self._decided = self._queue.post(lambda: self._comm.ibroadcast(self._decision, 0), "interval of averaging")
+    # -- gradients that are not averaged yet ---------------------------------------------------------------------------------
 
     def held_gradients(self) -> Mapping[str, Array]:
         segments = (self.group.segment(name) for name in self._lazy)
         return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
-
-    # -- gradients that are not averaged yet, in a checkpoint ------------------------------------------------------------------
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """Also the gradients added up since the last averaging, each rank's. Collective."""
@@ -202,9 +159,7 @@ class LazyAverager(AllreduceAverager):
             self._arithmetic.from_host(self._added[segment.start : segment.stop], state[_ADDED][self.comm.rank])
 
     def counters(self) -> dict[str, int]:
-        self._adopt()
-        return {"interval": self.interval, "steps": self._steps, "averagings": self._averagings}
+        return self._interval.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        self.interval, self._steps = counters.get("interval", 1), counters.get("steps", 0)
-        self._averagings = counters.get("averagings", 0)
+        self._interval.load_counters(counters)

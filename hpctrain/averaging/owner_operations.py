@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,10 +112,14 @@ class OwnerOperations:
         covered = {places[name] for piece in pieces for name in (*piece.parameters, *piece.replicated)}
         return slices, slice(min(covered), max(covered) + 1)
 
-    def takes_part(self, operation: Operation, left_out: Collection[int]) -> bool:
-        """Whether a step that leaves out some slices posts an operation: norms, if they are those of any other slice."""
+    def takes_part(self, operation: Operation, update: StepUpdate) -> bool:
+        """Whether a step that leaves out some slices posts an operation: norms, if they are those of any other slice.
+
+        Or if those of several groups travel together: the others wait for this group's, of whatever takes part.
+        """
+        left_out = update.left_out
         if operation.kind is OperationKind.NORMS:
-            return not left_out or not all(k in left_out for k in self._covered[operation.slice][0])
+            return update.joint is not None or not left_out.issuperset(self._covered[operation.slice][0])
         return operation.slice not in left_out
 
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
@@ -133,6 +137,10 @@ class OwnerOperations:
                 return self._start_gather(operation, update)
             case _:
                 return self._start_sum(operation.slice)
+
+    def sum_of(self, k: int) -> Array:
+        """The sum of the owned part of a slice, as its last reduce-scatter brought it; there is none on one rank."""
+        return self._sums[k]
 
     def _start_sum(self, k: int) -> Handle:
         """The reduce-scatter of a slice's gradient."""

@@ -117,7 +117,7 @@ class ReduceScatterAverager(GradientAverager):
         return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, self._left_out()), events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
-        if not self._operations.takes_part(operation, step.update.left_out):
+        if not self._operations.takes_part(operation, step.update):
             step.tickets.append(_NOTHING)
             if operation.kind is OperationKind.ALLGATHER:
                 before = self._previous

@@ -7,7 +7,7 @@ network training", MLHPC 2018.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ class ReduceScatterStrategy(Strategy):
     Attributes:
         streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
+        apart: parameters that share no slice with others.
 
     Raises:
         OptionError: fc_exchange "always" with several micro-batches: their inputs would have to be kept.
@@ -47,6 +48,7 @@ class ReduceScatterStrategy(Strategy):
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         super().__init__(group, options)
+        self.apart: frozenset[str] = frozenset()
         chosen = self.options
         if chosen.fc_exchange == "always" and group.micro_batches > 1:
             raise OptionError(
@@ -144,7 +146,11 @@ class ReduceScatterStrategy(Strategy):
         return replace(schedule, operations=operations, window=window, timed=True)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return ReduceScatterAverager(
+        return self._made(ReduceScatterAverager, setup, agreement)
+
+    def _made(self, kind: Callable[..., GradientAverager], setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        """An averager of a kind that takes what `ReduceScatterAverager` takes."""
+        return kind(
             setup,
             agreement,
             exchanging=self.exchanging,
@@ -157,7 +163,7 @@ class ReduceScatterStrategy(Strategy):
         """Slices of all parameters, in forward order. link: that sizes follow from."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
-        slices = list(cut(layout, fused(layout, least, exchanging), most))
+        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most))
         for weight, biases in self.exchanging.items():
             slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
         return tuple(sorted(slices, key=lambda piece: piece.start))

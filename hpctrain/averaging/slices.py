@@ -96,16 +96,16 @@ def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
     return tuple(_joined((segment,)) for segment in layout.segments if segment.size)
 
 
-def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = ()) -> tuple[Slice, ...]:
+def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apart: Collection[str] = ()) -> tuple[Slice, ...]:
     """Neighbours joined, from the last parameter to the first, until a slice has `least` elements; in forward order.
 
     Backward reaches the last parameter first, so only the front-most slice of a run stays smaller than `least`.
 
     Args:
-        leave_out: parameters that are in no slice and that no slice spans.
+        leave_out: parameters that are in no slice and that no slice spans. apart: those that share no slice with others.
     """
     slices: list[Slice] = []
-    for run in _runs(layout, leave_out):
+    for run in _runs(layout, leave_out, apart):
         pending: list[Segment] = []
         for segment in reversed(run):
             pending.insert(0, segment)
@@ -179,15 +179,15 @@ def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
     return tuple(i for i, piece in enumerate(slices) if piece.sufficient_factors and piece.parameters == layer)
 
 
-def _runs(layout: GroupLayout, leave_out: Collection[str]) -> Iterator[list[Segment]]:
-    """Maximal lists of neighbouring segments without the named ones."""
+def _runs(layout: GroupLayout, leave_out: Collection[str], apart: Collection[str]) -> Iterator[list[Segment]]:
+    """Maximal lists of neighbouring segments without the ones left out, and of those apart or of others only."""
     run: list[Segment] = []
     for segment in layout.segments:
-        if segment.parameter in leave_out:
-            if run:
-                yield run
+        left_out = segment.parameter in leave_out
+        if run and (left_out or (segment.parameter in apart) != (run[-1].parameter in apart)):
+            yield run
             run = []
-        else:
+        if not left_out:
             run.append(segment)
     if run:
         yield run

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.options import NoOptions
 from hpctrain.averaging.rounding import Rounding
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.sixteen_bit import Wire
 from hpctrain.comm.two_level import Levels
 from hpctrain.nn.parameter import GroupLayout
@@ -28,6 +31,7 @@ class PlannedGroup:
         micro_batches: passes that a rank splits a step into. norms_needed: the norms that updates are made with.
         several_groups: the network has other groups beside this one, as some layers are split over a split group.
         momentum: of the optimiser; 0 where it has none.
+        names: of all parameters of the network, in forward order; None: those of this group are all.
     """
 
     layout: GroupLayout
@@ -38,6 +42,12 @@ class PlannedGroup:
     norms_needed: NormsNeeded = NormsNeeded.NONE
     several_groups: bool = False
     momentum: float = 0.0
+    names: Sequence[str] | None = None
+
+    @property
+    def network_parameters(self) -> Sequence[str]:
+        """All parameters of the network, in forward order."""
+        return tuple(self.layout.specs) if self.names is None else self.names
 
     @property
     def total_bytes(self) -> int:
@@ -130,6 +140,16 @@ class Strategy(ABC):
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
         """Whether a link that is measured is to say what an operation takes of a core, too."""
         return False
+
+    def interval(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval | None:
+        """The interval of averaging that the averagers of a network's groups share; None where all average in every step.
+
+        Collective over `comm`.
+
+        Args:
+            comm: all ranks that hold a part of the network. members: its parameter groups.
+        """
+        return None
 
     @abstractmethod
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:

@@ -127,6 +127,7 @@ class Replica:
                         norms_needed=unbound.norms_needed,
                         several_groups=MODEL in network.groups,
                         momentum=unbound.momentum,
+                        names=tuple(network.parameter_specs),
                     )
                 )
         self.averagers: Mapping[str, GradientAverager] = {}
@@ -150,10 +151,14 @@ class Replica:
         norms = None
         if MODEL in self.network.groups and any(optimizer.needs_norms for optimizer in self._optimizers.values()):
             norms = JointNorms(self.groups.norms, self.progress, tuple(self.network.groups.values()))
+        interval = None
+        if MODEL in self.network.groups and self.strategies:
+            one_of_them = next(iter(self.strategies.values()))  # all have the same options
+            interval = one_of_them.interval(self.groups.norms, self.progress, len(self.strategies))
         averagers = {}
         for name, strategy in self.strategies.items():
             group, comm = self.network.groups[name], self.groups.gradients[name]
-            setup = AveragerSetup(group, self._optimizers[name], comm, self.progress, norms)
+            setup = AveragerSetup(group, self._optimizers[name], comm, self.progress, norms, interval)
             averagers[name] = make_averager(strategy, setup, stored.get(name))
         self.averagers = averagers
         self.network.slices = slices_of(averagers)

@@ -8,7 +8,6 @@ from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.comm.link import LinkModel
 from tests.support.averaging import make_group, planned
@@ -16,7 +15,6 @@ from tests.support.averaging import make_group, planned
 KINDS: dict[str, tuple[type[AllreduceStrategy], dict[str, object]]] = {
     "overlap": (Overlap, {}),
     "bucketed": (Bucketed, {"bucket_bytes": 100}),
-    "lazy": (Lazy, {"layers": 2, "bucket_bytes": 100}),
 }
 
 
@@ -31,11 +29,10 @@ def test_each_element_is_summed_once_and_late_layers_go_first(kind: str) -> None
     assert [i for start, stop in covered for i in range(start, stop)] == list(range(make_group().size))
 
 
-@pytest.mark.parametrize("kind", [Bucketed, Lazy])
-def test_sizes_by_rule_follow_from_no_link(kind: type[AllreduceStrategy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_by_rule_follow_from_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_sizes, "_LEAST_BUCKET_BYTES", 64)
     slow, fast = LinkModel(1e-3, 1e-8), LinkModel(1e-9, 1e-8)
-    by_rule, measured = planned(kind, make_group(), 2), planned(kind, make_group(), 2, sizes="measured")
+    by_rule, measured = planned(Bucketed, make_group(), 2), planned(Bucketed, make_group(), 2, sizes="measured")
     assert by_rule.plan(slow) == by_rule.plan(fast) == by_rule.plan(None)
     assert len(measured.plan(slow).slices) < len(measured.plan(fast).slices)  # type: ignore[union-attr]
     assert not by_rule.needs_link(None)

@@ -44,7 +44,8 @@ def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy:
         if operation.kind is OperationKind.NORMS:
             slices = [k for k, positions in norms_of.items() if norms_at[operation.slice] in positions]
             assert set(needs.operations) == set().union(*(sums[k] for k in slices))
-            assert (needs.events, needs.gathers_before) == ((), ())
+            assert not needs.events
+            assert set(needs.gathers_before) == set(slices)  # a step may leave their sums out, which else say so
             continue
         piece = schedule.slices[operation.slice]
         if operation.kind is OperationKind.ALLGATHER:

@@ -1,65 +1,117 @@
-"""Lazy averaging: the rule by itself, and that any number of ranks follows the same trajectory."""
+"""Lazy averaging: that it follows the rule, on any number of ranks, at any resume, and sends nothing in between."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpctrain.averaging.lazy_averager import LazyAverager, next_interval
+from hpctrain.averaging.base import for_holders
+from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.lazy_averager import LazyAverager
 from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.comm.base import Communicator
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, one_step, run_steps
+from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
-vectors = st.lists(st.floats(-1, 1), min_size=2, max_size=2)
-
-
-@given(st.integers(1, 9), st.integers(1, 9), vectors, vectors)
-def test_the_interval_moves_by_one_and_stays_in_bounds(interval: int, steps: int, f: list[float], g: list[float]) -> None:
-    latest, total = np.array(f), np.array(g)
-    squares = (float(latest @ latest), float(total @ total), float((latest - total) @ (latest - total)))
-    found = next_interval(interval, steps, *squares, most=9)
-    assert abs(found - interval) <= 1
-    assert 1 <= found <= 9
-    angle, magnitude = squares[2] + squares[0] <= squares[1], steps * squares[0] <= squares[1]
-    assert (found > interval) == (angle and magnitude and interval < 9)
-    assert (found < interval) == (not angle and not magnitude and interval > 1)
+STEPS = 20
+Values = dict[str, np.ndarray]
 
 
-def test_aligned_gradients_make_it_lazier_and_opposed_ones_more_eager() -> None:
-    assert next_interval(2, 2, 1.0, 4.0, 1.0, most=8) == 3  # G = 2 f
-    assert next_interval(2, 2, 1.0, 0.0, 1.0, most=8) == 1  # G = 0: the two steps cancelled
-    assert next_interval(2, 4, 1.0, 3.0, 1.0, most=8) == 2  # one condition only
-
-
-def _lazy(comm: ThreadCommunicator, optimizer: Optimizer, **options: int) -> LazyAverager:
-    averager = averaged(Lazy, make_group(), optimizer, comm, virtual_engine(comm), **options)
+def _lazy(comm: Communicator, optimizer: Optimizer, **options: object) -> LazyAverager:
+    averager = averaged(Lazy, make_group(), optimizer, comm, virtual_engine(comm), **options)  # type: ignore[arg-type]
     assert isinstance(averager, LazyAverager)
     return averager
 
 
-def _run(ranks: int, seed: int | None, optimizer: str, steps: int, **options: int) -> list[tuple[np.ndarray, int]]:
+def _run(ranks: int, seed: int | None, optimizer: str, steps: int, **options: object) -> list[tuple[np.ndarray, int]]:
     def program(comm: ThreadCommunicator) -> tuple[np.ndarray, int]:
-        lazy = _lazy(comm, OPTIMIZERS[optimizer](), layers=2, bucket_bytes=50, **options)
+        lazy = _lazy(comm, OPTIMIZERS[optimizer](), **{"layers": 2, "bucket_bytes": 50, **options})
         data = run_steps(Watched(lazy), steps)
         return data, lazy.interval
 
     return run_virtual(ranks, program, seed=seed)
 
 
+# -- the rule, by hand ---------------------------------------------------------------------------------------------------------
+
+
+def _gradients(p: Values, step: int) -> Values:
+    """Those of a whole step of the network of tests.support.averaging."""
+    count, random = SAMPLES[step % len(SAMPLES)], np.random.default_rng(100 + step)
+    x, target = random.standard_normal((count, INPUTS)), random.standard_normal((count, OUTPUTS))
+    hidden = np.tanh(x @ p["a.weight"] + p["a.bias"])
+    scaled = hidden * p["s.scale"]
+    dy = (scaled @ p["b.weight"] + p["b.bias"] - target) / count
+    d_scaled = dy @ p["b.weight"].T
+    d_hidden = d_scaled * p["s.scale"] * (1 - hidden**2)
+    return {
+        "b.weight": scaled.T @ dy,
+        "b.bias": dy.sum(0),
+        "s.scale": (d_scaled * hidden).sum().reshape(1),
+        "a.weight": x.T @ d_hidden,
+        "a.bias": d_hidden.sum(0),
+    }
+
+
+def _by_hand(front: tuple[str, ...], check_every: int, most: int, momentum: float = 0.9) -> Iterator[tuple[Values, int]]:
+    """Parameters after each step, and the interval that led to them: the rule of the paper, in one loop."""
+    p = {name: parameter.data.copy() for name, parameter in make_group().parameters.items()}
+    speed = {name: np.zeros_like(values) for name, values in p.items()}
+    added = {name: np.zeros_like(p[name]) for name in front}
+    interval, decided, count, averagings = 1, 1, 0, 0
+    for step in range(STEPS):
+        gradients, count = _gradients(p, step), count + 1
+        latest = {name: gradients[name] for name in front}
+        added = {name: added[name] + latest[name] for name in front}
+        averages = count >= interval
+        if averages:
+            interval = decided
+            f, g = (np.concatenate([values[name].ravel() for name in front]) for values in (latest, added))
+            angle, magnitude = (f - g) @ (f - g) + f @ f <= g @ g, count * (f @ f) <= g @ g
+            if averagings % check_every == 0:
+                change = 1 if angle and magnitude else -1 if not angle and not magnitude else 0
+                decided = min(max(interval + change, 1), most)
+            gradients, added = {**gradients, **added}, {name: np.zeros_like(p[name]) for name in front}
+            count, averagings = 0, averagings + 1
+        for name, gradient in gradients.items():
+            if averages or name not in front:
+                speed[name] = momentum * speed[name] + gradient
+                p[name] = p[name] - LR * speed[name]
+        yield dict(p), interval
+
+
+@pytest.mark.parametrize("options", [{"check_every": 1, "max_interval": 8}, {"check_every": 2, "max_interval": 2}], ids=str)
+@pytest.mark.parametrize(("layers", "front"), [(1, ("a.weight", "a.bias")), (2, ("a.weight", "a.bias", "s.scale"))])
+def test_it_is_the_rule_of_the_paper(layers: int, front: tuple[str, ...], options: dict[str, int]) -> None:
+    expected = list(_by_hand(front, options["check_every"], options["max_interval"]))
+    assert len({interval for _, interval in expected}) >= min(3, options["max_interval"])
+
+    def program(comm: ThreadCommunicator) -> None:
+        lazy = _lazy(comm, Sgd(momentum=0.9), layers=layers, bucket_bytes=50, **options)
+        for step, (values, interval) in enumerate(expected):
+            one_step(lazy, step)
+            lazy.drain()
+            assert lazy.interval == interval, f"step {step}"
+            for name, parameter in lazy.group.parameters.items():
+                np.testing.assert_allclose(parameter.data, values[name], rtol=1e-10, atol=1e-12, err_msg=f"{name} in step {step}")
+
+    for ranks, seed in ((1, None), (2, None), (3, 1)):
+        run_virtual(ranks, program, seed=seed)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "clipping", "lars, clipping"])
-@pytest.mark.parametrize("check_every", [1, 3])
+@pytest.mark.parametrize(("optimizer", "check_every"), [("sgd", 3), ("nesterov", 1), ("clipping", 1), ("lars, clipping", 2)])
 def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -> None:
     ((alone, interval),) = _run(1, None, optimizer, 20, check_every=check_every)
     assert interval > 1
-    for ranks, seed in ((2, 0), (3, 1), (7, 2)):
-        for data, found in _run(ranks, seed, optimizer, 20, check_every=check_every):
+    for ranks, seed, more in ((2, 0, {}), (3, 1, {"window": 1}), (4, 2, {"nodes": (0, 0, 1, 1)})):
+        for data, found in _run(ranks, seed, optimizer, 20, check_every=check_every, **more):
             assert found == interval
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
@@ -71,45 +123,150 @@ def test_it_differs_from_blocking_where_it_is_lazy() -> None:
     assert np.linalg.norm(lazy - eager) > 1e-6
 
 
-def test_lazy_layers_stand_still_between_averagings_and_send_nothing() -> None:
-    def program(comm: ThreadCommunicator) -> list[tuple[bool, int]]:
+# -- what travels --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_every", [1, 100])
+def test_lazy_layers_stand_still_between_averagings_and_send_nothing(check_every: int) -> None:
+    """And a comparison sums their last gradients once more. All of it in integers."""
+
+    def program(comm: ThreadCommunicator) -> list[tuple[bool, bool, int, int]]:
         counters = Counters()
-        group = make_group()
-        # the interval grows at the first averaging and is not looked at again
-        counting, engine = CountingCommunicator(comm, counters), virtual_engine(comm)
-        lazy = averaged(Lazy, group, Sgd(), counting, engine, layers=2, check_every=100, bucket_bytes=50)
+        group, counting, engine = make_group(), CountingCommunicator(comm, counters), virtual_engine(comm)
+        options = {"check_every": check_every, "bucket_bytes": 50, "fc_exchange": "never", "replan": False}
+        lazy = averaged(Lazy, group, Sgd(), counting, engine, layers=2, **options)
         seen = []
-        for step in range(9):
-            lazy.drain()
+        for step in range(12):
             before, data = counters.snapshot(), group.parameters["a.weight"].data.copy()
             one_step(lazy, step)
             lazy.drain()
+            sent = counters.since(before)
             moved = not np.array_equal(group.parameters["a.weight"].data, data)
-            seen.append((moved, counters.since(before).total(operation="iallreduce").payload_bytes))
+            exchanged = [sent.total(operation=name).exchanged_bytes for name in ("ireduce_scatter", "iallgather")]
+            assert sum(exchanged) == sent.total().exchanged_bytes
+            seen.append((moved, lazy._now.compares, *exchanged))
         return seen
 
-    for seen in run_virtual(3, program):
-        all_bytes = make_group().size * 8
-        eager_bytes = (make_group().size - make_group().segment("s.scale").stop) * 8
-        for moved, payload in seen[4:]:
-            assert payload == (all_bytes if moved else eager_bytes)
-        assert [moved for moved, _ in seen[4:]] in ([True, False, True, False, True], [False, True, False, True, False])
+    group, ranks = make_group(), 3
+    everything, front = group.size * 8, group.segment("s.scale").stop * 8
+    by_rank = run_virtual(ranks, program)
+    for of_step in zip(*by_rank, strict=True):
+        moved, compares = of_step[0][:2]
+        assert {seen[:2] for seen in of_step} == {(moved, compares)}
+        eager = everything if moved else everything - front
+        assert sum(seen[2] for seen in of_step) == (ranks - 1) * (eager + front * compares)
+        assert sum(seen[3] for seen in of_step) == (ranks - 1) * (eager + ranks * 3 * 8 * compares)
+    moves = [moved for moved, *_ in by_rank[0]]
+    assert False in moves
+    assert any(compares for _, compares, *_ in by_rank[0]) == (check_every == 1)
 
 
-def test_a_checkpoint_keeps_what_has_been_added_up() -> None:
-    def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray]:
-        lazy = _lazy(comm, Sgd(), layers=1, check_every=1, bucket_bytes=50)
-        step = 0
-        parameter = lazy.group.parameters["a.weight"]
-        while step < 20 and (step < 6 or not np.any(lazy.full_state(parameter)["lazy_gradient"])):
-            one_step(lazy, step)
-            lazy.drain()
-            step += 1
-        state = {name: values.copy() for name, values in lazy.full_state(parameter).items()}
-        other = _lazy(comm, Sgd(), layers=1, bucket_bytes=50)
-        other.load_state(other.group.parameters["a.weight"], state)
-        return state["lazy_gradient"], other.full_state(other.group.parameters["a.weight"])["lazy_gradient"]
+def test_linear_layers_exchange_inputs_and_errors_only_where_they_are_not_lazy() -> None:
+    def program(comm: ThreadCommunicator) -> tuple[np.ndarray, set[str]]:
+        options = {"check_every": 1, "bucket_bytes": 50, "fc_exchange": "always"}
+        lazy = _lazy(comm, OPTIMIZERS["clipping"](), layers=1, **options)
+        data = run_steps(Watched(lazy), 12)
+        kinds = (OperationKind.INPUTS, OperationKind.ERRORS)
+        chosen = (operation.slice for operation in lazy.schedule.operations if operation.kind in kinds)
+        return data, {lazy.schedule.slices[k].parameters[0] for k in chosen}
 
-    for stored, found in run_virtual(3, program):
-        assert np.any(stored)
-        np.testing.assert_array_equal(found, stored)
+    ((alone, _),) = _run(1, None, "clipping", 12, layers=1, check_every=1)
+    for data, exchanging in run_virtual(3, program, seed=3):
+        assert exchanging == {"b.weight", "unused.weight"}
+        assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+# -- a resume ------------------------------------------------------------------------------------------------------------------
+
+Saved = tuple[np.ndarray, dict[str, Values], dict[str, int]]
+
+
+def _saved(averager: LazyAverager) -> Saved:
+    averager.drain()
+    state = {
+        name: {key: np.array(values) for key, values in averager.full_state(parameter).items()}
+        for name, parameter in averager.group.parameters.items()
+    }
+    return averager.group.data.copy(), state, averager.counters()
+
+
+def _restored(averager: LazyAverager, saved: Saved) -> LazyAverager:
+    data, state, counters = saved
+    averager.group.data[...] = data
+    for name, parameter in averager.group.parameters.items():
+        of_holders = {
+            key: for_holders(values, averager.holders) if key == averager.pending else values
+            for key, values in state[name].items()
+        }
+        averager.load_state(parameter, of_holders)
+    averager.load_counters(counters)
+    return averager
+
+
+def _same(ours: Saved, theirs: Saved) -> None:
+    assert ours[2] == theirs[2]
+    assert ours[0].tobytes() == theirs[0].tobytes()
+    for name, state in theirs[1].items():
+        assert ours[1][name].keys() == state.keys()
+        for key, values in state.items():
+            assert ours[1][name][key].tobytes() == values.tobytes(), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "momentum"), (3, "lars, clipping")])
+def test_a_resume_at_any_step_is_bitwise(ranks: int, optimizer: str) -> None:
+    """Between averagings and behind a comparison, too. Nothing depends on whether a checkpoint was taken."""
+    options = {"layers": 2, "bucket_bytes": 50, "check_every": 1, "max_interval": 4, "fc_exchange": "never"}
+
+    def program(comm: ThreadCommunicator) -> None:
+        def new() -> LazyAverager:
+            return _lazy(comm, OPTIMIZERS[optimizer](), **options)
+
+        through, stopping = new(), new()
+        run_steps(through, 12)
+        end, kept_back = _saved(through), 0
+        for step in range(12):
+            saved = _saved(stopping)
+            kept_back += bool(np.any(saved[1]["a.weight"]["lazy_gradient"]))
+            again = _restored(new(), saved)
+            run_steps(again, 12 - step, step)
+            _same(_saved(again), end)
+            one_step(stopping, step)
+        _same(_saved(stopping), end)
+        assert kept_back > 3
+
+    run_virtual(ranks, program, seed=1, deadline_seconds=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_other_ranks_go_on_with_the_sum(after: int) -> None:
+    options = {"layers": 2, "bucket_bytes": 50, "check_every": 1}
+
+    def until(comm: ThreadCommunicator) -> Saved:
+        lazy = _lazy(comm, OPTIMIZERS["momentum"](), **options)
+        run_steps(lazy, 8)
+        return _saved(lazy)
+
+    def onwards(comm: ThreadCommunicator) -> np.ndarray:
+        return run_steps(_restored(_lazy(comm, OPTIMIZERS["momentum"](), **options), saved), 10, 8)
+
+    saved = run_virtual(3, until, seed=3)[0]
+    assert np.any(saved[1]["a.weight"]["lazy_gradient"])
+    ((alone, _),) = _run(1, None, "momentum", 18, check_every=1)
+    for data in run_virtual(after, onwards, seed=after):
+        np.testing.assert_allclose(data, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_that_are_held_back_are_told() -> None:
+    """So that what is not finite is noticed before it is applied."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        lazy = _lazy(comm, Sgd(), layers=1, check_every=1)
+        assert set(lazy.held_gradients()) == {"a.weight", "a.bias"}
+        run_steps(lazy, 3)
+        assert all(np.any(values) for values in lazy.held_gradients().values())
+        state = lazy.full_state(lazy.group.parameters["a.bias"])["lazy_gradient"]
+        assert state[comm.rank].tobytes() == np.ascontiguousarray(lazy.held_gradients()["a.bias"]).tobytes()
+
+    run_virtual(2, program)

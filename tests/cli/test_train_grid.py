@@ -221,7 +221,6 @@ def test_compute_only_on_a_grid(job: Job, folder: Path) -> None:
     [
         (("grid={rows: 4, tiles: [3, 1]}",), ["tiles 3 x 1 make 3 parts", "4 x 1"]),
         (("grid.rows=2", "plan.stages1.*=domain"), ["'stages1.*'", 'nearest is "stage1.']),
-        (("grid.rows=2", *MIXED, "averager=lazy"), ["averager lazy", "sharded"]),
     ],
 )
 def test_what_cannot_work_is_said_in_one_sentence(job: Job, folder: Path, options: tuple[str, ...], words: list[str]) -> None:

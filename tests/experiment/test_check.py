@@ -103,7 +103,6 @@ def test_a_sound_configuration_passes():
             24,
             ["fc_exchange is always, but micro_batches is 2", "set fc_exchange to auto or never"],
         ),
-        ("name: blocking\ngrid:\n  cols: 3", "name: lazy\ngrid:\n  rows: 2\nplan:\n  fc: model", 23, ["lazy", "grid.rows to 1"]),
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
         ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
         ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", '"layer3.']),

@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -53,8 +52,7 @@ def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, 
     for seed in range(SEEDS):
         net = tuple(NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
         layers = frozenset({"conv1", "layer1.conv1", "layer1.conv2"} if seed % 3 == 0 else ())
-        use = {} if kind is Lazy else NETS[net][1]  # lazy averaging takes one group of parameters: no MODEL
-        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, use, overlapped=layers))
+        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, NETS[net][1], overlapped=layers))
 
         def program(comm: ThreadCommunicator, task: Task = task) -> Result:
             return train(task, comm, virtual_engine(comm), kind, **options)
@@ -90,7 +88,7 @@ def test_norms_of_split_parameters_are_those_of_the_whole(optimizer: str, kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["blocking", *(name for name, (kind, _) in STRATEGIES.items() if kind is not Lazy)])
+@pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
 def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -> None:
     """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]

@@ -46,15 +46,21 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(job: Callable[..., Outcom
     assert outcome.code == 0, outcome.output
     assert " -> " not in outcome.stdout, "a resume with the run's own configuration changes no value"
     here, expected = _newest(run), checkpoint.read(FIXTURES / case / "end.h5")
-    assert here.meta.items() >= {key: expected.meta[key] for key in expected.meta if key not in ("position", "config")}.items()
+    compared = [key for key in expected.meta if key not in ("position", "config", "schedules")]
+    assert {key: here.meta[key] for key in compared} == {key: expected.meta[key] for key in compared}
     same_bits = arithmetic() == (FIXTURES / "arithmetic.txt").read_text().strip()
     assert set(here.tensors) == set(expected.tensors)
     for key, tensor in expected.tensors.items():
-        assert here.tensors[key].dtype == tensor.dtype
-        np.testing.assert_allclose(here.tensors[key], tensor, rtol=1e-12, atol=1e-13, err_msg=key)
-        assert not same_bits or here.tensors[key].tobytes() == tensor.tobytes(), key
+        values = here.tensors[key]
+        if key.startswith("optimizer/lazy_gradient/"):
+            values = values.sum(axis=0)  # each rank's own now
+        assert values.dtype == tensor.dtype
+        np.testing.assert_allclose(values, tensor, rtol=1e-12, atol=1e-13, err_msg=key)
+        assert not same_bits or values.tobytes() == tensor.tobytes(), key
     _assert_same_position(here, expected)
-    if case != "blocking":
+    if case == "lazy":
+        assert _schedules(here) != _schedules(_newest(FIXTURES / case / "run")), "its allreduces are reduce-scatters now"
+    elif case != "blocking":
         assert _schedules(here) == _schedules(_newest(FIXTURES / case / "run")), "the stored schedules were made for this request"
 
 

@@ -223,8 +223,8 @@ def _expected(row: Row, task: Task) -> Result:
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:
-            averager = config_of(row).averager
-            alone = partial(make_strategy, averager.name, averager.options)
+            # One rank announces gradients alone, and no inputs and errors.
+            alone = partial(make_strategy, "lazy", {**lazy, "fc_exchange": "never"})
         _KEPT[key] = train_alone(task, groups, alone)
     return _KEPT[key]
 

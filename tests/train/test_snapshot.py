@@ -24,8 +24,9 @@ from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.training import Task, replica_of
+from tests.support.training import Task, batches, replica_of
 
+_B, _M = Parallelism.BATCH, Parallelism.MODEL
 POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
 MIXED = {
     "plain": {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL},
@@ -178,6 +179,113 @@ def test_the_sum_of_what_nodes_keep_back_goes_on_on_any_grid(rows: int, cols: in
 
     with pytest.raises(CheckpointError, match=r"averager sparse has added up gradients of 4 .* density 1 of sparse"):
         run_virtual(rows * cols, dropped)
+
+
+def _lazy(layers: int = 2) -> StrategyFactory:
+    return partial(Lazy, options=LazyOptions(layers=layers, bucket_bytes=512, fc_exchange="never", max_interval=4, check_every=1))
+
+
+def _held(content: CheckpointContent) -> dict[str, np.ndarray]:
+    return {key: values for key, values in content.tensors.items() if key.startswith("optimizer/lazy_gradient/")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("net", "rows", "cols", "default"),
+    [("plain", 1, 2, _B), ("plain", 2, 2, _M), ("narrow", 3, 1, _M)],
+)
+def test_a_resume_of_lazy_is_bitwise_at_any_step(net: str, rows: int, cols: int, default: Parallelism) -> None:
+    """With several groups of parameters, too, and where ranks hold nothing of a layer; whether or not a checkpoint was taken."""
+    model = {**NETS, "narrow": partial(nets.narrow, 5)}[net]
+    task = Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), batch=7, steps=12, plan=ParallelPlan(rows, cols, default))
+
+    def program(comm: ThreadCommunicator) -> list[bool]:
+        def new() -> Replica:
+            return replica_of(task, comm, virtual_engine(comm), _lazy(3))
+
+        def state(trained: Replica) -> CheckpointContent:
+            trained.settle()
+            trained.drain()
+            content = trained.state(Position(global_step=trained.global_step), {})
+            return CheckpointContent({key: values.copy() for key, values in content.tensors.items()}, content.meta)
+
+        def same(ours: CheckpointContent, theirs: CheckpointContent) -> None:
+            assert ours.meta == theirs.meta
+            assert ours.tensors.keys() == theirs.tensors.keys()
+            for key, values in theirs.tensors.items():
+                assert ours.tensors[key].tobytes() == values.tobytes(), (key, ours.meta)
+
+        through, stopping = new(), new()
+        steps = list(batches(task, through.groups.position, comm.size, through.tiles))
+        states = [state(stopping)]
+        for batch in steps:
+            through.step(batch, task.lr)
+            stopping.step(batch, task.lr)
+            states.append(state(stopping))
+        same(state(through), states[-1])
+        for step, content in enumerate(states):
+            again, until = new(), min(step + 4, task.steps)  # past an averaging
+            again.load(content)
+            for batch in steps[step:until]:
+                again.step(batch, task.lr)
+            same(state(again), states[until])
+        return [any(np.any(values) for values in _held(content).values()) for content in states]
+
+    for kept_back in run_virtual(rows * cols, program, seed=rows, deadline_seconds=240):
+        assert sum(kept_back) > 3
+
+
+def test_each_holder_gets_back_its_own_and_others_the_sum() -> None:
+    """Gradients of every holder are in a checkpoint; split layers are whole there, and go to another grid."""
+    model = nets.plain()
+    strategy = _lazy(99)
+
+    def filled(comm: ThreadCommunicator) -> CheckpointContent:
+        trained = replica(comm, model, ParallelPlan(1, 3), strategy)
+        random = np.random.default_rng(comm.rank)
+        for averager in trained.averagers.values():
+            for values in averager.held_gradients().values():
+                values[...] = random.standard_normal(values.shape)
+        return taken(trained)
+
+    def again(comm: ThreadCommunicator, plan: ParallelPlan) -> CheckpointContent:
+        trained = replica(comm, model, plan, strategy)
+        trained.load(content)
+        return taken(trained)
+
+    content = run_virtual(3, filled)[0]
+    assert all(values.shape[0] == 3 for values in _held(content).values())
+    for rows, cols in ((1, 3), (1, 2), (2, 2), (3, 1), (2, 3)):
+        for found in run_virtual(rows * cols, partial(again, plan=ParallelPlan(rows, cols, Parallelism.MODEL))):
+            assert found.meta["averaging"] == content.meta["averaging"] or rows > 1
+            for key, values in _held(content).items():
+                if len(_held(found)[key]) == 3:
+                    np.testing.assert_array_equal(_held(found)[key], values)
+                else:
+                    np.testing.assert_array_equal(_held(found)[key][0], values.sum(axis=0))
+                    assert not np.any(_held(found)[key][1:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_with_the_sum_of_all_holders_goes_on(ranks: int) -> None:
+    """As they were written before every holder's own was kept."""
+    model = nets.plain()
+    content = run_virtual(1, lambda comm: taken(replica(comm, model, ParallelPlan(), _lazy())))[0]
+    random = np.random.default_rng(2)
+    sums = {key: random.standard_normal(values.shape[1:]) for key, values in _held(content).items()}
+    old = CheckpointContent(
+        {**content.tensors, **sums}, {key: value for key, value in content.meta.items() if key != "averaging"}
+    )
+
+    def again(comm: ThreadCommunicator) -> CheckpointContent:
+        trained = replica(comm, model, ParallelPlan(1, ranks), _lazy())
+        trained.load(old)
+        return taken(trained)
+
+    for found in run_virtual(ranks, again):
+        for key, values in sums.items():
+            np.testing.assert_array_equal(_held(found)[key][0], values)
+            assert not np.any(_held(found)[key][1:])
 
 
 def test_momentum_without_a_place_is_never_dropped() -> None:
