@@ -135,8 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     measured = {
         name: lambda update=update: turn(update, world, settings["steps"]) for name, update in updates(group, world).items()
     }
-    found = rounds(world, measured, settings["rounds"], seconds=None, screen=None, screen_rounds=0, say=lambda text: None)
-    everyone = world.allgather_object(found)
+    here = rounds(world, measured, settings["rounds"], seconds=None, screen=None, screen_rounds=0, say=lambda text: None)
+    everyone = world.allgather_object(here)
     if world.rank == 0:
         facts = {"parameters": group.size, "mpi": mpi.describe(), "messages": len(norm_messages(group, 0, world.size))}
         Path(settings["out"]).write_text(json.dumps({"facts": facts, "rounds": mean_over_ranks(everyone)}))

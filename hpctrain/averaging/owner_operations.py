@@ -81,8 +81,8 @@ class OwnerOperations:
         self._rounded: RoundedParameters | None = None
         casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
         if casts is not None and self._comm.size > 1:
-            own = self._own
-            self._rounded = RoundedParameters(self._group, schedule.slices, own, self._comm.rank, self._comm.size, casts)
+            rank, ranks = self._comm.rank, self._comm.size
+            self._rounded = RoundedParameters(self._group, schedule.slices, self._own, rank, ranks, casts)
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
 
@@ -177,8 +177,8 @@ class OwnerOperations:
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """The segments of a slice that count on this rank in a norm: of elements that several ranks update, on one of them."""
-        own = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
-        return (*own, *self._replicated[k]) if self._counts_replicated else own
+        counted = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
+        return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 
     def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from hpctrain.averaging.link_simulation import Times
 from hpctrain.comm.link import LinkModel
+from hpctrain.nn.parameter import GroupLayout
 
 Sizes = Literal["rule", "measured"]
 #: the link that sizes by rule are made for: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and
@@ -41,6 +42,17 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
         return max(_LEAST_BUCKET_BYTES, total_bytes)
     best = math.sqrt(total_bytes * ranks * link.alpha_seconds / link.beta_seconds_per_byte)
     return int(2 ** round(math.log2(max(_LEAST_BUCKET_BYTES, min(best, total_bytes)))))
+
+
+def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: LinkModel | None) -> tuple[int, int]:
+    """Least elements of fused slices, and the number above which one is cut.
+
+    Args:
+        bucket: bytes of a fused slice; None: those that a step exposes least with on `link`.
+    """
+    if bucket is None:
+        bucket = bucket_bytes(layout.size * layout.item_bytes, ranks, link)
+    return max(1, bucket // layout.item_bytes), max(1, largest_bytes(bucket) // layout.item_bytes)
 
 
 def largest_bytes(bucket: int) -> int:

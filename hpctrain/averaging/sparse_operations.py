@@ -169,9 +169,9 @@ class SparseOperations(OwnerOperations):
                 continue
             piece, begin = self._schedule.slices[k], self._bounds(k)[0]
             parts = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            own, counts = parts[comm.rank], [part.size for part in parts]
+            mine, counts = parts[comm.rank], [part.size for part in parts]
             gathered = np.empty(sum(counts), self._group.dtype)
-            handle = comm.iallgather(np.ascontiguousarray(values[own.start - begin : own.stop - begin]), gathered, counts)
+            handle = comm.iallgather(np.ascontiguousarray(values[mine.start - begin : mine.stop - begin]), gathered, counts)
             progress.wait_handle(handle, f"gradients kept back of {name}")
             place = 0
             for rank, part in enumerate(parts):

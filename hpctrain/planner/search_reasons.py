@@ -47,8 +47,8 @@ def _exposed(table: TimeTable) -> dict[str, float]:
 
 
 def _compute(table: TimeTable) -> dict[str, float]:
-    own = {row.name: row.compute_seconds + row.messages_seconds for row in table.rows}
-    return {**own, "the rest of the step": table.left_over_seconds}
+    by_row = {row.name: row.compute_seconds + row.messages_seconds for row in table.rows}
+    return {**by_row, "the rest of the step": table.left_over_seconds}
 
 
 def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

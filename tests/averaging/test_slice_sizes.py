@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes
+from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes, slice_elements
 from hpctrain.boxes import even
 from hpctrain.comm.link import LinkModel
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 
 LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)
 
@@ -94,3 +95,13 @@ def test_large_arrays_are_sent_in_parts_that_leave_each_rank_its_share(size: int
     assert [sum(each) for each in zip(*(even(end - begin, ranks) for begin, end in parts), strict=True)] == [
         share for share in even(size, ranks) if parts
     ]
+
+
+@given(st.sampled_from(["float32", "float64"]), st.integers(1, 1 << 26), st.integers(2, 64))
+def test_slices_have_the_bytes_that_are_set_or_that_the_link_asks_for(dtype: str, size: int, ranks: int) -> None:
+    layout = GroupLayout({"weight": ParameterSpec((size,), lambda chance, shape: chance.standard_normal(shape))}, dtype)
+    asked = bucket_bytes(size * layout.item_bytes, ranks, LINK)
+    assert slice_elements(None, layout, ranks, LINK) == slice_elements(asked, layout, ranks, None)
+    least, most = slice_elements(asked, layout, ranks, None)
+    assert (least * layout.item_bytes, most >= least) == (asked, True)
+    assert slice_elements(1, layout, ranks, LINK) == (1, 1)

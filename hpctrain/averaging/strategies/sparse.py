@@ -131,10 +131,8 @@ class Sparse(ReduceScatterStrategy):
         )
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        size_bytes, item_bytes = self.options.bucket_bytes, self.group.layout.item_bytes
-        if size_bytes is None:
-            size_bytes = slice_sizes.bucket_bytes(self.group.total_bytes, self.group.ranks, link)
-        return max(1, size_bytes // item_bytes), max(1, slice_sizes.largest_bytes(size_bytes) // item_bytes)
+        group = self.group
+        return slice_sizes.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
 
     @property
     def urgency(self) -> Urgency:
