@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slice_seconds import INDEX_BYTES
-from hpctrain.averaging.slices import Compression, Slice, layer_slices
+from hpctrain.averaging.slices import INDEX_BYTES, Compression, Slice, layer_slices
 from hpctrain.errors import CheckpointError
 
 #: attribute of a slice -> the key that stored schedules have it under

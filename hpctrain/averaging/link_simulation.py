@@ -4,80 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import pairwise
 
-import numpy as np
-
-from hpctrain.averaging.slice_seconds import gather_seconds, reduce_seconds
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.slices import Slice, layer_slices
+from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
-
-    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is let go. needed: when
-    forward reads it; empty where that is unknown. end_seconds: when backward ends.
-    """
-
-    ready: Mapping[str, float]
-    free: Mapping[str, float]
-    needed: Mapping[str, float] = field(default_factory=dict)
-    end_seconds: float = 0.0
-
-    def longest_gap(self) -> float:
-        """Seconds between two gradients that become ready one after the other."""
-        return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
-
-    def late(self) -> Times:
-        """As if all became ready one gradient later. What a single queue sends next must be ready then, or all behind it wait."""
-        later = self.longest_gap()
-        ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
-        return Times(ready, free, self.needed, self.end_seconds)
-
-    def looks(self) -> list[float]:
-        """The instants at which the program surely looks at messages, ascending: where a parameter's part of the work ends."""
-        read = (self.end_seconds + at for at in self.needed.values())  # of the next step
-        return sorted({*self.ready.values(), *self.free.values(), *read})
-
-    @staticmethod
-    def unknown(parameters: Sequence[str]) -> Times:
-        """Backward as if each parameter took 1 s, from the last one to the first; data is let go when it ends."""
-        last = float(len(parameters))
-        ready = {name: last - position for position, name in enumerate(parameters)}
-        return Times(ready, dict.fromkeys(parameters, last + 1.0))
-
-    def to_array(self, parameters: Sequence[str]) -> np.ndarray:
-        """Float64 (3 n + 1,), of n parameters: ready, free, needed (NaN where unknown), then the end."""
-        of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
-        return np.array([*of_kinds, self.end_seconds])
-
-    @staticmethod
-    def from_array(parameters: Sequence[str], values: np.ndarray) -> Times:
-        """The times that `to_array` gave."""
-        *of_kinds, end_seconds = values.tolist()
-        ready, free, needed = (
-            {name: at for name, at in zip(parameters, of_kind, strict=True) if not math.isnan(at)}
-            for of_kind in np.reshape(of_kinds, (3, len(parameters))).tolist()
-        )
-        return Times(ready, free, needed, end_seconds)
-
-
-def upper_medians(seconds: np.ndarray) -> np.ndarray:
-    """(ranks, events) -> (events,): of each event the upper median over the ranks that know it; NaN where none does.
-
-    Of two ranks it is the later one, as a collective starts when both have posted it; of many no odd one matters, be it a rank
-    that something disturbed while it measured. A maximum would follow that one, and a mean in part.
-    """
-    ordered = np.sort(seconds, axis=0)  # NaN last
-    known = np.count_nonzero(~np.isnan(seconds), axis=0)
-    medians: np.ndarray = np.take_along_axis(ordered, known[np.newaxis] // 2, axis=0)[0]
-    return medians
-
 
 #: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key
 Urgency = Callable[[int, float, bool], tuple[float, ...]]
@@ -107,10 +40,9 @@ class LinkSimulation:
     the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next
     forward. Deterministic; ties go by position.
 
+    Norms, where some gathers need them, are a message after the last reduction of their slices, and seen half a gradient later.
+
     Args:
-        item_bytes: of an element. batch: nominal samples of a step over all ranks, for the errors of linear layers.
-        norms: slices that are gathered once norms of all of them are complete: a message after their last reduction, and seen
-            half a gradient later.
         looks: instants at which the program looks at messages, ascending; behind the last it looks all the time. A gather starts
             one look after that which finds its sum complete, as it moves once all ranks have posted it and looked again. Empty:
             it looks all the time, and a gather starts at the instant at which its sum is complete.
@@ -118,27 +50,23 @@ class LinkSimulation:
 
     def __init__(
         self,
-        slices: Sequence[Slice],
+        traffic: Traffic,
         times: Times,
         link: LinkModel,
-        ranks: int,
-        item_bytes: int,
-        batch: int,
         urgency: Urgency,
         overrun_seconds: float = 0.0,
-        norms: Iterable[range] = (),
         looks: Sequence[float] = (),
     ) -> None:
-        self._looks = looks
+        self._looks, slices = looks, traffic.slices
         self._slices, self._times, self._urgency, self._overrun_seconds = slices, times, urgency, overrun_seconds
         # Slices of one linear layer's sufficient factors are reduced together, with the first.
         together = [layer_slices(slices, k) for k in range(len(slices))]
         self._together = [members if members[0] == k else () for k, members in enumerate(together)]
-        self._gather_seconds = [gather_seconds(piece, link, ranks, item_bytes) for piece in slices]
-        self._reduce_seconds = [reduce_seconds(piece, link, ranks, item_bytes, batch) for piece in slices]
-        self._norms = {k: group for group in norms for k in group}
+        self._gather_seconds = [traffic.gather_seconds(piece, link) for piece in slices]
+        self._reduce_seconds = [traffic.reduce_seconds(piece, link) for piece in slices]
+        self._norms = {k: group for group in traffic.norms for k in group}
         # Both the end of a sum and that of norms are seen at a poll; the one that a gather comes after costs nothing else.
-        self._norms_seconds = link.allgather_seconds(0, ranks) + times.longest_gap() / 2
+        self._norms_seconds = link.allgather_seconds(0, traffic.ranks) + times.longest_gap() / 2
         self._unsummed: dict[range, int] = {}  # how many slices of each group of norms
         self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
         self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
@@ -214,53 +142,34 @@ class LinkSimulation:
 
 
 def best_order(
-    slices: Sequence[Slice],
-    times: Times,
-    link: LinkModel,
-    ranks: int,
-    item_bytes: int,
-    batch: int,
-    urgency: Urgency,
-    norms: Iterable[range] = (),
-    looks: Sequence[float] = (),
+    traffic: Traffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
     """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
-        simulation = LinkSimulation(slices, times, link, ranks, item_bytes, batch, urgency, overrun_seconds, norms, looks)
+        simulation = LinkSimulation(traffic, times, link, urgency, overrun_seconds, looks)
         order = simulation.order()
         orders.append((simulation.stall_seconds(), len(orders), order))
     return min(orders)[2]
 
 
-def two_stream_order(
-    slices: Sequence[Slice],
-    times: Times,
-    link: LinkModel,
-    ranks: int,
-    item_bytes: int,
-    batch: int,
-    urgency: Urgency,
-    norms: Sequence[range] = (),
-) -> list[tuple[int, bool]]:
+def two_stream_order(traffic: Traffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
     """An order of reductions and one of gathers, which are on streams of their own, in one list: each gather after what it needs.
 
     Reductions go as over a link at its best, gathers as over one at its worst, one look late.
     """
     at_best = LinkModel(0.0, link.beta_seconds_per_byte / _FASTER)
     at_worst = LinkModel(link.alpha_seconds, link.beta_seconds_per_byte * _SLOWER)
-    reductions = LinkSimulation(slices, times, at_best, ranks, item_bytes, batch, urgency, norms=norms).order()
-    gathers = best_order(slices, times, at_worst, ranks, item_bytes, batch, urgency, norms, times.looks())
-    return _merged(slices, [k for k, gather in reductions if not gather], [k for k, gather in gathers if gather], norms)
+    reductions = LinkSimulation(traffic, times, at_best, urgency).order()
+    gathers = best_order(traffic, times, at_worst, urgency, times.looks())
+    return _merged(traffic, [k for k, gather in reductions if not gather], [k for k, gather in gathers if gather])
 
 
-def _merged(
-    slices: Sequence[Slice], reductions: Sequence[int], gathers: Sequence[int], norms: Sequence[range]
-) -> list[tuple[int, bool]]:
+def _merged(traffic: Traffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
     """Both orders in one, gathers as early as they may: behind their slice's reduction, and those that norms need."""
-    reduced_by = {member: k for k in reductions for member in layer_slices(slices, k)}
-    group_of = {k: group for group in norms for k in group}
+    reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
+    group_of = {k: group for group in traffic.norms for k in group}
     place = {k: position for position, k in enumerate(reductions)}
     sent: list[tuple[int, bool]] = []
     begun = 0

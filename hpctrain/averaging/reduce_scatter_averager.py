@@ -16,8 +16,8 @@ import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.dependencies import Dependencies, EventKind, LocalEventKey, dependencies
-from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.step_clock import StepClock, over_ranks

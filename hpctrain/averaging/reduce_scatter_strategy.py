@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times, Urgency, best_order
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency, best_order
 from hpctrain.averaging.norm_groups import norm_groups, slices_of_groups
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
-from hpctrain.averaging.rounding import words_of_rounding
+from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.averaging.sufficient_factors import exchanging_layers
+from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
@@ -82,12 +84,11 @@ class ReduceScatterStrategy(Strategy):
     def urgency(self) -> Urgency:
         """The key by which a link chooses among what it could send: the least goes first."""
 
-    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
-        """(slice, whether it is its gather) as they are to be sent. norms: slices that are gathered together, if any."""
-        group, batch = self.group, self.group.nominal_batch or 0
+    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        """(slice, whether it is its gather) as they are to be sent."""
         if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
             times = times.late()
-        return best_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, norms)
+        return best_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         """Most operations in flight on each stream; None: no limit."""
@@ -171,7 +172,9 @@ class ReduceScatterStrategy(Strategy):
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         norms = self._norms(slices)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
-        sent = self.order(slices, times, link or LinkModel(0.0, 0.0), gathered_together)
+        group, rounding = self.group, self.rounding or Rounding()
+        traffic = Traffic(slices, group.ranks, group.layout.item_bytes, group.nominal_batch or 0, rounding, gathered_together)
+        sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
         return operations_in_order(slices, sent, self.streams[-1], norms)
 
     def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from hpctrain.nn.parameter import GroupLayout, Segment
 _LEAST_ROWS = 32
 #: of one parameter; five times as many as the largest layer of the catalogue has with the smallest slices that are usual
 _MOST_SLICES = 10_000
+#: of an element's position, which travels beside its value where a slice is compressed
+INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager, ReduceScatterStep
 from hpctrain.averaging.sparse_operations import SparseOperations
 from hpctrain.averaging.sparse_residual import SparseSettings

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.averaging.slice_seconds import INDEX_BYTES
+from hpctrain.averaging.slices import INDEX_BYTES
 from hpctrain.comm.link import LinkModel
 
 #: of an element of a part, float32, on one core of a server: 3 ns to add the residual and to choose, 1 ns as all nodes update

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.averaging.link_simulation import Times, upper_medians
+from hpctrain.averaging.compute_times import Times, upper_medians
 from hpctrain.boxes import even
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.dependencies import EventKind
-from hpctrain.averaging.link_simulation import Times
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels
 from hpctrain.nn.parameter import GroupLayout

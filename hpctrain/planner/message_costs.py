@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slice_seconds import INDEX_BYTES
-from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.slices import INDEX_BYTES, Compression
 from hpctrain.comm.sixteen_bit import Wire
 from hpctrain.comm.two_level import Levels
 from hpctrain.planner.collective_costs import Stage, across_nodes, stages, within_nodes

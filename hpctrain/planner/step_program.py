@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import Times, upper_medians
+from hpctrain.averaging.compute_times import Times, upper_medians
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype

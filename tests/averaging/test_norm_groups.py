@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.norm_groups import covered_slices, norm_groups, slices_of_groups
 from hpctrain.averaging.slices import cut, fused
 from hpctrain.averaging.strategies.priority import Priority

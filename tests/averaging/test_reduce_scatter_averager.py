@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.step_clock import StepClock

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded

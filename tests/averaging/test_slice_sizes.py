@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes, slice_elements
 from hpctrain.boxes import even
 from hpctrain.comm.link import LinkModel

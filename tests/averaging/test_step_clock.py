@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.step_clock import StepClock, over_ranks
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.virtual.communicator import ThreadCommunicator

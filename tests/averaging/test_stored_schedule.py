@@ -10,7 +10,7 @@ import pytest
 from hpctrain.averaging import agreement, slice_sizes, step_clock
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import Times
+from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.priority import Priority

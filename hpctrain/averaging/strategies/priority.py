@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import Times, Urgency, front_first, two_stream_order
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency, front_first, two_stream_order
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
+from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sixteen_bit import Wire
 
@@ -92,9 +94,8 @@ class Priority(ReduceScatterStrategy):
     def urgency(self) -> Urgency:
         return front_first
 
-    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
-        group, batch = self.group, self.group.nominal_batch or 0
-        return two_stream_order(slices, times, link, group.ranks, group.layout.item_bytes, batch, self.urgency, norms)
+    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        return two_stream_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         if self.options.window is not None or not slices:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency, reductions_first
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.rounding import check_wire

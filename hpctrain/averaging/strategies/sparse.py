@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency, reductions_first
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slice_sizes import Sizes

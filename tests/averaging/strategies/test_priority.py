@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.collective_schedule import OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times, Urgency
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
+from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
@@ -76,8 +77,8 @@ class GathersNeverOvertake(Priority):
 
     streams = (Stream.GRADIENTS,)
 
-    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
-        return sorted(super().order(slices, times, link, norms), key=lambda sent: sent[1])
+    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        return sorted(super().order(traffic, times, link), key=lambda sent: sent[1])
 
 
 class OneStream(Priority):
@@ -89,8 +90,8 @@ class OneStream(Priority):
 class OneStreamAsBefore(OneStream):
     """A mutant: one communicator, in the order that earlier versions planned for it."""
 
-    def order(self, slices: Sequence[Slice], times: Times, link: LinkModel, norms: Sequence[range]) -> list[tuple[int, bool]]:
-        return super(Priority, self).order(slices, times, link, norms)
+    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        return super(Priority, self).order(traffic, times, link)
 
 
 def _front_wait(kind: type[Priority], sizes: Sequence[int], beta: float, ranks: int, late_free: bool = False) -> float:
