@@ -58,8 +58,8 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
     lines = [head, "|---" * 9 + "|"]
     for one in sorted(runs, key=lambda one: (one["network"], one["ranks"])):
         turns = {name: [1e3 * turn["cpu_seconds"] for turn in measured] for name, measured in one["rounds"].items()}
-        whole, own, plain = turns[f"lars, {_ALL}"], turns[f"lars, {_PART}"], turns[f"sgd, {_PART}"]
-        norms = interval([a - b for a, b in zip(own, plain, strict=True)])
+        whole, parts, plain = turns[f"lars, {_ALL}"], turns[f"lars, {_PART}"], turns[f"sgd, {_PART}"]
+        norms = interval([a - b for a, b in zip(parts, plain, strict=True)])
         facts = one["facts"]
         messages = facts["messages"] if one["ranks"] > 1 else 0
         cells = (
@@ -67,8 +67,8 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
             f"{facts['parameters']:,}",
             one["ranks"],
             messages,
-            *(str(interval(values)) for values in (whole, own)),
-            str(ratio(whole, own)),
+            *(str(interval(values)) for values in (whole, parts)),
+            str(ratio(whole, parts)),
             str(norms),
             str(interval(plain)),
         )

@@ -75,7 +75,7 @@ def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> di
     """The ranks' measurements of the same turn, averaged: one that starts its timed steps late ends them early."""
     return {
         name: [
-            {key: float(np.mean([each[name][number][key] for each in all_ranks])) for key in turn}
+            {key: float(np.mean([of_rank[name][number][key] for of_rank in all_ranks])) for key in turn}
             for number, turn in enumerate(turns)
         ]
         for name, turns in all_ranks[0].items()

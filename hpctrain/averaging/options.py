@@ -1,16 +1,36 @@
-"""Checks of options that several strategies have."""
+"""Options that several strategies have, and their checks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
+from hpctrain.comm.sixteen_bit import Wire
 from hpctrain.errors import OptionError
 
 
 @dataclass(frozen=True)
 class NoOptions:
     """The options of a strategy that has none."""
+
+
+@dataclass(frozen=True)
+class WireOptions:
+    """Options of strategies that send each gradient once, in messages whose sizes are not for choice.
+
+    Args:
+        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
+            full precision.
+
+    Raises:
+        OptionError: an unknown value of wire.
+    """
+
+    wire: Wire = "float32"
+
+    def __post_init__(self) -> None:
+        check_wire(wire=self.wire)
 
 
 def check_at_least_one(**values: int | None) -> None:

@@ -90,7 +90,7 @@ class OwnerOperations:
         piece = self._schedule.slices[k]
         begin, end = piece.part(self._comm.rank, self._comm.size)
         parts = (self._group.segment(name).part(begin, end) for name in piece.parameters)
-        self._own.append(tuple(part for part in parts if part.size))
+        self._own.append(tuple(segment for segment in parts if segment.size))
         self._replicated.append(tuple(self._group.segment(name) for name in piece.replicated))
         for name in (*piece.parameters, *piece.replicated):
             self.touching[name].append(k)

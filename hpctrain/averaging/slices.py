@@ -204,12 +204,12 @@ def _joined(segments: Sequence[Segment]) -> Slice:
 
 def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
     parts = [layout.segment(name).part(start, stop) for name in whole.parameters]
-    touched = [part for part in parts if part.size]
+    touched = [segment for segment in parts if segment.size]
     first, last = touched[0], touched[-1]
     begin = start - layout.segment(first.parameter).start
     end = stop - layout.segment(last.parameter).start
     where = f"[{begin}:{end}]" if first is last else f"[{begin}:] .. {last.parameter}[:{end}]"
-    return Slice(f"{first.parameter}{where}", start, stop, first.order, tuple(part.parameter for part in touched))
+    return Slice(f"{first.parameter}{where}", start, stop, first.order, tuple(segment.parameter for segment in touched))
 
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:

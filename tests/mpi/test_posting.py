@@ -13,6 +13,7 @@ from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm import progress_mode
 from hpctrain.comm.base import Communicator
@@ -32,6 +33,9 @@ CASES = {
     "overlap": (Overlap, Sgd, {}),
     "bucketed": (Bucketed, Sgd, {"bucket_bytes": 400}),
     "lazy": (Lazy, Sgd, {}),
+    "sharded, in 16 bits": (Sharded, Sgd, {"wire": "bfloat16", "wire_parameters": "bfloat16"}),
+    "bucketed, in 16 bits": (Bucketed, Sgd, {"bucket_bytes": 400, "wire": "float16"}),
+    "sparse": (Sparse, Sgd, {"density": 0.2, "compress": "always", "least_elements": 40, "two_level": False}),
 }
 
 

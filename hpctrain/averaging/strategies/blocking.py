@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.norms import JointStep, fill_share
-from hpctrain.averaging.rounding import check_wire
+from hpctrain.averaging.options import WireOptions
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.comm.sixteen_bit import Wire
 from hpctrain.nn.parameter import Parameter
 
 
@@ -69,31 +67,13 @@ class BlockingAverager(GradientAverager):
             self.optimizer.update(self.group.segments, self._lr, step.norms[self._member])
 
 
-@dataclass(frozen=True)
-class BlockingOptions:
-    """Options of `blocking`.
-
-    Args:
-        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
-            full precision.
-
-    Raises:
-        OptionError: an unknown value of wire.
-    """
-
-    wire: Wire = "float32"
-
-    def __post_init__(self) -> None:
-        check_wire(wire=self.wire)
-
-
 class Blocking(Strategy):
     """One allreduce of all gradients after backward, which is waited for: the simplest strategy, the oracle of all others.
 
     Every rank holds all parameters and all optimiser state. It has no schedule.
     """
 
-    Options = BlockingOptions
+    Options = WireOptions
     adds_norms = True
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
-from hpctrain.averaging.rounding import check_wire
+from hpctrain.averaging.options import WireOptions
 from hpctrain.averaging.slices import Slice, per_parameter
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.sixteen_bit import Wire
-
-
-@dataclass(frozen=True)
-class OverlapOptions:
-    """Options of `overlap`.
-
-    Args:
-        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
-            full precision.
-
-    Raises:
-        OptionError: an unknown value of wire.
-    """
-
-    wire: Wire = "float32"
-
-    def __post_init__(self) -> None:
-        check_wire(wire=self.wire)
 
 
 class Overlap(AllreduceStrategy):
@@ -36,7 +15,7 @@ class Overlap(AllreduceStrategy):
     hold a few hundred numbers, and each message costs its latency and several polls on either side.
     """
 
-    Options = OverlapOptions
+    Options = WireOptions
     cuts_large = False
 
     def words(self) -> str:
