@@ -50,8 +50,7 @@ class SparseSettings:
 class SparsePart:
     """This rank's part of a compressed slice; on all nodes the ranks of its number have the same part.
 
-    Buffers are made once, for the largest messages; only small ones of the selection follow the number of elements sent, in the
-    first steps.
+    Buffers are made once, for the largest messages.
 
     Args:
         size: elements of the part. dtype: "float32" or "float64". seed: tells slices apart.
@@ -71,16 +70,12 @@ class SparsePart:
         scratch: Selection,
         seed: Sequence[int],
     ) -> None:
-        self._size, self._dtype, self._compression, self._settings, self._comm = size, dtype, compression, settings, comm
-        self._scratch, self._seed = scratch, tuple(seed)
+        self._size, self._compression, self._settings, self._comm = size, compression, settings, comm
         self._feedback = ErrorFeedback(size, dtype)
         self.residual = self._feedback.values
         self.velocity = np.zeros(size if settings.momentum_correction else 0, dtype)
-        self._top = self._top_k(compression.kept(size, settings.largest_density))
+        self._top = TopK(size, dtype, compression.kept(size, settings.largest_density), seed=seed, scratch=scratch)
         self._buffer = np.empty(comm.size * self._top.message_size, np.uint8)
-
-    def _top_k(self, kept: int) -> TopK:
-        return TopK(self._size, self._dtype, kept, seed=self._seed, scratch=self._scratch)
 
     def send(self, gradient: np.ndarray, step: int) -> Handle:
         """Choose what a step sends, of its gradient (size,) and of what was kept back, and post its allgather.
@@ -89,7 +84,7 @@ class SparsePart:
         """
         kept = self._compression.kept(self._size, self._settings.density_at(step))
         if kept != self._top.kept:
-            self._top = self._top_k(kept)
+            self._top.keep(kept)
         top, values = self._top, self._accumulate(gradient)
         message = self._messages()[self._comm.rank]
         top.begin_step(step)

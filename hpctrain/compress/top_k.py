@@ -50,17 +50,28 @@ class TopK(Compressor):
         super().__init__(size, dtype)
         if not 0 <= size < 2**31:
             raise ValueError(f"An array has {size} elements, but positions are 32-bit integers: at most {2**31 - 1}.")
-        if not min(size, 1) <= kept <= size:
-            raise ValueError(f"kept is {kept}, but of {size} elements {min(size, 1)} to {size} can be kept.")
-        self.kept = kept
-        self.message_size = kept * (self.dtype.itemsize + np.dtype(np.int32).itemsize)
         self._seed, self._step = tuple(seed), 0
         self._selection = Selection(dtype) if scratch is None else scratch
-        self._partitions_all = kept > _DENSE * size or size <= _SMALL
+        self._most_places = np.empty(max(kept, 0), np.intp)  # what NumPy indexes with, where it need not convert positions
+        self._most_values = np.empty(max(kept, 0), self.dtype)
+        self.keep(kept)
+
+    def keep(self, kept: int) -> None:
+        """Have messages of so many elements from now on: no more than at first, as memory is made for those.
+
+        Raises:
+            ValueError: kept out of range.
+        """
+        least, most = min(self.size, 1), min(self.size, self._most_places.size)
+        if not least <= kept <= most:
+            raise ValueError(f"kept is {kept}, but of {self.size} elements {least} to {max(least, most)} can be kept.")
+        self.kept = kept
+        self.message_size = kept * (self.dtype.itemsize + np.dtype(np.int32).itemsize)
+        self._partitions_all = kept > _DENSE * self.size or self.size <= _SMALL
         self._capacity = 0 if self._partitions_all else 2 * kept + _SPARE
-        self._places = np.arange(kept)  # positions in the dtype that NumPy indexes with, where it need not convert them
-        self._kept_values = np.empty(kept, self.dtype)
-        self._selection.reserve(size if self._partitions_all else max(self._capacity, size // _STRIDE), self._capacity)
+        self._places, self._kept_values = self._most_places[:kept], self._most_values[:kept]
+        self._places[...] = np.arange(kept)
+        self._selection.reserve(self.size if self._partitions_all else max(self._capacity, self.size // _STRIDE), self._capacity)
 
     def begin_step(self, step: int) -> None:
         self._step = step

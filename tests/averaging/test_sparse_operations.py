@@ -215,12 +215,13 @@ def test_a_step_sends_what_its_schedule_says(nodes: tuple[int, ...], warmup_step
             assert counters.total().exchanged_bytes >= everything - 8 * make_group().size
 
 
-def test_no_step_without_warm_up_makes_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("warm_up", [{}, {"warmup_density": 0.8, "warmup_steps": 7}], ids=["at once", "warm-up"])
+def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr("hpctrain.averaging.sparse_residual.TopK", lambda *args, **kw: made.append(1) or TopK(*args, **kw))
     nodes = (0, 1)
-    _trained(nodes, None, steps=3)
+    _trained(nodes, None, steps=3, **warm_up)
     first = len(made)
     made.clear()
-    _trained(nodes, None, steps=9)
+    _trained(nodes, None, steps=9, **warm_up)
     assert len(made) == first

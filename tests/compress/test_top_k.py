@@ -165,6 +165,22 @@ def test_an_illegal_number_of_kept_elements_is_refused(size: int, kept: int) -> 
         TopK(size, "float32", kept)
 
 
+@pytest.mark.parametrize("numbers", [(3000, 700, 30, 1, 900, 3000), (200, 100, 200)])
+def test_fewer_are_kept_as_if_it_had_been_made_for_them(numbers: tuple[int, ...], limits: None) -> None:
+    values = np.random.default_rng(8).standard_normal(3000).astype(np.float32)
+    compressor = TopK(3000, "float32", numbers[0])
+    for kept in numbers:
+        compressor.keep(kept)
+        alone = TopK(3000, "float32", kept)
+        assert compressor.message_size == alone.message_size
+        np.testing.assert_array_equal(message_of(compressor, values), message_of(alone, values))
+        target = values.copy()
+        compressor.subtract_from(message_of(compressor, values), target)
+        assert np.count_nonzero(target) == 3000 - kept
+    with pytest.raises(ValueError, match=f"kept is {numbers[0] + 1}"):
+        compressor.keep(numbers[0] + 1)
+
+
 def test_arrays_whose_positions_need_more_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 2147483647"):
         TopK(2**31, "float32", 1)
