@@ -16,6 +16,8 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks import plots
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -77,23 +79,13 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("The plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for curve in curves:
-        left.plot(list(curve.accuracies), [100 * value for value in curve.accuracies.values()], marker=".", label=curve.name)
-        right.plot(list(curve.losses), list(curve.losses.values()), marker=".", label=curve.name)
-    left.set(xlabel="epoch", ylabel="test accuracy, %")
-    right.set(xlabel="epoch", ylabel="training loss")
-    left.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with plots.panels(path, 2, 5, 4) as (left, right):
+        for curve in curves:
+            left.plot(list(curve.accuracies), [100 * value for value in curve.accuracies.values()], marker=".", label=curve.name)
+            right.plot(list(curve.losses), list(curve.losses.values()), marker=".", label=curve.name)
+        left.set(xlabel="epoch", ylabel="test accuracy, %")
+        right.set(xlabel="epoch", ylabel="training loss")
+        left.legend(fontsize="small")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.pairs import Interval, interval, paired, ratio
 
 SHARED_MEMORY = "shared memory"  # in place of a rate
@@ -202,28 +203,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("The plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [Analysis(run) for run in result["runs"]]
     rates = [8 * each.rate / 1e9 for each in found]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    names = [*found[0].names, *([_PEER, _PEER_ALONE] if found[0].has_peer else [])]
-    for name in names:
-        steps = [each.step(name) for each in found]
-        spread = [[step.median - step.low for step in steps], [step.high - step.median for step in steps]]
-        style = ":" if name.endswith("compute-only") else "-"
-        axes.errorbar(rates, [step.median for step in steps], spread, label=name, linestyle=style, marker="o", capsize=3)
-    for kind in sorted(found[0].payload):
-        limits = [each.limit(kind).median for each in found]
-        axes.plot(rates, limits, "k--" if kind == "gradients" else "k-.", label=f"limit, {kind}")
-    axes.set(xlabel="measured link rate, Gb/s", ylabel="step, s", title=result["model"], xscale="log", ylim=(0, None))
-    axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with plots.panels(path, 1, 8, 5) as (axes,):
+        names = [*found[0].names, *([_PEER, _PEER_ALONE] if found[0].has_peer else [])]
+        for name in names:
+            steps = [each.step(name) for each in found]
+            spread = [[step.median - step.low for step in steps], [step.high - step.median for step in steps]]
+            style = ":" if name.endswith("compute-only") else "-"
+            axes.errorbar(rates, [step.median for step in steps], spread, label=name, linestyle=style, marker="o", capsize=3)
+        for kind in sorted(found[0].payload):
+            limits = [each.limit(kind).median for each in found]
+            axes.plot(rates, limits, "k--" if kind == "gradients" else "k-.", label=f"limit, {kind}")
+        axes.set(xlabel="measured link rate, Gb/s", ylabel="step, s", title=result["model"], xscale="log", ylim=(0, None))
+        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
+        axes.legend(fontsize="small")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.pairs import Interval, interval, ratio
 from benchmarks.slow_links_cases import ALONE
 
@@ -71,28 +72,17 @@ def plot(base: str, runs: Sequence[Run], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("The plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     networks = models(runs)
-    figure, panels = pyplot.subplots(1, len(networks), figsize=(6 * len(networks), 5), squeeze=False)
-    for axes, model in zip(panels[0], networks, strict=True):
-        of_model = [run for run in runs if run[0] == model]
-        for name in names(of_model):
-            points = [(at, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
-            drawn = [(at, value) for at, value in points if value is not None]
-            medians = [value.median for _, value in drawn]
-            spread = [[value.median - value.low for _, value in drawn], [value.high - value.median for _, value in drawn]]
-            style = ":" if name == ALONE else "-"
-            axes.errorbar([at for at, _ in drawn], medians, spread, label=name, linestyle=style, marker="o", capsize=3)
-        axes.set(xlabel="link of each host", ylabel=f"steps over those of {base}", title=model, ylim=(0, None))
-        axes.set_xticks(range(len(of_model)), [rate for _, rate, _ in of_model])
-    panels[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with plots.panels(path, len(networks), 6, 5) as all_axes:
+        for axes, model in zip(all_axes, networks, strict=True):
+            of_model = [run for run in runs if run[0] == model]
+            for name in names(of_model):
+                points = [(at, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
+                drawn = [(at, value) for at, value in points if value is not None]
+                medians = [value.median for _, value in drawn]
+                spread = [[value.median - value.low for _, value in drawn], [value.high - value.median for _, value in drawn]]
+                style = ":" if name == ALONE else "-"
+                axes.errorbar([at for at, _ in drawn], medians, spread, label=name, linestyle=style, marker="o", capsize=3)
+            axes.set(xlabel="link of each host", ylabel=f"steps over those of {base}", title=model, ylim=(0, None))
+            axes.set_xticks(range(len(of_model)), [rate for _, rate, _ in of_model])
+        all_axes[0].legend(fontsize="small")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
+
 #: Lee et al. 2018, on up to 8192 cores of Cori Phase I: their figures, measured there by them
 PUBLISHED: Mapping[str, tuple[int, float]] = {"VGG-16": (8192, 2516.36), "ResNet-50": (8192, 2734.25)}
 
@@ -75,27 +77,17 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("The plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     by_panel = panels(result)
-    figure, all_axes = pyplot.subplots(1, len(by_panel), figsize=(5 * len(by_panel), 5), squeeze=False)
-    for axes, ((network, scaling), curves) in zip(all_axes[0], by_panel.items(), strict=True):
-        for curve in curves:
-            values = speedups(curve)
-            axes.plot(list(values), list(values.values()), marker=".", label=curve["series"])
-        cores = list(speedups(curves[0]))
-        axes.plot(cores, cores, "k:", label="one core times cores")
-        if network in PUBLISHED:
-            at, published = PUBLISHED[network]
-            axes.plot([at], [published], "k*", markersize=12, label="Lee et al. 2018, measured")
-        title = f"{network}, {scaling} scaling (simulated)"
-        axes.set(xlabel="cores", ylabel="speed-up over one core", title=title, xscale="log", yscale="log")
-    all_axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with plots.panels(path, len(by_panel), 5, 5) as all_axes:
+        for axes, ((network, scaling), curves) in zip(all_axes, by_panel.items(), strict=True):
+            for curve in curves:
+                values = speedups(curve)
+                axes.plot(list(values), list(values.values()), marker=".", label=curve["series"])
+            cores = list(speedups(curves[0]))
+            axes.plot(cores, cores, "k:", label="one core times cores")
+            if network in PUBLISHED:
+                at, published = PUBLISHED[network]
+                axes.plot([at], [published], "k*", markersize=12, label="Lee et al. 2018, measured")
+            title = f"{network}, {scaling} scaling (simulated)"
+            axes.set(xlabel="cores", ylabel="speed-up over one core", title=title, xscale="log", yscale="log")
+        all_axes[0].legend(fontsize="small")
