@@ -1,4 +1,4 @@
-"""When gradients become ready and parameters are needed in a step, as measured, and over all ranks."""
+"""Times at which gradients become ready and parameters are needed in a step, as measured, and over all ranks."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice, layer_slices
-from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 
 #: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key
@@ -50,7 +50,7 @@ class LinkSimulation:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: SliceTraffic,
         times: Times,
         link: LinkModel,
         urgency: Urgency,
@@ -142,7 +142,7 @@ class LinkSimulation:
 
 
 def best_order(
-    traffic: Traffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
+    traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
     """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
     gap = times.longest_gap() if times.needed else 0.0
@@ -154,7 +154,7 @@ def best_order(
     return min(orders)[2]
 
 
-def two_stream_order(traffic: Traffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
+def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
     """An order of reductions and one of gathers, which are on streams of their own, in one list: each gather after what it needs.
 
     Reductions go as over a link at its best, gathers as over one at its worst, one look late.
@@ -166,7 +166,7 @@ def two_stream_order(traffic: Traffic, times: Times, link: LinkModel, urgency: U
     return _merged(traffic, [k for k, gather in reductions if not gather], [k for k, gather in gathers if gather])
 
 
-def _merged(traffic: Traffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
+def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
     """Both orders in one, gathers as early as they may: behind their slice's reduction, and those that norms need."""
     reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
     group_of = {k: group for group in traffic.norms for k in group}

@@ -20,10 +20,10 @@ from hpctrain.averaging.link_simulation import Urgency, best_order
 from hpctrain.averaging.norm_groups import norm_groups, slices_of_groups
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.averaging.rounding import Rounding, words_of_rounding
+from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.averaging.sufficient_factors import exchanging_layers
-from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
@@ -84,7 +84,7 @@ class ReduceScatterStrategy(Strategy):
     def urgency(self) -> Urgency:
         """The key by which a link chooses among what it could send: the least goes first."""
 
-    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         """(slice, whether it is its gather) as they are to be sent."""
         if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
             times = times.late()
@@ -173,7 +173,9 @@ class ReduceScatterStrategy(Strategy):
         norms = self._norms(slices)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
         group, rounding = self.group, self.rounding or Rounding()
-        traffic = Traffic(slices, group.ranks, group.layout.item_bytes, group.nominal_batch or 0, rounding, gathered_together)
+        traffic = SliceTraffic(
+            slices, group.ranks, group.layout.item_bytes, group.nominal_batch or 0, rounding, gathered_together
+        )
         sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
         return operations_in_order(slices, sent, self.streams[-1], norms)
 

@@ -54,6 +54,8 @@ class TopK(Compressor):
         self._selection = Selection(dtype) if scratch is None else scratch
         self._most_places = np.empty(max(kept, 0), np.intp)  # what NumPy indexes with, where it need not convert positions
         self._most_values = np.empty(max(kept, 0), self.dtype)
+        self._places, self._kept_values = self._most_places, self._most_values
+        self.kept, self._capacity, self._partitions_all = kept, 0, True
         self.keep(kept)
 
     def keep(self, kept: int) -> None:

@@ -17,8 +17,8 @@ from hpctrain.averaging.link_simulation import (
     two_stream_order,
 )
 from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice
-from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 
 LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)
@@ -29,8 +29,8 @@ def _slices(sizes: list[int]) -> list[Slice]:
     return [Slice(f"l{k}", int(starts[k]), int(starts[k + 1]), k, (f"l{k}",)) for k in range(len(sizes))]
 
 
-def _traffic(slices: list[Slice], ranks: int = 2, norms: Sequence[range] = ()) -> Traffic:
-    return Traffic(slices, ranks, item_bytes=4, batch=8, norms=norms)
+def _traffic(slices: list[Slice], ranks: int = 2, norms: Sequence[range] = ()) -> SliceTraffic:
+    return SliceTraffic(slices, ranks, item_bytes=4, batch=8, norms=norms)
 
 
 @given(
@@ -176,6 +176,6 @@ def test_rounded_messages_leave_the_link_earlier() -> None:
     times = Times(ready, {name: at + 0.1 for name, at in ready.items()})
     link = LinkModel(0.0, 1.0)
     halves = Rounding("bfloat16", "bfloat16")
-    full, half = (best_order(Traffic(slices, 2, 4, 0, how), times, link, reductions_first) for how in (Rounding(), halves))
+    full, half = (best_order(SliceTraffic(slices, 2, 4, 0, how), times, link, reductions_first) for how in (Rounding(), halves))
     assert full != half
     assert half[:3] == [(2, False), (2, True), (1, False)]

@@ -18,9 +18,9 @@ from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
+from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
-from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sixteen_bit import Wire
 
@@ -94,7 +94,7 @@ class Priority(ReduceScatterStrategy):
     def urgency(self) -> Urgency:
         return front_first
 
-    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         return two_stream_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:

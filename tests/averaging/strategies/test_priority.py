@@ -14,8 +14,8 @@ import pytest
 from hpctrain.averaging.collective_schedule import OperationKind, Stream
 from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.link_simulation import Urgency
+from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
-from hpctrain.averaging.traffic import Traffic
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
@@ -77,7 +77,7 @@ class GathersNeverOvertake(Priority):
 
     streams = (Stream.GRADIENTS,)
 
-    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         return sorted(super().order(traffic, times, link), key=lambda sent: sent[1])
 
 
@@ -90,7 +90,7 @@ class OneStream(Priority):
 class OneStreamAsBefore(OneStream):
     """A mutant: one communicator, in the order that earlier versions planned for it."""
 
-    def order(self, traffic: Traffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         return super(Priority, self).order(traffic, times, link)
 
 

@@ -1,4 +1,4 @@
-"""What crosses a link in a step, and for how long: gradients, factors or the largest elements, in full or rounded."""
+"""Slices on a link, and how long they take: gradients, factors or the largest elements, in full or rounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.comm.link import LinkModel
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SliceTraffic:
     """The slices that ranks exchange in a step.
 
     Attributes:
