@@ -82,7 +82,6 @@ def _words(directory: Path) -> Path:
 
 def _write_settings(case: Case, variants: dict[str, Any], chosen: argparse.Namespace, directory: Path) -> tuple[Path, Path]:
     path, out = directory / "settings.json", directory / "result.json"
-    slow = case.kind == "slow"
     values = {
         "shape": SHAPES[case.model].as_dict(),
         "kernels": "onednn",
@@ -96,7 +95,7 @@ def _write_settings(case: Case, variants: dict[str, Any], chosen: argparse.Names
         "seconds": 60.0 * chosen.minutes,
         "screen": case.screen,
         "screen_rounds": chosen.screen,
-        "link_words": str(_words(directory)) if slow else "",
+        "link_words": "" if case.kind == "priority" else str(_words(directory)),
     }
     path.write_text(json.dumps(values))
     return path, out

@@ -67,6 +67,8 @@ _SLOW: Mapping[str, Section] = {
     **{name: section for name, (_, section) in WIRE.items()},
     **SPARSE,
 }
+# What comes of 16 bits where messages take nearly all of a step; a case in which nobody leaves, so that pairs are many.
+_WIRED = ("bucketed", "bucketed, bfloat16", "sharded", "sharded, bfloat16", "sharded, bfloat16 and parameters")
 _ESSENTIAL = (
     ALONE,
     "bucketed",
@@ -84,7 +86,7 @@ class Case:
     """One job: variants that step in turn on the same ranks.
 
     Attributes:
-        kind: "slow" or "priority". model: a key of `SHAPES`. rate: of each host's link, as tc writes it; None: the ranks are on
+        kind: slow, wire or priority. model: a key of `SHAPES`. rate: of each host's link, as tc writes it; None: the ranks are on
             this machine, a core each. variants: by name. share: of the rounds that are asked for, so many.
     """
 
@@ -130,6 +132,9 @@ def _cases() -> tuple[Case, ...]:
     far = {(4, 1): ("sparse 0.6",), (2, 2): ("sparse 0.1",)}
     at_200 = {layout: {name: section for name, section in _SLOW.items() if name not in far[layout]} for layout in layouts}
     whole = [Case("slow", model, *layout, "200mbit", at_200[layout]) for layout in layouts for model in ("vgg16", "resnet18")]
+    wired = [
+        Case("wire", model, 4, 1, "200mbit", {name: _SLOW[name] for name in (ALONE, *_WIRED)}) for model in ("vgg16", "resnet18")
+    ]
     order = [
         Case("priority", model, 2, 1, rate, {ALONE: None, **PRIORITY})
         for model in ("vgg16", "resnet18")
@@ -142,7 +147,7 @@ def _cases() -> tuple[Case, ...]:
         for layout in layouts
         for model in ("vgg16", "resnet18")
     ]
-    return (*whole, *order, *rest)
+    return (*whole, *wired, *order, *rest)
 
 
 #: the most important first

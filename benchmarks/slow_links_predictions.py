@@ -1,6 +1,6 @@
 """Predictions of the cases of `slow_links.py` by the planner's simulator, written down before they are measured.
 
-    python -m benchmarks.slow_links_predictions                # writes benchmarks/results/slow-links-predicted.json
+    python -m benchmarks.slow_links_predictions         # adds to benchmarks/results/slow-links-predicted.json what it lacks
 
 Nothing is measured: links, cores and polls are those that calibration found for the account of predictions
 (results/planner-accuracy.json), the links' rate changed to that of the case. Operators take as long as by the calibrated rates,
@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.planner_predictions import on_shared_cores
 from benchmarks.shapes import SHAPES
-from benchmarks.slow_links import PREDICTIONS
+from benchmarks.slow_links import PREDICTIONS, read
 from benchmarks.slow_links_cases import ALONE, CASES, Case, Section
 from hpctrain.averaging.sparse_choice import SELECTION_SECONDS, PartOnLink, crossover_density
 from hpctrain.bench.machine import machine as machine_here
@@ -39,6 +39,7 @@ from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.scaled_costs import ScaledCosts
+from hpctrain.storage.atomic_write import write_json
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 _CORES = 2  # that all hosts share
@@ -154,18 +155,21 @@ def alone_seconds(model: str) -> float:
 
 
 def main() -> int:
-    """Write down the predictions of all cases, and print how many there are."""
-    cases = {case.name: predicted(case) for case in CASES}
-    values = {
-        "machine": machine_here(),
-        "step_seconds": {name: dict(one.step_seconds) for name, one in cases.items()},
-        "rule_crossover": {case.name: rule_crossover(case) for case in CASES if case.kind == "slow"},
-        "exchanged_bytes": {name: dict(one.exchanged_bytes) for name, one in cases.items()},
-        "refused": {name: dict(one.refused) for name, one in cases.items() if one.refused},
-    }
-    PREDICTIONS.write_text(json.dumps(values, indent=1) + "\n")
-    for name, one in cases.items():
-        print(f"{name}: {len(one.step_seconds)} predicted, {len(one.refused)} refused")
+    """Write down the predictions of all cases that have none yet, and print how many there are."""
+    tables = ("step_seconds", "rule_crossover", "exchanged_bytes", "refused")
+    values: dict[str, Any] = {"machine": machine_here(), **{table: {} for table in tables}, **read(PREDICTIONS)}
+    for case in CASES:
+        if case.name in values["step_seconds"]:
+            continue
+        one = predicted(case)
+        values["step_seconds"][case.name] = dict(one.step_seconds)
+        values["exchanged_bytes"][case.name] = dict(one.exchanged_bytes)
+        if case.kind == "slow":
+            values["rule_crossover"][case.name] = rule_crossover(case)
+        if one.refused:
+            values["refused"][case.name] = dict(one.refused)
+        print(f"{case.name}: {len(one.step_seconds)} predicted, {len(one.refused)} refused")
+    write_json(PREDICTIONS, values)
     return 0
 
 
