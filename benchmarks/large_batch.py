@@ -1,7 +1,7 @@
 """Curves of trainings from their metrics: test accuracy and training loss by epoch, as for large batches with LARS and with SGD.
 
-hpctrain train configs/cifar10-resnet20-large-batch.yaml
-hpctrain train configs/cifar10-resnet20-large-batch-sgd.yaml
+hpctrain train configs/quickstart-large-batch.yaml
+hpctrain train configs/quickstart-large-batch-sgd.yaml
 python -m benchmarks.large_batch RUN RUN --plot large-batch.png      # RUN: a directory under runs/
 """
 
