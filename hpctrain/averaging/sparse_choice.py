@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from hpctrain.averaging.slices import INDEX_BYTES
 from hpctrain.comm.link import LinkModel
 
-#: of an element of a part, float32, on one core of a server: 3 ns to add the residual and to choose, 1 ns as all nodes update
-#: it, and not one of m
-SELECTION_SECONDS = 4e-9
+#: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), 1 ns
+#: as all nodes update it, and not one of m
+SELECTION_SECONDS = 3e-9
 
 
 @dataclass(frozen=True)
