@@ -76,13 +76,21 @@ def plot(base: str, runs: Sequence[Run], path: Path) -> None:
     with plots.panels(path, len(networks), 6, 5) as all_axes:
         for axes, model in zip(all_axes, networks, strict=True):
             of_model = [run for run in runs if run[0] == model]
-            for name in names(of_model):
-                points = [(at, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
+            variants = names(of_model)
+            for number, name in enumerate(variants):
+                beside = 0.06 * (number - (len(variants) - 1) / 2)  # so that intervals do not cover each other
+                points = [(at + beside, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
                 drawn = [(at, value) for at, value in points if value is not None]
                 medians = [value.median for _, value in drawn]
                 spread = [[value.median - value.low for _, value in drawn], [value.high - value.median for _, value in drawn]]
                 style = ":" if name == ALONE else "-"
                 axes.errorbar([at for at, _ in drawn], medians, spread, label=name, linestyle=style, marker="o", capsize=3)
-            axes.set(xlabel="link of each host", ylabel=f"steps over those of {base}", title=model, ylim=(0, None))
+            axes.set(
+                xlabel="link of each host",
+                ylabel=f"steps over those of {base}",
+                title=model,
+                ylim=(0, None),
+                xlim=(-0.5, len(of_model) - 0.5),
+            )
             axes.set_xticks(range(len(of_model)), [rate for _, rate, _ in of_model])
-        all_axes[0].legend(fontsize="small")
+        all_axes[0].legend(fontsize="small", ncols=2, loc="upper left", bbox_to_anchor=(0, -0.12))

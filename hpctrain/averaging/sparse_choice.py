@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hpctrain.averaging.slices import INDEX_BYTES
 from hpctrain.comm.link import LinkModel
 
-#: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), 1 ns
-#: as all nodes update it, and not one of m
+#: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), and
+#: 1 ns as all nodes update it, not one of m
 SELECTION_SECONDS = 3e-9
 
 
