@@ -203,17 +203,17 @@ def plot(result: dict[str, Any], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is not installed.
     """
-    found = [Analysis(run) for run in result["runs"]]
-    rates = [8 * each.rate / 1e9 for each in found]
+    analyses = [Analysis(run) for run in result["runs"]]
+    rates = [8 * analysis.rate / 1e9 for analysis in analyses]
     with plots.panels(path, 1, 8, 5) as (axes,):
-        names = [*found[0].names, *([_PEER, _PEER_ALONE] if found[0].has_peer else [])]
+        names = [*analyses[0].names, *([_PEER, _PEER_ALONE] if analyses[0].has_peer else [])]
         for name in names:
-            steps = [each.step(name) for each in found]
+            steps = [analysis.step(name) for analysis in analyses]
             spread = [[step.median - step.low for step in steps], [step.high - step.median for step in steps]]
             style = ":" if name.endswith("compute-only") else "-"
             axes.errorbar(rates, [step.median for step in steps], spread, label=name, linestyle=style, marker="o", capsize=3)
-        for kind in sorted(found[0].payload):
-            limits = [each.limit(kind).median for each in found]
+        for kind in sorted(analyses[0].payload):
+            limits = [analysis.limit(kind).median for analysis in analyses]
             axes.plot(rates, limits, "k--" if kind == "gradients" else "k-.", label=f"limit, {kind}")
         axes.set(xlabel="measured link rate, Gb/s", ylabel="step, s", title=result["model"], xscale="log", ylim=(0, None))
         axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])

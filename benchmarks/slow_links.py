@@ -95,7 +95,7 @@ def _write_settings(case: Case, variants: dict[str, Any], chosen: argparse.Names
         "seconds": 60.0 * chosen.minutes,
         "screen": case.screen,
         "screen_rounds": chosen.screen,
-        "link_words": str(_words(directory)) if case.kind in ("slow", "wire") else "",
+        "link_words": str(_words(directory)) if case.wire_bound else "",
     }
     path.write_text(json.dumps(values))
     return path, out

@@ -105,6 +105,11 @@ class Case:
         return f"{self.kind}-{self.model}-{where}"
 
     @property
+    def wire_bound(self) -> bool:
+        """Messages take nearly all of a step, so that variants warm up over links that are not shaped."""
+        return self.kind in ("slow", "wire")
+
+    @property
     def ranks(self) -> int:
         return self.hosts * self.ranks_per_host
 
@@ -169,16 +174,16 @@ def named(patterns: Sequence[str]) -> tuple[Case, ...]:
 def possible(case: Case) -> tuple[dict[str, Section], dict[str, str]]:
     """(variants that can be made on the case's ranks, the sentence of the refusal for each of the others)."""
     group = PlannedGroup(GroupLayout({}, "float32"), case.ranks, case.nodes, case.ranks * SHAPES[case.model].batch)
-    made: dict[str, Section] = {}
+    legal: dict[str, Section] = {}
     refused: dict[str, str] = {}
     for name, section in case.variants.items():
         try:
             if section is not None:
                 make_strategy(*choice(section), group)
-            made[name] = section
+            legal[name] = section
         except HpctrainError as error:
             refused[name] = str(error)
-    return made, refused
+    return legal, refused
 
 
 def choice(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -96,7 +96,7 @@ def markdown(results: Mapping[str, Any], predicted: Mapping[str, Any], rules: Ma
     figures = [CaseFigures(run) for run in results.values()]
     blocks = [
         _sparse_table([one for one in figures if one.case.kind == "slow"], predicted, rules),
-        _wire_table([one for one in figures if one.case.kind in ("slow", "wire")]),
+        _wire_table([one for one in figures if one.case.wire_bound]),
         _priority_table([one for one in figures if one.case.kind == "priority"]),
         *(_case_table(one, run, predicted.get(one.case.name, {})) for one, run in zip(figures, results.values(), strict=True)),
     ]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.boxes import even, even_interval, even_intervals
+from hpctrain.compress.top_k import kept_at
 from hpctrain.errors import ConfigError
 from hpctrain.nn.parameter import GroupLayout, Segment
 
@@ -37,7 +38,7 @@ class Compression:
         Args:
             density: another one than in the end, as in the first steps.
         """
-        return min(size, max(1, round((self.density if density is None else density) * size)))
+        return kept_at(size, self.density if density is None else density)
 
 
 @dataclass(frozen=True)

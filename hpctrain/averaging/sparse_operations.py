@@ -169,13 +169,13 @@ class SparseOperations(OwnerOperations):
                 continue
             piece, begin = self._schedule.slices[k], self._bounds(k)[0]
             parts = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            mine, counts = parts[comm.rank], [part.size for part in parts]
+            mine, counts = parts[comm.rank], [share.size for share in parts]
             gathered = np.empty(sum(counts), self._group.dtype)
             handle = comm.iallgather(np.ascontiguousarray(values[mine.start - begin : mine.stop - begin]), gathered, counts)
             progress.wait_handle(handle, f"gradients kept back of {name}")
             place = 0
-            for rank, part in enumerate(parts):
-                target = by_node[rank % piece.copies, part.start - segment.start : part.stop - segment.start]
-                target[...] = gathered[place : place + part.size]
-                place += part.size
+            for rank, share in enumerate(parts):
+                target = by_node[rank % piece.copies, share.start - segment.start : share.stop - segment.start]
+                target[...] = gathered[place : place + share.size]
+                place += share.size
         return by_node

@@ -75,15 +75,14 @@ def test_the_best_order_stalls_no_longer_than_the_strict_one(layers: list[tuple[
     ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
     needed = {f"l{k}": more for k, (_, _, more) in enumerate(layers)}
     times = Times(ready, dict.fromkeys(ready, 2.0), needed, 2.0)
-    simulations = [
-        LinkSimulation(_traffic(slices, 4), times, LINK, reductions_first, each) for each in (0.0, times.longest_gap())
-    ]
-    orders = [each.order() for each in simulations]
-    best = best_order(_traffic(slices, 4), times, LINK, reductions_first)
+    traffic, overruns = _traffic(slices, 4), (0.0, times.longest_gap())
+    simulations = [LinkSimulation(traffic, times, LINK, reductions_first, overrun) for overrun in overruns]
+    orders = [simulation.order() for simulation in simulations]
+    best = best_order(traffic, times, LINK, reductions_first)
     assert sorted(best) == sorted(orders[0])
-    for each, order in zip(simulations, orders, strict=True):
+    for simulation, order in zip(simulations, orders, strict=True):
         if best == order:
-            assert each.stall_seconds() <= simulations[0].stall_seconds()
+            assert simulation.stall_seconds() <= simulations[0].stall_seconds()
 
 
 def test_on_a_busy_link_front_layers_overtake() -> None:
