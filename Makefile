@@ -13,6 +13,7 @@
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
+# make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
 # make gpu-check   all that a GPU has to prove, in less than 8 minutes on it; results in GPU_OUT (gpu-check)
@@ -58,7 +59,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -140,6 +141,10 @@ slurm: $(VENV)/installed-dev
 
 signals: $(VENV)/installed-dev
 	$(PY) -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json
+
+faults: $(VENV)/installed-dev
+	$(TEST_ENV) $(PY) -m benchmarks.faults
+	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
 
 combinations: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS)

@@ -132,6 +132,10 @@ class Lab:
                     shape = ("tbf", "rate", rate, "burst", _BURST, "limit", _LIMIT)
                     _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
+    def cut(self, host: int) -> None:
+        """Cut the link of a host: from here on nothing reaches it, and nobody is told."""
+        _run("ip", "-n", self._name(host), "link", "set", "eth0", "down")
+
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent over its link since it stands."""
         found = []

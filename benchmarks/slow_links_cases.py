@@ -138,7 +138,9 @@ def _cases() -> tuple[Case, ...]:
     at_200 = {layout: {name: section for name, section in _SLOW.items() if name not in far[layout]} for layout in layouts}
     whole = [Case("slow", model, *layout, "200mbit", at_200[layout]) for layout in layouts for model in ("vgg16", "resnet18")]
     wired = [
-        Case("wire", model, 4, 1, "200mbit", {name: _SLOW[name] for name in (ALONE, *_WIRED)}) for model in ("vgg16", "resnet18")
+        Case("wire", model, *layout, "200mbit", {name: _SLOW[name] for name in (ALONE, *_WIRED)})
+        for layout in layouts
+        for model in ("vgg16", "resnet18")
     ]
     order = [
         Case("priority", model, 2, 1, rate, {ALONE: None, **PRIORITY})

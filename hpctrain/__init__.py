@@ -6,12 +6,13 @@ and no MPI; a name's module is imported when the name is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from hpctrain.version import __version__ as __version__
 
+# Not from `typing`, whose import takes longer than all else here: until the program is read, a signal ends it without a word.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from hpctrain.api import Job as Job
     from hpctrain.api import model as model
     from hpctrain.api import schedule as schedule
@@ -61,6 +62,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

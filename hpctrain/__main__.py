@@ -12,33 +12,44 @@ _RANKS = ("train", "eval")
 
 def main() -> None:
     """Run the command line."""
-    from hpctrain.launch.streams import open_closed_streams
-
-    open_closed_streams()
     words = sys.argv[1:]
     if any(words[: len(command)] == command for command in _COMPUTING):
         _compute(words[0])
     else:
+        from hpctrain.launch.streams import open_closed_streams
+
+        open_closed_streams()
         _command(None)
 
 
 def _compute(command: str) -> None:
-    from hpctrain.launch.signals import SignalWatch, hold
+    from hpctrain.launch.signal_mask import hold
 
-    held = hold()
+    held = hold()  # before all else: until now a signal ends the process as usual
+    from hpctrain.launch.streams import open_closed_streams
+
+    open_closed_streams()
+    import faulthandler
     import os
+    from functools import partial
 
-    from hpctrain.launch.keeper import keep
+    from hpctrain.flight.ring import End, mark_end
+    from hpctrain.launch.keeper import Keeper, keep
     from hpctrain.launch.launcher import rank_of
+    from hpctrain.launch.output_file import go_on_without_output
+    from hpctrain.launch.signals import SignalWatch
 
     rank = rank_of(os.environ)
-    end = keep(rank, held) if command in _RANKS else lambda: None
+    mark_left = partial(mark_end, end=End.LEFT)
+    keeper = keep(rank, held, mark_end, mark_left) if command in _RANKS else Keeper()
+    go_on_without_output()
+    faulthandler.enable()  # stacks at a crash, and where the keeper ends a process that hangs
     watch = SignalWatch(held, rank=rank, at_once=command != "train").start()
     try:
         _command(watch)
     finally:
         watch.close()
-        end()
+        keeper.finished()
 
 
 def _command(watch: object) -> None:

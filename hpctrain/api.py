@@ -301,6 +301,7 @@ class Job(StartedRank):
         """
         replica.settle()
         replica.require_finite()
+        replica.require_alike()
         content = replica.state(Position(global_step=replica.global_step), {"notes": notes}, keep=self.is_root)
         raise_on_all_ranks(self.world, lambda: checkpoint.write(Path(path), content) if self.is_root else None)
 

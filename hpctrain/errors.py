@@ -48,6 +48,10 @@ class DivergedError(HpctrainError):
     """The loss or a gradient is no longer finite."""
 
 
+class CorruptedStateError(HpctrainError):
+    """Parameters or other state that ranks must hold alike and do not, or that has changed while nothing wrote to it."""
+
+
 class BackendError(HpctrainError):
     """A backend or kernel set that is absent, or cannot compute what was asked for."""
 

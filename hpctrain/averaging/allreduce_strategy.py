@@ -15,6 +15,7 @@ from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, fingerprint
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.two_level import Levels, levels
 
 
 class AllreduceStrategy(Strategy):
@@ -56,12 +57,20 @@ class AllreduceStrategy(Strategy):
         return getattr(self.options, "sizes", None)
 
     @property
+    def levels(self) -> Levels | None:
+        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which knows nodes."""
+        options = self.options
+        in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"
+        return levels(self.group.nodes) if in_levels and self.group.nodes is not None else None
+
+    @property
     def rounding(self) -> Rounding | None:
         rounding = super().rounding
         return None if rounding is None else replace(rounding, cuts_allreduces=self.cuts_large)
 
     def request(self) -> str:
-        return f"{self.words()}{words_of_rounding(self.rounding)}; {fingerprint(self.group.layout)}"
+        rounding, two = words_of_rounding(self.rounding), self.levels
+        return f"{self.words()}{rounding}; {fingerprint(self.group.layout)}{'' if two is None else two.words}"
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         return self.sizes == "measured" and usable is None

@@ -137,6 +137,14 @@ class GradientAverager(ABC):
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
 
+    def changed(self) -> Sequence[Array]:
+        """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
+        owned = (segment for segment in self.owned() if segment.size)
+        return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
+
+    def undone(self) -> None:  # noqa: B027  most have nothing else
+        """The last step was undone: what `changed` and `counters` gave before it is in place again. The same on every rank."""
+
     def held_gradients(self) -> Mapping[str, Array]:
         """By parameter, gradients of earlier steps that this rank still keeps back from every update. None, by default."""
         return {}

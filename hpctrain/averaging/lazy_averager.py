@@ -140,6 +140,9 @@ class LazyAverager(ReduceScatterAverager):
         segments = (self.group.segment(name) for name in self._lazy)
         return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
 
+    def changed(self) -> Sequence[Array]:
+        return [*super().changed(), self._added]
+
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """Also the gradients added up since the last averaging, each rank's. Collective."""
         state = super().full_state(parameter)

@@ -114,7 +114,7 @@ class ReduceScatterStrategy(Strategy):
         return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
 
     def request(self) -> str:
-        nodes = "" if self._levels is None else f"; {self._levels.nodes} nodes of {self._levels.per_node}"
+        nodes = "" if self._levels is None else self._levels.words
         return f"{self.words()}{words_of_rounding(self.rounding)}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:

@@ -48,7 +48,7 @@ class Rounding:
         """As `saved_by_reduction`, in an allreduce of `size` elements, whose sums are gathered in 16 bits, too."""
         saved = np.zeros(ranks, np.int64)
         for begin, end in parts_of(size, item_bytes, ranks) if self.cuts_allreduces else [(0, size)]:
-            saved += 2 * _of_others([_saved(count, item_bytes, self.gradients) for count in even(end - begin, ranks)])
+            saved += 2 * self.saved_by_reduction(even(end - begin, ranks), item_bytes)
         return saved
 
     def saved_by_gather(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:

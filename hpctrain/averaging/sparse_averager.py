@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager, ReduceScatterStep
 from hpctrain.averaging.sparse_operations import SparseOperations
 from hpctrain.averaging.sparse_residual import SparseSettings
+from hpctrain.comm.base import Array
 from hpctrain.comm.two_level import Levels
 from hpctrain.nn.parameter import Parameter
 
@@ -56,10 +57,17 @@ class SparseAverager(ReduceScatterAverager):
         self._number = 0
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
+        self._sparse.begin_step()
         step = super()._new_step(lr)
         step.update = replace(step.update, number=self._number)
         self._number += 1
         return step
+
+    def changed(self) -> Sequence[Array]:
+        return [*super().changed(), *self._sparse.kept_back()]
+
+    def undone(self) -> None:
+        self._sparse.undo()
 
     # -- gradients that are kept back, in a checkpoint -------------------------------------------------------------------------
 

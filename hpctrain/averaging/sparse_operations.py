@@ -60,6 +60,7 @@ class SparseOperations(OwnerOperations):
         self._velocities: dict[int, np.ndarray] = {}
         #: of dense slices: what an earlier run kept back of them, until the first step adds it; the same ones on every rank
         self._left: dict[int, np.ndarray] = {}
+        self._added: dict[int, np.ndarray] = {}  # those that the step under way has added
         if settings.momentum_correction:
             sizes = {k: self._bounds(k)[1] - self._bounds(k)[0] for k in range(len(schedule.slices)) if k not in self._parts}
             self._velocities = {k: np.zeros(size, setup.group.dtype) for k, size in sizes.items()}
@@ -67,6 +68,19 @@ class SparseOperations(OwnerOperations):
     def _bounds(self, k: int) -> tuple[int, int]:
         """[start, stop) of this rank's part of a slice."""
         return self._schedule.slices[k].part(self._comm.rank, self._comm.size)
+
+    def begin_step(self) -> None:
+        """A step begins, and the one before can no longer be undone."""
+        self._added.clear()
+
+    def undo(self) -> None:
+        """The last step was undone: what it has added of what an earlier run kept back is still to be added."""
+        self._left |= self._added
+
+    def kept_back(self) -> list[np.ndarray]:
+        """The arrays of residuals and momentum that steps change."""
+        of_parts = (array for part in self._parts.values() for array in (part.residual, part.velocity))
+        return [*of_parts, *self._velocities.values()]
 
     # -- starts ----------------------------------------------------------------------------------------------------------------
 
@@ -108,6 +122,7 @@ class SparseOperations(OwnerOperations):
         """The gradient of a dense slice with what was left of it, and the momentum that both give."""
         left = self._left.pop(k, None)
         if left is not None:
+            self._added[k] = left
             gradient = gradient + left
         velocity = self._velocities.get(k)
         if velocity is None:

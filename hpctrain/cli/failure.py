@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
+import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +22,8 @@ import click
 from hpctrain.errors import HpctrainError, LaunchError
 from hpctrain.launch import exit_codes
 from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 USER_ERROR = exit_codes.USER_ERROR
 BUG = exit_codes.BUG
@@ -43,13 +48,15 @@ class Commands(click.Group):
 
 @contextlib.contextmanager
 def user_errors_end_in_sentences(
-    rank: Callable[[], int] | None = None, abort: Callable[[int], None] = lambda code: None
+    rank: Callable[[], int] | None = None,
+    abort: Callable[[int], None] = lambda code: None,
+    failed: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[None]:
     """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
 
     Args:
         rank: this process's rank in the job that it belongs to; None for a command that needs no other ranks. abort: ends the
-            job; may return where there is one process only.
+            job; may return where there is one process only. failed: is told the error at once, before others have their say.
     """
     try:
         yield
@@ -57,6 +64,7 @@ def user_errors_end_in_sentences(
         sentences = _sentences(error)
         if not sentences:
             raise
+        failed(" ".join(sentences))
         if rank is not None and rank() != 0:
             time.sleep(_ALONE_AFTER_SECONDS)
         if not _is_said_by_another(error, in_job=rank is not None):
@@ -66,29 +74,56 @@ def user_errors_end_in_sentences(
 
 
 @contextlib.contextmanager
-def job_ends_on_error(rank: Callable[[], int], abort: Callable[[int], None]) -> Iterator[None]:
+def job_ends_on_error(
+    rank: Callable[[], int], abort: Callable[[int], None], failed: Callable[[str], None] = lambda sentence: None
+) -> Iterator[None]:
     """Turn any exception into the end of the whole job with a non-zero exit code.
 
     Args:
         rank: this process's rank (0 before there is one). abort: ends the job; may return where there is one process only.
+        failed: is told the error at once.
     """
     try:
-        with user_errors_end_in_sentences(rank, abort):
+        with user_errors_end_in_sentences(rank, abort, failed):
             yield
     except KeyboardInterrupt:
         _leave(abort, 130)
+    except _Left:
+        raise
     except SystemExit as left:
-        if left.code:
-            raise
+        call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
+        failed(f"{call} inside of a run")
         # MPI would wait in this rank for the others to end, and they in a step for this one.
-        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}[rank {rank()}] sys.exit() inside of a run ends the job.\n")
+        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}[rank {rank()}] {call} inside of a run ends the job.\n")
         _leave(abort, BUG)
+    except MemoryError as error:
+        sentence = _out_of_memory(error, rank())
+        failed(sentence)
+        click.echo(f"hpctrain: {sentence}", err=True)
+        _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)
-    except Exception:
+    except Exception as error:
+        failed(f"{type(error).__name__}: {error}")
         sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}")
         _leave(abort, BUG)
+
+
+def _out_of_memory(error: MemoryError, rank: int) -> str:
+    """One sentence: where memory ran out, what was asked for, and what the plan has."""
+    from hpctrain.train.memory_check import planned
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
+    place = f", in {Path(frames[-1].filename).relative_to(_PACKAGE.parent)}, line {frames[-1].lineno}" if frames else ""
+    asked = " ".join(str(error).split()).rstrip(".") or "an allocation of unknown size was refused"
+    plan = planned()
+    return (
+        f"Memory ran out on rank {rank} ({platform.node()}): {asked}{place}; the process had {peak / 1e9:.3f} GB at most"
+        f"{'' if plan is None else f', {plan}'}; set a smaller batch, more micro_batches or data.cache to false, "
+        "or give the job more memory."
+    )
 
 
 def _sentences(error: HpctrainError | OSError) -> list[str]:
@@ -118,8 +153,12 @@ def _launcher() -> Launcher:
     return detect(environ)
 
 
+class _Left(SystemExit):
+    """The end of a process that has said why."""
+
+
 def _leave(abort: Callable[[int], None], code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     abort(code)
-    sys.exit(code)
+    raise _Left(code)

@@ -13,11 +13,14 @@ from hpctrain.version import __version__
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
+    "run": ("hpctrain.cli.run_command", "run"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
     "calibrate": ("hpctrain.cli.calibrate", "calibrate"),
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
+    "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
+    "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
     "list": ("hpctrain.cli.listing", "listing"),
 }
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import log
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.loading import load_config
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.ring import End
+from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.launch.launcher import Launcher, detect
 from hpctrain.launch.signals import SignalWatch
@@ -40,6 +45,8 @@ class _Job:
     def __init__(self) -> None:
         self.launcher: Launcher = detect(os.environ)
         self.world: Communicator | None = None
+        self.flight = FlightRecorder()
+        self._exits = contextlib.ExitStack()
 
     def rank(self) -> int:
         return self.world.rank if self.world is not None else self.launcher.rank or 0
@@ -47,6 +54,14 @@ class _Job:
     def abort(self, code: int) -> None:
         if self.world is not None:
             self.world.abort(code)
+
+    def failed(self, sentence: str) -> None:
+        """Keep the error in the flight record, before anybody ends the job for it."""
+        self.flight.ended(End.FAILED, sentence)
+
+    def finish(self) -> None:
+        """The run is over, and well."""
+        self._exits.close()
 
     def leave(self, code: int) -> None:
         """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
@@ -71,6 +86,8 @@ class _Job:
             prepared = error
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.automatic import resolve
+        from hpctrain.experiment.flight_records import explain_deadlines, watched
+        from hpctrain.experiment.same_start import check_same_start
         from hpctrain.experiment.session import Session, start_world
         from hpctrain.experiment.start_search import StartedJob
         from hpctrain.experiment.user_code import check_alike
@@ -78,12 +95,24 @@ class _Job:
 
         revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
         deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
-        self.world = start_world(self.launcher, deadline_seconds)
+        removed = shared_segments.Removed()
+        if self.launcher.starts_mpi and not self.launcher.local_rank:
+            removed = shared_segments.remove_stale()
+        self.world = start_world(self.launcher, deadline_seconds, self.flight)
+        if self.launcher.starts_mpi:
+            shared_segments.remember()
+            self._exits.callback(shared_segments.forget)
+        self._exits.enter_context(watched(self.flight, self.world, deadline_seconds))
         config, threads = raise_on_all_ranks(self.world, lambda: _given(prepared))
+        check_same_start(self.world, config, leads_node=not self.launcher.local_rank)
         check_alike(self.world)
         started = StartedJob(self.world, threads.threads, config.deadline_seconds)
         resolved = resolve(config, started, resume, repeated)
-        return Session.start(resolved, self.launcher, threads, self.world, revision)
+        session = Session.start(resolved, self.launcher, threads, self.world, revision, self.flight)
+        explain_deadlines(session.progress)
+        if removed.count:
+            log.get_logger(__name__).info(str(removed))
+        return session
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
         config, source = load_config(file, overrides)
@@ -154,7 +183,7 @@ def train(
     if compute_only:
         watch.end_at_once()
     stopped = False
-    with job_ends_on_error(job.rank, job.abort):
+    with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, (*overrides, "trace=true") if compute_only else overrides, resume, schedule_from)
         from hpctrain.experiment.run import run_compute_only, run_training
 
@@ -162,6 +191,7 @@ def train(
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
             stopped = run_training(session, watch, resume=resume, steps=steps, schedule_from=schedule_from, style=style)
+        job.finish()
     if stopped:
         job.leave(STOPPED)
 
@@ -178,8 +208,9 @@ def train(
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
     job = _Job()
-    with job_ends_on_error(job.rank, job.abort):
+    with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation
 
         run_evaluation(session, checkpoint)
+        job.finish()

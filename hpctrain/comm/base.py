@@ -43,6 +43,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     name: str  # for messages: "world", "split", "data", ...
+    world_ranks: tuple[int, ...]  # of its ranks, in order
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum over the ranks, in place. Collective."""

@@ -21,7 +21,9 @@ from hpctrain.comm.base import Array, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
 from hpctrain.errors import MissingLibraryError
+from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.streams import flush_to_reader
+from hpctrain.rank_spans import spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,27 +31,30 @@ if TYPE_CHECKING:
 # MPI_Abort itself needs a network: where a link is cut it may hang.
 _ABORT_SECONDS = 10.0
 
+# The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
+_DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
 
-def world(deadline_seconds: float) -> MpiCommunicator:
+
+def world(deadline_seconds: float, flight: FlightRecorder | None = None) -> MpiCommunicator:
     """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
 
     Args:
-        deadline_seconds: the longest that start-up, splits and object operations may take.
+        deadline_seconds: the longest that start-up, splits and object operations may take. flight: is told of waits for these.
 
     Raises:
         MissingLibraryError: there is no MPI library that mpi4py can load.
     """
     if "mpi4py.MPI" in sys.modules:
-        return _world(deadline_seconds)
+        return _world(deadline_seconds, flight)
     with guard("The start of MPI", deadline_seconds):
         import mpi4py
 
         if "MPI4PY_RC_THREAD_LEVEL" not in os.environ:
             mpi4py.rc.thread_level = "serialized"
-        return _world(deadline_seconds)
+        return _world(deadline_seconds, flight)
 
 
-def _world(deadline_seconds: float) -> MpiCommunicator:
+def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
@@ -60,7 +65,7 @@ def _world(deadline_seconds: float) -> MpiCommunicator:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
-    return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds)
+    return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds, flight)
 
 
 def finish(deadline_seconds: float) -> None:
@@ -97,19 +102,30 @@ def threads_may_call() -> bool:
 class MpiHandle:
     """A posted MPI operation; holds its buffers until it is complete."""
 
-    __slots__ = ("_elements", "_operation", "_request")
+    __slots__ = ("_dtype", "_elements", "_operation", "_request")
 
-    def __init__(self, request: MPI.Request, operation: str, elements: int) -> None:
+    def __init__(self, request: MPI.Request, operation: str, buffer: Array | None = None) -> None:
         self._request = request
         self._operation = operation
-        self._elements = elements
+        self._elements: int = 0 if buffer is None else buffer.size
+        self._dtype: str = "" if buffer is None else buffer.dtype.char
 
     def test(self) -> bool:
         complete: bool = self._request.Test()
         return complete
 
     def __str__(self) -> str:
-        return f"{self._operation} of {self._elements} elements"
+        return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
+
+
+def _world_ranks(comm: MPI.Comm, world: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of `comm` in `world`, in its order. Not collective."""
+    group, of_all = comm.Get_group(), world.Get_group()
+    try:
+        return tuple(group.Translate_ranks(list(range(group.size)), of_all))
+    finally:
+        group.Free()
+        of_all.Free()
 
 
 class MpiCommunicator:
@@ -119,7 +135,7 @@ class MpiCommunicator:
     Object operations and splits wait by themselves, with the deadline, and drive nothing else: start-up and shut-down only.
     """
 
-    def __init__(self, comm: MPI.Comm, name: str, deadline_seconds: float) -> None:
+    def __init__(self, comm: MPI.Comm, name: str, deadline_seconds: float, flight: FlightRecorder | None = None) -> None:
         from mpi4py import MPI
 
         self.rank: int = comm.Get_rank()
@@ -136,18 +152,22 @@ class MpiCommunicator:
             "B": MPI.UINT8_T,
             "H": MPI.UINT16_T,
         }
-        self._deadline_seconds = deadline_seconds
-        self._waits = ProgressEngine(rank=MPI.COMM_WORLD.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort)
+        self.world_ranks = _world_ranks(comm, MPI.COMM_WORLD)
+        self._deadline_seconds, self._flight = deadline_seconds, flight
+        self._place = f"communicator {name} of ranks {spans(self.world_ranks)}"
+        self._waits = ProgressEngine(
+            rank=MPI.COMM_WORLD.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort, flight=flight
+        )
 
     def iallreduce(self, buffer: Array) -> Handle:
         request = self._comm.Iallreduce(self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
-        return MpiHandle(request, "allreduce", buffer.size)
+        return MpiHandle(request, "allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), send.size, recv.size) == (self.size, sum(counts), counts[self.rank])
         assert send.dtype == recv.dtype
         request = self._comm.Ireduce_scatter(self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
-        return MpiHandle(request, "reduce-scatter", send.size)
+        return MpiHandle(request, "reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), recv.size) == (self.size, sum(counts))
@@ -156,7 +176,7 @@ class MpiCommunicator:
         else:
             assert (send.size, send.dtype) == (counts[self.rank], recv.dtype)
             source = self._whole(send)
-        return MpiHandle(self._comm.Iallgatherv(source, self._parts(recv, counts)), "allgather", recv.size)
+        return MpiHandle(self._comm.Iallgatherv(source, self._parts(recv, counts)), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
@@ -166,30 +186,30 @@ class MpiCommunicator:
         # A rank's piece for itself is copied here: through shared memory libraries can take many times as long for it.
         self._own_piece(recv, recv_counts)[...] = self._own_piece(send, send_counts)
         request = self._comm.Ialltoallv(self._others_parts(send, send_counts), self._others_parts(recv, recv_counts))
-        return MpiHandle(request, "all-to-all", send.size)
+        return MpiHandle(request, "all-to-all", send)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return MpiHandle(self._comm.Ibcast(self._whole(buffer), root), f"broadcast from {root}", buffer.size)
+        return MpiHandle(self._comm.Ibcast(self._whole(buffer), root), f"broadcast from {root}", buffer)
 
     def ibarrier(self) -> Handle:
-        return MpiHandle(self._comm.Ibarrier(), "barrier", 0)
+        return MpiHandle(self._comm.Ibarrier(), "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return MpiHandle(self._comm.Isend(self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer.size)
+        return MpiHandle(self._comm.Isend(self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
         request = self._comm.Irecv(self._whole(buffer), source, tag)
-        return MpiHandle(request, f"receive from {source}, tag {tag},", buffer.size)
+        return MpiHandle(request, f"receive from {source}, tag {tag},", buffer)
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self._wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
         group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        return None if group == self._mpi.COMM_NULL else MpiCommunicator(group, name, self._deadline_seconds)
+        return None if group == self._mpi.COMM_NULL else MpiCommunicator(group, name, self._deadline_seconds, self._flight)
 
     def split_shared_memory(self, name: str) -> MpiCommunicator:
         self._wait(self.ibarrier(), f"split into {name}")
         group = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        return MpiCommunicator(group, name, self._deadline_seconds)
+        return MpiCommunicator(group, name, self._deadline_seconds, self._flight)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return objects.allgather_object(self, value, self._wait)
@@ -206,7 +226,7 @@ class MpiCommunicator:
         self._mpi.COMM_WORLD.Abort(code)
 
     def _wait(self, handle: Handle, purpose: str) -> None:
-        self._waits.wait_handle(handle, f"{purpose} (communicator {self.name})")
+        self._waits.wait_handle(handle, f"{purpose} ({self._place})")
 
     def _whole(self, array: Array) -> tuple[Array, MPI.Datatype]:
         assert array.flags.c_contiguous, "a buffer is C-contiguous"

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpctrain.comm.base import Handle
 from hpctrain.comm.message_account import MessageAccount
+from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.trace.tracer import Category, Tracer
 
 # A posting that is not delayed by more is not recorded as delayed.
@@ -20,10 +21,22 @@ class Ticket:
 
     Attributes:
         purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
-        done: complete; stays True. possible_ns: where it is traced, the last instant at which it was known not to be complete.
+        done: complete; stays True. flight_number: in the flight record; 0 where there is none.
+        possible_ns: where it is traced, the last instant at which it was known not to be complete.
     """
 
-    __slots__ = ("_after", "_start", "begun_ns", "done", "handle", "possible_ns", "purpose", "queue_name", "sequence")
+    __slots__ = (
+        "_after",
+        "_start",
+        "begun_ns",
+        "done",
+        "flight_number",
+        "handle",
+        "possible_ns",
+        "purpose",
+        "queue_name",
+        "sequence",
+    )
 
     def __init__(
         self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
@@ -33,7 +46,7 @@ class Ticket:
         self.sequence = sequence
         self.done = False
         self.begun_ns = 0  # where it is traced: when posting began
-        self.possible_ns = 0
+        self.possible_ns = self.flight_number = 0
         self.handle: Handle | None = None
         self._start: Callable[[], Handle] | None = start
         self._after = tuple(after)
@@ -75,6 +88,7 @@ class PostingQueue:
 
     Args:
         name: for messages and traces. window: most operations in flight at a time; None: no limit.
+        flight: is told of each operation as it happens; None: nobody is. world_ranks: of the communicator.
         lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
             and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
 
@@ -90,6 +104,8 @@ class PostingQueue:
         lock: AbstractContextManager[Any] | None = None,
         trace: Tracer | None = None,
         account: MessageAccount | None = None,
+        flight: FlightRecorder | None = None,
+        world_ranks: Sequence[int] = (0,),
     ) -> None:
         assert window is None or window >= 1
         self.name = name
@@ -97,6 +113,8 @@ class PostingQueue:
         self._lock = lock if lock is not None else nullcontext()
         self._trace = trace
         self._account = MessageAccount(trace) if account is None else account
+        self._flight = flight
+        self._flight_queue = 0 if flight is None else flight.queue_of(name, world_ranks)
         self._free_ns = 0  # where it is traced: since when this queue lets its head start
         self._waiting: deque[Ticket] = deque()
         self._in_flight: list[Ticket] = []
@@ -119,6 +137,8 @@ class PostingQueue:
                 ticket = Ticket(start, purpose, after, self.name, self._posted)
                 self._posted += 1
                 self._waiting.append(ticket)
+                if self._flight is not None:
+                    ticket.flight_number = self._flight.queued(self._flight_queue, purpose, ticket.sequence)
                 if self._trace is not None:
                     ticket.begun_ns = self._trace.clock_ns()
                 self.start_heads()
@@ -151,10 +171,13 @@ class PostingQueue:
                 ticket.possible_ns = now_ns
                 flying[kept] = ticket
                 kept += 1
-            elif trace is not None:
-                self._record(ticket, trace)
-                if full:
-                    self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+            else:
+                if self._flight is not None:
+                    self._flight.done(ticket.flight_number)
+                if trace is not None:
+                    self._record(ticket, trace)
+                    if full:
+                        self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
         del flying[kept:]
 
     def progress_once(self) -> None:
@@ -173,10 +196,15 @@ class PostingQueue:
                 ticket = self._waiting.popleft()
                 self.begun += 1
                 self._begin(ticket)
+                if self._flight is not None:
+                    self._flight.started(ticket.flight_number, str(ticket.handle))
                 if not ticket.test():
                     ticket.possible_ns = self._free_ns
                     self._in_flight.append(ticket)
-                elif self._trace is not None:
+                    continue
+                if self._flight is not None:
+                    self._flight.done(ticket.flight_number)
+                if self._trace is not None:
                     self._record(ticket, self._trace)
         finally:
             self.starting = False

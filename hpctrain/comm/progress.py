@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
@@ -23,11 +23,17 @@ from hpctrain.comm.posting_queue import PostingQueue as PostingQueue
 from hpctrain.comm.posting_queue import Ticket as Ticket
 from hpctrain.comm.progress_thread import ProgressThread
 from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.flight.notes import FlightNotes
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.ring import End
 from hpctrain.launch import exit_codes
 from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
 TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
+
+# The share of a deadline that one look of a wait may take: what took longer was no look, as where a scheduler suspends a job.
+_LONGEST_LOOK = 0.1
 
 _ALONE: AbstractContextManager[Any] = nullcontext()
 
@@ -47,12 +53,14 @@ class ProgressEngine:
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
         clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
         stream: where the report goes; stderr by default.
-        trace: records operations, waits, and what posting and tests take beside them.
+        trace: records operations, waits, and what posting and tests take beside them. flight: is told of all that happens, as it
+            does, so that it can be read where the process is gone; None: nobody is.
         make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
 
     Attributes:
         waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
         wait_policy: how waits poll, offer their core and sleep. further_polls: after operators; None: there is one after each.
+        notes: for the flight record. explain: lines that are printed at a deadline, for what others did.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class ProgressEngine:
         offer_core: Callable[[], None] = os.sched_yield,
         stream: TextIO | None = None,
         trace: Tracer | None = None,
+        flight: FlightRecorder | None = None,
         make_thread: Callable[[Callable[[], None], AbstractContextManager[Any]], ProgressThread] = ProgressThread,
     ) -> None:
         self.rank = rank
@@ -74,7 +83,8 @@ class ProgressEngine:
         self.polls_between_operators = True
         self.further_polls: FurtherPolls | None = None
         self.wait_policy = WaitPolicy()
-        self.trace = trace
+        self.trace, self.flight, self.notes = trace, flight, FlightNotes(flight)
+        self.explain: Callable[[], Sequence[str]] = lambda: ()
         self.account = MessageAccount(trace)
         self._abort = abort
         self._clock = clock
@@ -93,12 +103,25 @@ class ProgressEngine:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
             with self._lock:
-                self._queues[comm] = PostingQueue(name, window, lock=self._lock, trace=self.trace, account=self.account)
+                self._queues[comm] = PostingQueue(
+                    name,
+                    window,
+                    lock=self._lock,
+                    trace=self.trace,
+                    account=self.account,
+                    flight=self.flight,
+                    world_ranks=comm.world_ranks,
+                )
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
         """The communicator of each queue, by the queue's name, in the order in which they were made: the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
+
+    @property
+    def outstanding(self) -> int:
+        """Operations that are in flight or wait, over all queues."""
+        return sum(len(queue.unfinished()) for queue in self._queues.values())
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
@@ -129,6 +152,7 @@ class ProgressEngine:
 
     def operator_done(self) -> None:
         """Between two operators: let messages move, unless that is left to the transport."""
+        self.notes.alive()
         if not self.polls_between_operators:
             return
         policy = self.further_polls
@@ -196,7 +220,9 @@ class ProgressEngine:
             if handle.test():
                 return
             begun_ns = self.trace.clock_ns() if self.trace is not None else 0
-            self._drive(handle.test, f"{purpose}: outside the queues, operation {handle}")
+            awaited = f"{purpose}: outside the queues, operation {handle}"
+            with self.notes.waiting(purpose, 0):
+                self._drive(handle.test, awaited)
             if self.trace is not None:
                 self.trace.add(Category.WAIT, purpose, begun_ns, self.trace.clock_ns(), "outside the queues")
 
@@ -211,7 +237,8 @@ class ProgressEngine:
             return
         begun_ns = self.trace.clock_ns() if self.trace is not None else 0
         with self._alone(ticket):
-            self._drive(lambda: ticket.done, ticket)
+            with self.notes.waiting(ticket.purpose, ticket.flight_number):
+                self._drive(lambda: ticket.done, ticket)
             if self.trace is not None:
                 self.trace.add(Category.WAIT, ticket.purpose, begun_ns, self.trace.clock_ns(), ticket.queue_name, ticket.sequence)
 
@@ -232,15 +259,18 @@ class ProgressEngine:
 
     def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
         assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
-        begin = self._clock()
+        begin = last = self._clock()
+        counted, longest = 0.0, self.deadline_seconds * _LONGEST_LOOK
         self.account.begin_wait()
         try:
             while True:
+                self.notes.alive()
                 self._advance()
                 if finished():
                     break
                 now = self._clock()
-                if now - begin > self.deadline_seconds:
+                counted, last = counted + min(now - last, longest), now
+                if counted > self.deadline_seconds:
                     self._give_up(awaited)
                 if self.wait_policy.sleeps(now - begin):
                     self._sleep(self.wait_policy.sleep_seconds)
@@ -254,11 +284,14 @@ class ProgressEngine:
         """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
         stream = self._stream or _open_stderr()
         sentence = f"[rank {self.rank}] no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
+        if self.flight is not None:
+            self.flight.ended(End.DEADLINE, f"no completion within the deadline of {self.deadline_seconds:g} s: {awaited}")
         lines = [sentence, f"[rank {self.rank}] unfinished on this rank:"]
         lines += [f"[rank {self.rank}]   {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
         stream.write("\n".join([*lines, f"[rank {self.rank}] stacks of all threads:", ""]))
         stream.flush()
         faulthandler.dump_traceback(stream, all_threads=True)
+        stream.writelines(f"[rank {self.rank}] {line}\n" for line in self.explain())
         stream.flush()
         self._abort(TIMEOUT_EXIT_CODE)
         raise CommunicationTimeoutError(sentence)  # only where `abort` came back

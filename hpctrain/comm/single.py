@@ -49,6 +49,7 @@ class SingleCommunicator:
 
     rank = 0
     size = 1
+    world_ranks: tuple[int, ...] = (0,)
 
     def __init__(self, name: str = "world") -> None:
         self.name = name

@@ -18,12 +18,14 @@ import numpy as np
 
 from hpctrain.boxes import even
 from hpctrain.comm.base import Communicator, GradientSums, Handle
+from hpctrain.comm.spare_buffers import SpareBuffers
 from hpctrain.comm.stages import Finished, Stages
-from hpctrain.comm.two_level import TwoLevel
+from hpctrain.comm.two_level import SumsInLevels, TwoLevel
 from hpctrain.compress.base import Compressor
 
 #: how numbers travel; "float32": as they are computed, whatever their dtype
 Wire = Literal["float32", "bfloat16", "float16"]
+_BYTES = np.empty(0, np.uint8)
 #: (elements, dtype) -> the compressor of such arrays
 Caster = Callable[[int, str], Compressor]
 
@@ -36,10 +38,15 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
     """
     if caster is None or comm.size == 1:
         return comm
-    if isinstance(comm, TwoLevel):
-        return comm.with_sums_across(lambda across: SixteenBitSums(across, caster))
-    gathers = comm.split(0, comm.rank, f"{comm.name} sums") if allreduces else None
-    return SixteenBitSums(comm, caster, gathers)
+    if not isinstance(comm, TwoLevel):
+        return _flat_sums(comm, caster) if allreduces else SixteenBitSums(comm, caster)
+    in_levels = comm.with_sums_across(lambda across: SixteenBitSums(across, caster))
+    return SumsInLevels(in_levels, lambda across: _flat_sums(across, caster)) if allreduces else in_levels
+
+
+def _flat_sums(comm: Communicator, caster: Caster) -> SixteenBitSums:
+    """Sums over `comm` that have allreduces. Collective; set-up."""
+    return SixteenBitSums(comm, caster, comm.split(0, comm.rank, f"{comm.name} sums"))
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class MessageBuffers:
         self._caster = caster
         self._casts: dict[tuple[int, str], Compressor] = {}
         self._parts: dict[tuple[tuple[int, ...], str], MessageParts] = {}
-        self._spare: dict[int, list[np.ndarray]] = {}
+        self._spare = SpareBuffers()
 
     def parts(self, counts: Sequence[int], dtype: np.dtype) -> MessageParts:
         """The messages of a buffer of `dtype` whose parts have `counts` elements."""
@@ -102,13 +109,12 @@ class MessageBuffers:
 
     def take(self, size: int) -> np.ndarray:
         """A uint8 buffer, until it is given back."""
-        spare = self._spare.setdefault(size, [])
-        return spare.pop() if spare else np.empty(size, np.uint8)
+        taken: np.ndarray = self._spare.take(size, _BYTES)
+        return taken
 
     def give_back(self, *buffers: np.ndarray) -> None:
         """Let the next ones have these buffers."""
-        for buffer in buffers:
-            self._spare[buffer.size].append(buffer)
+        self._spare.give_back(*buffers)
 
 
 class SixteenBitSums:

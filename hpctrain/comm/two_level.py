@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from hpctrain.boxes import even
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.spare_buffers import SpareBuffers
 from hpctrain.comm.stages import Stages
 
 
@@ -30,6 +30,11 @@ class Levels:
     order: tuple[int, ...]
     nodes: int
     per_node: int
+
+    @property
+    def words(self) -> str:
+        """The words that they add to those that a stored schedule is known by."""
+        return f"; {self.nodes} nodes of {self.per_node}"
 
 
 def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
@@ -95,14 +100,14 @@ def _split(comm: Communicator, color: int, name: str) -> Communicator:
 class TwoLevel:
     """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
 
-    All else goes to `flat`, whose ranks lie in the order of `Levels`. The second stage of an operation starts in a `test` of its
+    All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
     handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
     communicator sees the same order on every rank, whatever is complete first. Making it is collective.
     """
 
     def __init__(self, flat: Communicator, two: Levels) -> None:
-        self.rank, self.size, self.name = flat.rank, flat.size, flat.name
-        self._flat = flat
+        self.rank, self.size, self.name, self.world_ranks = flat.rank, flat.size, flat.name, flat.world_ranks
+        self.flat, self.levels = flat, two
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
         self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
         self._reduce_within = _split(flat, self._node, f"{flat.name} within nodes")
@@ -111,7 +116,7 @@ class TwoLevel:
         self._gather_within = _split(flat, self._node, f"{flat.name} within nodes")
         self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._reductions, self._gathers = Stages(), Stages()
-        self._spare: dict[tuple[int, Any], list[Array]] = {}
+        self._spare = SpareBuffers()
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
         """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.
@@ -125,13 +130,13 @@ class TwoLevel:
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         """Sum over the node, whose ranks get the pieces of all ranks of their number; then sum of those over the nodes."""
         run_sizes = [sum(counts[run]) for run in self._runs]
-        of_node = self._take(run_sizes[self._local_rank], send)
+        of_node = self._spare.take(run_sizes[self._local_rank], send)
 
         def across() -> Handle:
             return self._sums_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
 
         within = self._reduce_within.ireduce_scatter(send, of_node, run_sizes)
-        return self._reductions.add(within, across, lambda: self._give_back(of_node))
+        return self._reductions.add(within, across, lambda: self._spare.give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         """Gather the pieces of all ranks of this number from the other nodes; then those of the other numbers from the node."""
@@ -146,42 +151,68 @@ class TwoLevel:
         return self._gathers.add(across, within)
 
     def iallreduce(self, buffer: Array) -> Handle:
-        return self._flat.iallreduce(buffer)
+        return self.flat.iallreduce(buffer)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        return self._flat.ialltoall(send, recv, send_counts, recv_counts)
+        return self.flat.ialltoall(send, recv, send_counts, recv_counts)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return self._flat.ibroadcast(buffer, root)
+        return self.flat.ibroadcast(buffer, root)
 
     def ibarrier(self) -> Handle:
-        return self._flat.ibarrier()
+        return self.flat.ibarrier()
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return self._flat.isend(buffer, dest, tag)
+        return self.flat.isend(buffer, dest, tag)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        return self._flat.irecv(buffer, source, tag)
+        return self.flat.irecv(buffer, source, tag)
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        return self._flat.split(color, key, name)
+        return self.flat.split(color, key, name)
 
     def split_shared_memory(self, name: str) -> Communicator:
-        return self._flat.split_shared_memory(name)
+        return self.flat.split_shared_memory(name)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return self._flat.allgather_object(value)
+        return self.flat.allgather_object(value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._flat.broadcast_object(value, root)
+        return self.flat.broadcast_object(value, root)
 
     def abort(self, code: int) -> None:
-        self._flat.abort(code)
+        self.flat.abort(code)
 
-    def _take(self, size: int, like: Array) -> Array:
-        """A buffer for a node's sum; the same few, step after step."""
-        spare = self._spare.setdefault((size, like.dtype), [])
-        return spare.pop() if spare else np.empty_like(like, shape=(size,))
 
-    def _give_back(self, buffer: Array) -> None:
-        self._spare[buffer.size, buffer.dtype].append(buffer)
+class SumsInLevels:
+    """Sums in two levels, allreduces included: those of `TwoLevel` go to `flat`.
+
+    An allreduce has three stages: the ranks of a node share its sum out, sum their runs of it across nodes, and gather them. Each
+    begins as a second stage of `TwoLevel` does, on a communicator of its own. Making it is collective.
+
+    Args:
+        comm: does the reduce-scatters. sums_over: (ranks of equal number) -> the sums across nodes, for allreduces.
+    """
+
+    def __init__(self, comm: TwoLevel, sums_over: Callable[[Communicator], GradientSums]) -> None:
+        self._comm = comm
+        flat, two = comm.flat, comm.levels
+        self._ranks, self._nodes = flat.size, two.nodes
+        self._number, node = divmod(flat.rank, two.nodes)
+        self._shared_out = _split(flat, node, f"{flat.name} within nodes")
+        self._across = sums_over(_split(flat, self._number, f"{flat.name} across nodes"))
+        self._gathered = _split(flat, node, f"{flat.name} within nodes")
+        self._sums, self._gathers = Stages(), Stages()
+        self._spare = SpareBuffers()
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        """As a communicator's; every rank gets the same bits, as each run is summed across nodes once."""
+        counts = even(buffer.size, self._ranks)
+        runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
+        run = self._spare.take(runs[self._number], buffer)
+        shared_out = self._shared_out.ireduce_scatter(buffer, run, runs)
+        summed = self._sums.add(shared_out, lambda: self._across.iallreduce(run))
+        return self._gathers.add(summed, lambda: self._gathered.iallgather(run, buffer, runs), lambda: self._spare.give_back(run))
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        return self._comm.ireduce_scatter(send, recv, counts)

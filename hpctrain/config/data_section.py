@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Named, Section, Text
+from hpctrain.config.section import Integer, Named, Number, Section, Text
 
 MOST_PIXELS = 65_536
 MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
@@ -68,6 +68,16 @@ class DataConfig(Section):
         default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
     )
     cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
+    on_unreadable: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="Consequence of a sample that cannot be read: stop ends the job, skip trains on with another in its place.",
+    )
+    max_unreadable: Number = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of a file's samples, rounded up, that a rank may find unreadable under skip before the job ends.",
+    )
 
     @model_validator(mode="before")
     @classmethod

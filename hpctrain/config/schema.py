@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hpctrain.config.data_section import DataConfig
+from hpctrain.config.duration import Duration
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
 from hpctrain.config.section import Integer, Named, Number, Section, Text
 
@@ -153,6 +154,47 @@ class CheckpointConfig(Section):
     keep: Integer = Field(
         default=2, ge=1, description="Number of checkpoints that are kept, the newest ones; older ones are deleted."
     )
+    layout: Literal["auto", "single", "sharded"] = Field(
+        default="auto",
+        description="One file that rank 0 writes (single), or a directory with a file of each rank (sharded); auto takes sharded "
+        "for 128 MiB of parameters or more on several nodes.",
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="Write a checkpoint from a copy while training goes on, which takes the memory of the copy meanwhile; false "
+        "makes all ranks wait until it is on the disk.",
+    )
+
+
+def _or_action(schema: dict[str, Any]) -> None:
+    """JSON schema of a section that may also be written as its action alone."""
+    whole = dict(schema)
+    action = {key: value for key, value in whole["properties"]["action"].items() if key in {"enum", "type"}}
+    schema.clear()
+    schema["anyOf"] = [{**action, "description": "Shorthand for {action: ...}."}, whole]
+
+
+class NonFiniteConfig(Section):
+    """The answer to a loss, gradient, parameter or batch statistic that is not finite; a plain string is its action."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_action)
+
+    action: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="Answer to values that are not finite: end the run (stop), leave the step out on all ranks (skip), or go "
+        "back to the newest checkpoint of the run, and on in another order of samples (rollback).",
+    )
+    most: Integer = Field(
+        default=10,
+        ge=1,
+        description="Largest number of steps skipped in a row, or of times that the run goes back without coming to another "
+        "checkpoint; where it is not enough, the run ends.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_action(cls, value: Any) -> Any:
+        return {"action": value} if isinstance(value, str) else value
 
 
 class EvaluateConfig(Section):
@@ -163,6 +205,17 @@ class EvaluateConfig(Section):
     )
     batch: Integer | None = Field(
         default=None, ge=1, description="Global batch of the evaluation, in samples; null takes the training batch."
+    )
+
+
+class ChecksConfig(Section):
+    """Checks of what ranks hold in memory: parameters, running statistics and the optimiser's state."""
+
+    every_steps: Integer = Field(
+        default=10,
+        ge=0,
+        description="Number of steps from one check to the next, each of a part of what ranks must hold alike; 0 switches them "
+        "off, and with them the sums that owners keep of the optimiser's state.",
     )
 
 
@@ -238,6 +291,10 @@ class Config(Section):
         "predicted; null measures the machine at the start, for a minute at most, where auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
+    on_nonfinite: NonFiniteConfig = Field(
+        default_factory=NonFiniteConfig,
+        description="The answer to values that are not finite: stop, skip, rollback, or a mapping of action and most.",
+    )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
@@ -251,7 +308,18 @@ class Config(Section):
         default=300.0,
         gt=0,
         le=MOST_SECONDS,
-        description="Longest time that a rank waits for the others before it ends the job, in seconds.",
+        description="Longest time that a rank waits for the others, or gets on with nothing, before it ends the job, in seconds.",
+    )
+    max_time: Duration = Field(
+        default=None,
+        description='Wall time after whose start the run has ended with a checkpoint, such as "3h50m", "00:50:00" or a number of '
+        "seconds; slurm takes the end of the Slurm job; null sets no limit.",
+    )
+    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of what ranks hold in memory.")
+    flight: Text = Field(
+        default="run",
+        description="Directory in which each rank records what it posts and waits for, for hpctrain autopsy: run takes that of "
+        "the run, none keeps nothing, any other is used as it is, such as one on the nodes' own disks.",
     )
     output: Text = Field(default="runs", description="Directory in which run directories are made.")
 

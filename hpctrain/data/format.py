@@ -28,7 +28,9 @@ import numpy as np
 from hpctrain.data import format_version_1, stored
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.image_writer import ImageFileWriter, write
+from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.stored import FORMAT, VERSION, Stored, StoredImages, changed, check, chunks
+from hpctrain.data.unreadable import reason
 from hpctrain.errors import DataError
 
 __all__ = ["FORMAT", "VERSION", "ImageFile", "ImageFileWriter", "write"]
@@ -54,10 +56,12 @@ ImageArray = np.ndarray | ReadImages
 
 
 class ImageFile:
-    """An open data file. It holds no file handle: only a read-only memory map, which ends with the object.
+    """An open data file, with a read-only memory map and a descriptor, which end with the object.
 
     Attributes:
-        images: (N, H, W, C) uint8, read-only map, or what is read as one. labels: (N,) int64, in memory.
+        images: (N, H, W, C) uint8, read-only map, or what is read as one. To touch a map that its disk does not give back ends
+            the process; what trains reads `pixels`.
+        pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
         class_names: one per class. mean, std: (C,) float64, in units of 0..1.
     """
 
@@ -69,9 +73,11 @@ class ImageFile:
         class_names: tuple[str, ...],
         moments: tuple[np.ndarray, np.ndarray],
         manifest: dict[str, str],
+        pixels: ImageArray | None = None,
     ) -> None:
         self.path = path
         self.images = images
+        self.pixels = images if pixels is None else pixels
         self.labels = labels
         self.class_names = class_names
         self.mean, self.std = moments
@@ -85,6 +91,13 @@ class ImageFile:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def take_labels(self, samples: np.ndarray, out: np.ndarray) -> None:
+        """The labels of samples (n,), written to `out` (n,): of those that were read in their places where they could not be."""
+        if isinstance(self.pixels, MappedReader) and (replaced := self.pixels.replaced):
+            samples = np.array([replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
+        # "clip" because "raise" makes NumPy gather into a copy first; a sampler's samples are in range.
+        np.take(self.labels, samples, out=out, mode="clip")
 
     @classmethod
     def open(cls, path: str | Path) -> ImageFile:
@@ -105,22 +118,24 @@ class ImageFile:
         except DataError:
             raise
         except Exception as error:  # h5py raises almost anything for damaged files
+            if (why := reason(error)) is not None:
+                raise DataError(f"The data file {path} cannot be read: {why}.") from error
             raise _damaged(path, "truncated" if "truncated" in str(error) else "damaged, or not an HDF5 file") from error
         check(path, contents)
         moments = np.asarray(contents.mean, np.float64), np.asarray(contents.std, np.float64)
         labels = np.asarray(contents.labels, np.int64)
-        return cls(path, _map(path, contents.images), labels, contents.class_names, moments, dict(contents.digests))
+        images, reader = _map(path, contents.images)
+        return cls(path, images, labels, contents.class_names, moments, dict(contents.digests), reader)
 
     def verify(self) -> None:
         """Compare the images with their sha256; reads the whole file. The rest was compared when it was opened.
 
         Raises:
-            DataError: they changed since the file was written.
+            DataError: they changed since the file was written. UnreadableError: they cannot be read.
         """
         digest = hashlib.sha256()
-        with system_errors_as(f"The data file {self.path} cannot be read"):
-            for piece in chunks(self.images.shape):
-                digest.update(np.ascontiguousarray(self.images[piece]).data)
+        for piece in chunks(self.images.shape):
+            digest.update(np.ascontiguousarray(self.pixels[piece]).data)
         if digest.hexdigest() != self.manifest["images"]:
             raise changed(self.path, ["images"])
 
@@ -153,8 +168,9 @@ def _check_format(path: Path, header: Mapping[str, object], readable: tuple[int,
         )
 
 
-def _map(path: Path, images: StoredImages) -> np.ndarray:
-    """Memory map of the images, which lie in one block."""
+def _map(path: Path, images: StoredImages) -> tuple[np.ndarray, MappedReader]:
+    """Memory map of the images, which lie in one block, and what reads them out of it."""
     assert images.offset is not None, "checked"
     with system_errors_as(f"The data file {path} cannot be mapped into memory"):
-        return np.asarray(np.memmap(path, np.uint8, "r", images.offset, images.shape))
+        mapped = np.memmap(path, np.uint8, "r", images.offset, images.shape)
+        return np.asarray(mapped), MappedReader(path, mapped, images.offset)

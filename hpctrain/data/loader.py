@@ -24,6 +24,8 @@ from hpctrain.data.sampler import Sampler, counts, share_of
 TileOfRank = Callable[[tuple[int, ...]], Sequence[Box]]
 
 CACHE_LIMIT_BYTES = 1 << 30
+# Read between two signs of life.
+_BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Loader:
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
         cache: keep the uint8 images, or the regions of them that this rank may need, in memory, where they fit into
             `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
+        alive: called now and then while that takes its time, from whatever thread reads.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Loader:
         prefetch: int = 2,
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
@@ -140,10 +144,10 @@ class Loader:
         self._prefetch = prefetch
         self._tiles = tiles
         self._box_of: dict[tuple[int, ...], Box] = {}
-        self._images: ImageArray = file.images
+        self._images: ImageArray = file.pixels
         self._cached = whole(file.shape[:2])
         self._cache = self._to_read = cache
-        self._cache_limit_bytes = cache_limit_bytes
+        self._cache_limit_bytes, self._alive = cache_limit_bytes, alive
         self._ring: list[_Slot] = []
         self._raw = np.empty((0, *file.shape), np.uint8)
         self._in_use = False
@@ -218,8 +222,6 @@ class Loader:
         all_counts = counts(total, self.ranks, self.split_size)
         first = sum(all_counts[: self.rank - share.split_rank])
         group_ids = batch_ids[first : first + sum(share.counts)]
-        # "clip" because "raise" makes NumPy gather into a copy first; the sampler's ids are in range.
-        np.take(self.file.labels, own_ids, out=slot.y[: len(own_ids)], mode="clip")
         box = self._box_of[share.counts]
         x = slot.x[: size_of(box)].reshape(shape_of(box))
         ids = group_ids[slice(*box[0])]
@@ -228,6 +230,7 @@ class Loader:
             self._pipeline(raw, ids, epoch, x)
         else:
             self._make_region(ids, epoch, box, x)
+        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
         number = -(-begin // self.sampler.batch) + step
         return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share)
 
@@ -262,10 +265,19 @@ class Loader:
         if any(map(self._is_whole, self._box_of.values())):
             region = whole(self.file.shape[:2])
         size_bytes = len(self.file) * size_of(region) * self.file.shape[2]
-        self._images, self._cached = self.file.images, whole(self.file.shape[:2])
+        self._images, self._cached = self.file.pixels, whole(self.file.shape[:2])
         if size_bytes <= self._cache_limit_bytes:
-            rows, columns = (slice(*interval) for interval in region)
-            self._images, self._cached = np.array(self.file.images[slice(None), rows, columns]), region
+            self._images, self._cached = self._read_all(region), region
+
+    def _read_all(self, region: Box) -> np.ndarray:
+        """A region of all images."""
+        rows, columns = (slice(*interval) for interval in region)
+        images = np.empty((len(self.file), *shape_of(region), self.file.shape[2]), np.uint8)
+        at_once = max(1, _BYTES_AT_ONCE * len(images) // max(1, images.nbytes))
+        for begin in range(0, len(images), at_once):
+            images[begin : begin + at_once] = self.file.pixels[begin : begin + at_once, rows, columns]
+            self._alive()
+        return images
 
 
 class _Failure:

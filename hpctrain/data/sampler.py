@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,11 +32,22 @@ def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1)
     return ids[start : start + of_all_ranks[rank]]
 
 
+class Reordering(NamedTuple):
+    """From sample `first` of an epoch on, and in all epochs behind it, samples come in the `number`-th other order."""
+
+    epoch: int
+    first: int
+    number: int
+
+
 class Sampler:
     """Global batches of an epoch: every sample exactly once, the last batch short where `batch` does not divide.
 
     The order of an epoch does not depend on the batch. So a run that has seen its first samples can take the rest in batches of
     any size: steps are counted from the sample `first`.
+
+    Where a run has gone back and takes another order, the samples of an epoch that were seen before stay where they are, and the
+    rest of them is ordered again: each is still there once.
 
     Args:
         samples: size of the data set.
@@ -54,7 +68,12 @@ class Sampler:
         self.batch = batch
         self.seed = seed
         self.shuffle = shuffle
+        self._reorderings: tuple[Reordering, ...] = ()
         self._cached: tuple[int, NDArray[np.int64]] | None = None
+
+    def reorder(self, reorderings: Iterable[Reordering]) -> None:
+        """Follow these from now on, and no others; in the order in which they came to be. While nobody reads."""
+        self._reorderings, self._cached = tuple(reorderings), None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -73,7 +92,7 @@ class Sampler:
         """All sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's is kept."""
         cached = self._cached
         if cached is None or cached[0] != epoch:
-            order = self._shuffled(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
+            order = self._reordered(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
             order.flags.writeable = False
             cached = self._cached = (epoch, order)
         return cached[1]
@@ -84,9 +103,19 @@ class Sampler:
         begin = first + step * self.batch
         return self.order(epoch)[begin : begin + self.batch]
 
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+    def _reordered(self, epoch: int) -> NDArray[np.int64]:
+        """The order of an epoch: that of the last reordering before it, and from some samples on those of it."""
+        before = [change.number for change in self._reorderings if change.epoch < epoch]
+        order = self._shuffled(epoch, *before[-1:])
+        for change in self._reorderings:
+            if change.epoch == epoch:
+                rest = self._shuffled(epoch, change.number)
+                order[change.first :] = rest[np.isin(rest, order[change.first :])]
+        return order
+
+    def _shuffled(self, epoch: int, *number: int) -> NDArray[np.int64]:
         # Sorting 64-bit random words, not a generator's permutation: NumPy may change that one between versions.
-        stream = counter_random.key("sampler", self.seed, epoch)
+        stream = counter_random.key("sampler", self.seed, epoch, *number)
         words = counter_random.words(stream, np.zeros(1, np.int64), range(2 * self.samples))
         keys = words.reshape(self.samples, 2).astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
         return np.argsort(keys, kind="stable").astype(np.int64, copy=False)

@@ -85,7 +85,7 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
     """The choice of a run whose averaging is repeated, from its directory or a checkpoint, and its place."""
     if repeated is None:
         return None
-    if Path(repeated).is_file():
+    if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
         meta = checkpoint.read(Path(repeated)).meta.get(META)
         return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
     path = RunDirectory.open(Path(repeated)).choice_path

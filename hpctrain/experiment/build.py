@@ -9,8 +9,9 @@ from functools import partial
 from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
-from hpctrain.errors import DataError
+from hpctrain.errors import DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
@@ -26,8 +27,11 @@ from hpctrain.train.memory_check import check_memory
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.replica import Replica
+from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
+from hpctrain.train.time_limit import TimeLimit
 from hpctrain.train.trainer import Cadence, Trainer
+from hpctrain.train.weight_watch import CheckCadence
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Parts:
     schedule: LearningRateSchedule
     data: DataFacts
     notes: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[ImageFile, ...]:
+        """The data files that are read."""
+        return tuple(loader.file for loader in (self.loader, self.test_loader) if loader is not None)
 
 
 def build(session: Session, known: DataFacts | None = None) -> Parts:
@@ -115,6 +124,8 @@ def build_replica(
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
+        checks=CheckCadence(config.checks.every_steps),
+        skips=config.on_nonfinite.action == "skip",
     )
     if replica.distribution is not None:
         check_overlap(config, network.graph(1), replica.distribution.plan)
@@ -133,8 +144,12 @@ def build_trainer(
     save: Callable[[Position], None],
     *,
     steps: int = 0,
+    go_back: Callable[[DivergedError, Position], Position] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    limit: TimeLimit | None = None,
     sample: OperatorSample | None = None,
+    epoch_ended: Callable[[Position], None] = lambda position: None,
+    saver: Saver | None = None,
 ) -> Trainer:
     """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
@@ -149,9 +164,14 @@ def build_trainer(
             checkpoint_epochs=config.checkpoint.every_epochs,
             checkpoint_steps=config.checkpoint.every_steps,
             steps=steps,
+            most_skips=config.on_nonfinite.most,
         ),
         reporter=reporter,
         save=save,
+        go_back=go_back,
         stop_requested=stop_requested,
+        limit=limit,
         sample=sample,
+        epoch_ended=epoch_ended,
+        saver=saver,
     )

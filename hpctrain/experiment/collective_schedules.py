@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
@@ -83,7 +84,10 @@ def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], 
 
 
 def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, object]:
-    """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective."""
+    """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective.
+
+    A disk that refuses them ends nothing: a checkpoint holds them, too.
+    """
     texts_here = {
         _key(group, session.grid.row): averager.schedule.to_json()
         for group, averager in parts.replica.averagers.items()
@@ -93,7 +97,7 @@ def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, o
     texts = {key: text for texts_of_rank in gathered for key, text in texts_of_rank.items()}
     if session.is_root:
         for key, text in texts.items():
-            directory.write_schedule(key, text)
+            directory.bookkeeping.attempt("schedules", partial(directory.write_schedule, key, text))
     return {_META: texts}
 
 
@@ -114,7 +118,7 @@ def of_run(source: str) -> dict[str, CollectiveSchedule]:
         CheckpointError: it is neither, or has none.
     """
     path = Path(source)
-    if path.is_file():
+    if path.is_file() or checkpoint.is_sharded(path):
         schedules = _of_checkpoint(checkpoint.read(path))
     else:
         schedules = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}

@@ -18,7 +18,7 @@ from hpctrain.boxes import even, even_interval
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import in_levels, levels
-from hpctrain.config.schema import AveragerConfig, CheckpointConfig, EvaluateConfig
+from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, EvaluateConfig
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -39,6 +39,7 @@ def without_communication(session: Session) -> Session:
             "averager": AveragerConfig(name="blocking"),
             "evaluate": EvaluateConfig(every_epochs=0),
             "checkpoint": CheckpointConfig(every_epochs=0),
+            "checks": ChecksConfig(every_steps=0),  # each rank trains something else
         }
     )
     return replace(session, resolved=replace(session.resolved, config=config), groups=session.groups.alone())

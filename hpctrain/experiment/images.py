@@ -19,6 +19,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.unreadable import set_policy
 
 CHECKPOINT = "the checkpoint"
 
@@ -116,8 +117,13 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
 
 
 def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
-    """This rank's share of a data file."""
+    """This rank's share of a data file.
+
+    Raises:
+        ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
+    """
     config, groups = session.config, session.groups
+    set_policy(session, images.file)
     return Loader(
         images.file,
         Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),
@@ -128,6 +134,7 @@ def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, b
         tiles=tiles,
         prefetch=config.data.prefetch,
         cache=config.data.cache,
+        alive=session.progress.notes.alive,
     )
 
 

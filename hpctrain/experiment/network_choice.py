@@ -50,9 +50,9 @@ class Automatic:
 
         def planned() -> Job:
             chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
-            norms_needed = optimizer_of(self.optimizer)().norms_needed
+            optimizer = optimizer_of(self.optimizer)()
             return planned_job.of_network(
-                self.model, self.image_shape, chosen.kernels, dtype=chosen.dtype, batch=batch, norms_needed=norms_needed
+                self.model, self.image_shape, chosen.kernels, dtype=chosen.dtype, batch=batch, optimizer=optimizer
             )
 
         job = raise_on_all_ranks(started.world, planned)

@@ -9,7 +9,7 @@ from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
-from hpctrain.optim.base import NormsNeeded
+from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.job import Candidate, Job
 
@@ -28,14 +28,15 @@ def job(task: PlannedRun) -> Job:
         batch=config.batch,
         norms_needed=optimizer.norms_needed,
         strategy=make_strategy,
+        momentum=optimizer.momentum,
     )
 
 
-def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, norms_needed: NormsNeeded) -> Job:
+def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, optimizer: Optimizer) -> Job:
     """The training of a network that was made in Python.
 
     Args:
-        dtype: of activations. batch: samples of a step over all ranks. norms_needed: of the optimiser.
+        dtype: of activations. batch: samples of a step over all ranks. optimizer: not bound to parameters.
 
     Raises:
         ShapeError: layers that do not fit each other or the images.
@@ -46,7 +47,18 @@ def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: s
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return Job(type(model).__name__, graph_of, specs, kernels, dtype, image_shape, batch, norms_needed, make_strategy)
+    return Job(
+        type(model).__name__,
+        graph_of,
+        specs,
+        kernels,
+        dtype,
+        image_shape,
+        batch,
+        norms_needed=optimizer.norms_needed,
+        strategy=make_strategy,
+        momentum=optimizer.momentum,
+    )
 
 
 def candidate(task: PlannedRun) -> Candidate:

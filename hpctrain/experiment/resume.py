@@ -69,7 +69,7 @@ def find_start(session: Session, source: str) -> Start | None:
 
 
 def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent] | None:
-    """A checkpoint file: found by rank 0, and read once on each rank; None as in `find_start`. Collective.
+    """A checkpoint: verified by rank 0, read on each rank, of shards what it needs; None as in `find_start`. Collective.
 
     Raises:
         CheckpointError: as `find_start`.
@@ -80,7 +80,7 @@ def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointCont
     if name is None:
         return None
     path = Path(name)
-    return path, raise_on_all_ranks(world, lambda: there[1] if there is not None else checkpoint.read(path))
+    return path, raise_on_all_ranks(world, lambda: there[1] if there is not None else checkpoint.open_checkpoint(path))
 
 
 def locate(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
@@ -89,7 +89,7 @@ def locate(output: str, name: str, source: str) -> tuple[Path, CheckpointContent
     Raises:
         CheckpointError: as `find_start`.
     """
-    if source != AUTO and Path(source).is_file():
+    if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
         return Path(source), checkpoint.read(Path(source))
     if source != AUTO:
         there = checkpoint.read_newest(RunDirectory.open(Path(source)).checkpoints)

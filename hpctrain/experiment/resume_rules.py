@@ -65,6 +65,10 @@ RULES = (
                 "evaluate",
                 "metrics",
                 "deadline_seconds",
+                "max_time",
+                "checks",
+                "flight",
+                "on_nonfinite",
             ),
             "code",
         )

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hpctrain import user_code
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
-from hpctrain.errors import ConfigError
-from hpctrain.experiment import automatic, collective_schedules, compute_only
+from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError
+from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records
 from hpctrain.experiment.build import Parts, build, build_trainer
+from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.max_time import max_time
 from hpctrain.experiment.oversubscription import oversubscribed
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.resume import Start, find_start, introduce
+from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.run_account import RunAccount
 from hpctrain.experiment.session import Session
-from hpctrain.experiment.stop import StopReason, stop_lines, stop_reason
+from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
+from hpctrain.experiment.unreadable import UnreadableReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, software_versions
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Outcome
+from hpctrain.train.trainer import Outcome, Trainer
 
 
 def run_training(
@@ -47,53 +51,80 @@ def run_training(
 ) -> bool:
     """Train; print the last test accuracy and where the run's files lie. Collective.
 
-    True where a signal, of which `watch` knows, ended the run early. It has written a checkpoint then.
+    True where a signal, of which `watch` knows, or `max_time` ended the run early. It has written a checkpoint then.
 
     Args:
         resume: see `find_start`. steps: to stop after.
         schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
     """
+    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
     start = find_start(session, resume) if resume is not None else None
     parts = build(session, None if start is None else start.data)
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     position, directory = Position(), None
     if start is not None:
-        parts.replica.load(start.content)
+        raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
         start = start.without_tensors()
         position, directory = start.position, start.directory
         _cut_records(session, parts, start)
     directory = directory or _new_directory(session, parts)
     reporter = _reporter(session, directory, style, position.global_step)
     try:
-        _introduce(session, parts, reporter)
-        if start is not None:
-            introduce(start, session.config, parts.loader.sampler.samples, reporter)
-        elif resume is not None:
-            reporter.say(f"nothing to resume: no run named {session.config.name} in {session.config.output} has a checkpoint yet")
+        _introduce(session, parts, reporter, limit.sentence)
+        _introduce_start(session, parts, reporter, start, resume)
         reporter.say(f"run directory {directory.path}")
+        watch.keeps(partial(kept_clause, directory))
+        flight_records.keep(session, directory, reporter)
         collective_schedules.keep(session, parts, directory)
-        mode = _start_measuring(session, parts, directory, reporter)
-        account = RunAccount(session, parts, mode)
+        account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        save = partial(_save, session, parts, directory)
-        trainer = build_trainer(session, parts, reporter, save, steps=steps, stop_requested=watch.asked, sample=account.sample)
+        gaps = UnreadableReport(session, parts.files, reporter)
+        checkpoints = RunCheckpoints(session, parts, directory, reporter)
+        trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
+        asked = partial(trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
+        trainer = asked(go_back=go_back, sample=account.sample)
+        outcome, evaluation = _train(session, parts, trainer, checkpoints, position)
+        _finish_trace(report, session, parts, directory, reporter)
+        account.finish(trainer.step_times, outcome, reporter)
+        gaps.finish(outcome.position)
+    finally:
+        session.progress.stop_thread()
+        reporter.close()
+    reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
+    if session.is_root:
+        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints.last)
+    return reason is not None
+
+
+def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
+    """Write the trace of a run that has one, and say what is in it. Collective."""
+    if trace is not None:
+        for line in trace.finish(directory.path, _about(session, parts), reporter.width):
+            reporter.say(line)
+
+
+def _train(
+    session: Session, parts: Parts, trainer: Trainer, checkpoints: RunCheckpoints, position: Position
+) -> tuple[Outcome, RunningSums | None]:
+    """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective."""
+    try:
         outcome = trainer.run(position)
         evaluation = outcome.evaluation
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
             evaluation = trainer.evaluate(outcome.position)
         parts.replica.drain()
-        if report is not None:
-            for line in report.finish(directory.path, _about(session, parts), reporter.width):
-                reporter.say(line)
-        account.finish(trainer.step_times, outcome, reporter)
-    finally:
-        session.progress.stop_thread()
-        reporter.close()
-    reason = stop_reason(session.world, watch) if outcome.stopped and not outcome.steps_reached else None
-    if session.is_root:
-        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason)
-    return reason is not None
+    except CommunicationTimeoutError:
+        raise
+    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
+        session.progress.notes.phase("a checkpoint")
+        with contextlib.suppress(CheckpointError):
+            checkpoints.saver.finish()
+        raise
+    session.progress.notes.phase("a checkpoint")
+    checkpoints.saver.finish()
+    return outcome, evaluation
 
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
@@ -160,33 +191,6 @@ def _cut_records(session: Session, parts: Parts, start: Start) -> None:
     raise_on_all_ranks(session.world, cut)
 
 
-def _save(session: Session, parts: Parts, directory: RunDirectory, position: Position) -> None:
-    """Write a checkpoint on rank 0; all ranks go on once it is on disk. Collective."""
-    meta: dict[str, Any] = {
-        "epoch": position.epoch,
-        "samples": position.samples,
-        "global_step": position.global_step,
-        "seed": session.config.seed,
-        "config": dump(session.config),
-        "data": parts.data.to_meta(),
-        "ranks": session.world.size,
-        "grid": describe(parallel_plan(session.config, session.grid.cols)),
-        **collective_schedules.keep(session, parts, directory),
-    }
-    if session.resolved.choice is not None:
-        meta[automatic.META] = session.resolved.choice.to_meta()
-    if digests := user_code.digests():
-        meta["code"] = digests
-    content = parts.replica.state(position, meta, keep=session.is_root)
-
-    def write() -> None:
-        if session.is_root:
-            checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, position.global_step), content)
-            checkpoint.prune(directory.checkpoints, session.config.checkpoint.keep)
-
-    raise_on_all_ranks(session.world, write)
-
-
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
     """The reporters of rank 0; one that does nothing on other ranks. Collective.
 
@@ -204,8 +208,8 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     return raise_on_all_ranks(session.world, make)
 
 
-def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
-    """Say where the run runs, with which parts and on which data. Collective."""
+def _introduce(session: Session, parts: Parts, reporter: Reporter, limit: str = "") -> None:
+    """Say where the run runs, with which parts and on which data, and the sentence on its limit, if it has one. Collective."""
     config, network = session.config, parts.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
@@ -224,8 +228,17 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter) -> None:
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
-    for note in parts.notes:
+    for note in (*parts.notes, *([limit] if limit else [])):
         reporter.say(note)
+
+
+def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: Start | None, resume: str | None) -> None:
+    """Say from where the run goes on, where it was asked to."""
+    if start is not None:
+        introduce(start, session.config, parts.loader.sampler.samples, reporter)
+    elif resume is not None:
+        place = session.config.output
+        reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
 
 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
@@ -253,13 +266,17 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
     }
 
 
-def _conclude(session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None) -> None:
+def _conclude(
+    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, written: Path | None
+) -> None:
     epochs, evaluation = session.config.epochs, outcome.evaluation
     if reason is not None:
-        written = checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
+        written = written or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
         print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
     elif outcome.steps_reached:
         print(_steps_reached(outcome, epochs, directory))
+    if outcome.position.skipped:
+        print(_skipped(outcome.position))
     if evaluation is not None:
         means, then = evaluation.means(), f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
         print(
@@ -275,6 +292,12 @@ def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> st
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
     return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
+
+
+def _skipped(position: Position) -> str:
+    """How many steps have changed nothing."""
+    were = "step was" if position.skipped == 1 else "steps were"
+    return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
 
 
 def _versions(session: Session, parts: Parts) -> dict[str, str]:

@@ -112,14 +112,13 @@ class RunAccount:
             HpctrainError: a run that cannot be simulated, with the reason.
         """
         config, network, cols = self._session.config, self._parts.replica.network, self._session.grid.cols
-        norms_needed = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
         job = planned_job.of_network(
             network.model,
             network.image_shape,
             network.kernels,
             dtype=self._parts.backend.dtype,
             batch=config.batch,
-            norms_needed=norms_needed,
+            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
         candidate = Candidate(plan, config.averager.name, config.averager.options, config.micro_batches)

@@ -15,6 +15,7 @@ from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
 from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.grid import check_batch, columns
+from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.launcher import Launcher, check_world
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
@@ -82,9 +83,18 @@ class Session(StartedRank):
 
     @classmethod
     def start(
-        cls, resolved: Resolved, launcher: Launcher, threads: ThreadPlan, world: Communicator, revision: Mapping[str, object]
+        cls,
+        resolved: Resolved,
+        launcher: Launcher,
+        threads: ThreadPlan,
+        world: Communicator,
+        revision: Mapping[str, object],
+        flight: FlightRecorder | None = None,
     ) -> Session:
         """Make the groups and the progress engine over a started world. Collective.
+
+        Args:
+            flight: is told of all operations and waits.
 
         Raises:
             ShapeError: a grid that does not multiply to it.
@@ -99,12 +109,20 @@ class Session(StartedRank):
             batch=config.batch,
             deadline_seconds=config.deadline_seconds,
             trace=Tracer(capacity_for(world.size)) if config.trace else None,
+            flight=flight,
         )
         return cls(launcher, threads, world, grid, GridGroups(grid), progress, resolved, revision)
 
 
 def on_grid(
-    world: Communicator, rows: int, cols: int, *, batch: int, deadline_seconds: float, trace: Tracer | None = None
+    world: Communicator,
+    rows: int,
+    cols: int,
+    *,
+    batch: int,
+    deadline_seconds: float,
+    trace: Tracer | None = None,
+    flight: FlightRecorder | None = None,
 ) -> tuple[ProcessGrid, ProgressEngine]:
     """This rank's place on a grid of all ranks, and its progress engine; its log lines have its rank. Collective.
 
@@ -115,12 +133,14 @@ def on_grid(
     log.configure(world.rank)
     check_grid(rows, cols, world.size)
     check_batch(batch, rows, cols)
-    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, trace=trace)
+    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, trace=trace, flight=flight)
     return ProcessGrid(world, rows, cols), progress
 
 
-def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
+def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
     """MPI's world under a launcher, or where HPCTRAIN_EXPECT_RANKS asks for several ranks; else one process, and no MPI at all.
+
+    flight: is told of waits during start-up.
 
     Raises:
         LaunchError: the world has another size than the launcher, or HPCTRAIN_EXPECT_RANKS, was asked for.
@@ -130,6 +150,6 @@ def start_world(launcher: Launcher, deadline_seconds: float) -> Communicator:
     from hpctrain.comm import mpi
 
     with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
-        world = mpi.world(deadline_seconds)
+        world = mpi.world(deadline_seconds, flight)
     check_world(launcher, world.size, mpi.describe())
     return world

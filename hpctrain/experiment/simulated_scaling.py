@@ -154,6 +154,8 @@ def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
         for number, (name, events) in enumerate(classes.items()):
             trace.add_rank(number, events, name=f"simulated: {name}")
         trace.describe({"simulated": True, "title": title, "averager": point.averager, "ranks": point.ranks})
+    if trace.error is not None:
+        raise trace.error
     return path
 
 

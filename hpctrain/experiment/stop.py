@@ -1,4 +1,4 @@
-"""A run that a signal ended: who was asked by which, and what a user is told."""
+"""A run that a signal or its time ended: who was asked by which, and what a user is told."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from pathlib import Path
 from hpctrain.comm.base import Communicator
 from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.launch.signals import SignalWatch
+from hpctrain.rank_spans import spans
+from hpctrain.storage.checkpoint import checkpoints
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.trainer import Outcome
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """The signal that ended a run. ranks: those that it reached, where it did not reach all; others may have had another one."""
+    """The signal or the limit that ended a run. ranks: that a signal reached, where not all; others may have had another."""
 
-    signal: str
+    name: str
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.signal + (f" on {'rank' if len(self.ranks) == 1 else 'ranks'} {_spans(self.ranks)}" if self.ranks else "")
+        return self.name + (f" on {'rank' if len(self.ranks) == 1 else 'ranks'} {spans(self.ranks)}" if self.ranks else "")
 
 
-def stop_reason(world: Communicator, watch: SignalWatch) -> StopReason | None:
-    """The signal of the lowest rank that has had one; None where no rank has. Collective, at the end of a run."""
-    names = world.allgather_object(watch.request.name if watch.request is not None else None)
+def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
+    """The signal of the lowest rank that has had one, else the limit of the lowest that has one; None where no rank has either.
+
+    Collective, at the end of a run.
+
+    Args:
+        limit: the name of a limit that has asked this rank to end.
+    """
+    reasons = world.allgather_object((watch.request.name if watch.request is not None else None, limit))
+    names, limits = [name for name, _ in reasons], [name for _, name in reasons]
     first = next((name for name in names if name is not None), None)
     if first is None:
-        return None
+        reached = next((name for name in limits if name is not None), None)
+        return None if reached is None else StopReason(reached)
     ranks = tuple(rank for rank, name in enumerate(names) if name == first)
     return StopReason(first, ranks if len(ranks) < len(names) else ())
 
@@ -42,12 +53,10 @@ def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Pat
     ]
 
 
-def _spans(ranks: tuple[int, ...]) -> str:
-    """Ranks as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+def kept_clause(directory: RunDirectory) -> str:
+    """The end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
+    try:
+        written = checkpoints(directory.checkpoints)
+    except OSError:
+        return ""
+    return f"; the newest one on the disk is {written[-1][1]}" if written else "; there is none of this run on the disk"

@@ -14,6 +14,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.clock import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.bookkeeping import reason
 from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
@@ -51,6 +52,8 @@ class TraceReport:
 
     def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
         """Rank 0 writes `trace.json` and `time_table.json`, and gets the lines to print; the others get none.
+
+        A disk that refuses them is among the lines.
 
         Args:
             about: versions, machine, configuration: goes into both files. width: of the terminal; None where nothing is folded.
@@ -100,8 +103,9 @@ class TraceReport:
             facts = {"ranks": self._world.size, "clock_error_seconds": error_ns * 1e-9, "dropped_events": dropped, **about}
             file.describe(facts)
         whole = [table for table in tables if table is not None]
+        place = f"in {directory / TRACE_FILE}" if file.error is None else f"was not kept ({reason(file.error)})"
         summary = [
-            f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} in {directory / TRACE_FILE}; "
+            f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}; "
             f"their clocks agree to within {error_ns * 1e-3:.1f} us" + (f"; {dropped} events found no room" if dropped else "")
         ]
         if len(whole) < len(tables):
@@ -110,7 +114,10 @@ class TraceReport:
         late = time_table.latest(postings, names, time_table.counted_steps(mine.events))
         table = time_table.merge(whole, late)
         content = {**facts, "table": asdict(table), "per_rank": [asdict(rank_table) for rank_table in whole]}
-        write_json(directory / TABLE_FILE, content)
+        try:
+            write_json(directory / TABLE_FILE, content)
+        except OSError as error:
+            summary.append(f"{directory / TABLE_FILE} was not written ({reason(error)})")
         return [*lines(table, error_ns * 1e-9, self._world.size, width), *summary]
 
 

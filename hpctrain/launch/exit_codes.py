@@ -5,7 +5,7 @@ from __future__ import annotations
 FINISHED = 0
 BUG = 1
 USER_ERROR = 2
-#: a signal asked for the end, and a checkpoint to go on from was written: requeue on it
+#: a signal or the limit of time asked for the end, and a checkpoint to go on from was written: requeue on it
 STOPPED = 85
 #: a wait among the ranks took longer than the deadline
 DEADLINE = 124

@@ -12,38 +12,21 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from signal import Signals
 
 from hpctrain.launch.exit_codes import SIGNALLED
-
-#: ask for the end of the run with a checkpoint
-STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
-#: prints the stacks of all threads; the run goes on
-STACKS = Signals.SIGUSR2
-#: mean nothing to a run, and must not end it either
-_DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
-HELD = (*STOPS, STACKS, *_DROPPED)
+from hpctrain.launch.signal_mask import HELD as HELD
+from hpctrain.launch.signal_mask import STACKS as STACKS
+from hpctrain.launch.signal_mask import STOPS as STOPS
+from hpctrain.launch.signal_mask import hold as hold
+from hpctrain.launch.signal_mask import release as release
 
 # One request may arrive several times: from the terminal, the launcher, the parent process. What comes later is another one.
 AGAIN_SECONDS = 3.0
-_AGAIN = (Signals.SIGINT, Signals.SIGTERM)
+# A person at a terminal asks again by this; schedulers and launchers send the others as often as they like.
+_AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
-
-
-def hold() -> frozenset[Signals]:
-    """Block the signals in this thread and all that it starts; give those that are blocked.
-
-    What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
-    be kept for the thread that waits.
-    """
-    held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, held)
-    return held
-
-
-def release() -> None:
-    """Unblock them in this thread: for a child between its fork and its program, which would inherit the mask."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
 
 class SignalWatch:
@@ -51,16 +34,17 @@ class SignalWatch:
 
     Args:
         held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.
-        at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered, and
-            an interrupt or termination again after AGAIN_SECONDS ends the process.
+        at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered. Then
+            an interrupt AGAIN_SECONDS after the first request, or later, ends the process; nothing else loses the checkpoint.
     """
 
     def __init__(self, held: frozenset[Signals] = frozenset(), *, rank: int | None = None, at_once: bool = False) -> None:
         self.request: Signals | None = None
+        self._kept: Callable[[], str] = lambda: ""
         self._held, self._rank, self._at_once = held, rank, at_once
         self._since = self._stacks_at = float("-inf")
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._patience_asked = False
 
     def start(self) -> SignalWatch:
         """Start the thread that waits. From the main thread, after `hold`."""
@@ -76,6 +60,10 @@ class SignalWatch:
         if self._thread is not None:
             signal.pthread_kill(self._thread.ident or 0, min(self._held))
             self._thread.join(1.0)
+
+    def keeps(self, kept: Callable[[], str]) -> None:
+        """Say what is kept, where the process ends at once: `kept` gives a clause, and is called on the watch's thread."""
+        self._kept = kept
 
     def asked(self) -> bool:
         """True once a signal has asked this process to stop."""
@@ -107,17 +95,23 @@ class SignalWatch:
         first = self.request is None
         if first:
             self.request, self._since = number, now
-        if self._at_once or (number in _AGAIN and now - self._since >= AGAIN_SECONDS):
+        if self._at_once or (number == _AT_ONCE and now - self._since >= AGAIN_SECONDS):
             self._end(number)
-        if first and not self._rank:
+        if self._rank:
+            return
+        if first:
             self._say(
-                f"{number.name} received: the run ends after this step with a checkpoint; SIGINT or SIGTERM after "
+                f"{number.name} received: the run ends after this step with a checkpoint; SIGINT (Ctrl-C) after "
                 f"{AGAIN_SECONDS:g} s more ends it at once, without one."
             )
+        elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
+            self._patience_asked = True
+            self._say(f"{number.name} received again: the checkpoint is still to come; SIGINT (Ctrl-C) ends the run without it.")
 
     def _end(self, number: Signals) -> None:
         again = "" if self._at_once else " again"
-        self._say(f"{number.name} received{again}: this process ends at once and writes no checkpoint.")
+        kept = "" if self._rank else self._kept()
+        self._say(f"{number.name} received{again}: this process ends at once and writes no checkpoint{kept}.")
         os._exit(SIGNALLED + number)
 
     def _say(self, sentence: str) -> None:

@@ -43,6 +43,12 @@ class AveragerChoice:
         return self.name in ("sharded", "priority", "lazy", "sparse")
 
     @property
+    def sums_in_levels(self) -> bool:
+        """Sums are made within nodes first, where these have several ranks each."""
+        able = self.owners_update or (self.name == "bucketed" and self.options.get("wire", "float32") != "float32")
+        return able and bool(self.options.get("two_level", True))
+
+    @property
     def exchanges(self) -> bool:
         """Linear layers may exchange inputs and errors."""
         return self.owners_update and self.name != "sparse" and self.options.get("fc_exchange", "auto") != "never"
@@ -173,8 +179,7 @@ class _GroupCosts:
         self, machine: Machine, placement: GroupPlacement, choice: AveragerChoice, total_bytes: int, item_bytes: int
     ) -> None:
         self.ranks, self._item_bytes = placement.ranks, item_bytes
-        two_level = choice.owners_update and choice.options.get("two_level", True)
-        in_levels = _levels(placement) if two_level else None
+        in_levels = _levels(placement) if choice.sums_in_levels else None
         self.links = placement.ranks if in_levels is None else in_levels.nodes
         rounding = choice.rounding(1 if in_levels is None else in_levels.per_node)
         self.sent_share = 1.0 if rounding is None else rounding.sent_share(item_bytes)

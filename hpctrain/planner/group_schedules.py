@@ -145,6 +145,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     candidate.micro_batches,
                     norms_needed=job.norms_needed,
                     several_groups=several_groups,
+                    momentum=job.momentum,
                     names=tuple(job.specs),
                 )
                 samples = counts if name == ALL else _by_split_group(counts, plan.rows)

@@ -22,7 +22,7 @@ class PlannedJob:
         model: its name. graph_of: gives the model lowered for a number of samples, batch norms as the training has them.
         specs: all parameters by full name. kernels: the set that computes. dtype: of activations and parameters.
         image_shape: (H, W, C). batch: samples of a step over all ranks.
-        norms_needed: of the optimiser (LARS, clipping).
+        norms_needed, momentum: of the optimiser: for LARS and clipping; 0 where it has none.
         strategy: (name, options, group) -> the averaging strategy; raises ConfigError where they do not fit.
     """
 
@@ -35,6 +35,7 @@ class PlannedJob:
     batch: int
     norms_needed: NormsNeeded
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
+    momentum: float = 0.0
 
 
 Job = PlannedJob  # beside a candidate; the one of the public interface, which runs, is another

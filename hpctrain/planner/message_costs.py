@@ -55,8 +55,7 @@ class MessageCosts:
         elements = n_bytes / self.item_bytes
         write, read = (count * elements for count in _ROUNDING_BYTES[wire])
         if kind is OperationKind.ALLREDUCE:  # each sum is rounded once more by its owner, and read by everybody
-            gathered = stages(self.machine, OperationKind.ALLGATHER, self._sent(n_bytes), self.placement)
-            return (*self._exchange(n_bytes, write + read), *self._working(gathered, read + write / self.placement.ranks))
+            return self._allreduce(n_bytes, write, read)
         if kind is OperationKind.REDUCE_SCATTER:
             return self._reduce(n_bytes, write + read)
         return self._working(self._whole(kind, self._sent(n_bytes)), read + write / self.placement.ranks)
@@ -102,6 +101,18 @@ class MessageCosts:
         within = stages(self.machine, OperationKind.REDUCE_SCATTER, n_bytes, within_nodes(self.placement, per_node))
         across = across_nodes(self.placement, self.levels.nodes, per_node)
         return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
+
+    def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[Stage, ...]:
+        """A sum whose parts and results cross rounded. write, read: work of rounding the buffer once, and of reading it."""
+        two, kind = self.levels, OperationKind.ALLGATHER
+        if two is None:
+            gathered = stages(self.machine, kind, self._sent(n_bytes), self.placement)
+            return (*self._exchange(n_bytes, write + read), *self._working(gathered, read + write / self.placement.ranks))
+        share, across = n_bytes / two.per_node, across_nodes(self.placement, two.nodes, two.per_node)
+        gathered = stages(self.machine, kind, self._sent(share), across)
+        work = (read + write / two.nodes) / two.per_node
+        within = stages(self.machine, kind, n_bytes, within_nodes(self.placement, two.per_node))
+        return (*self._reduce(n_bytes, write + read), *self._working(gathered, work), *within)
 
     def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[Stage, ...]:
         """Sums and parameters stay within nodes; values and positions cross them."""

@@ -15,15 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.boxes import Box, relative, whole
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
 from hpctrain.storage.atomic_write import PARTIAL, replacing, synchronise_directory
 from hpctrain.storage.hdf5_store import read_store, write_store
+from hpctrain.storage.sharded_checkpoint import SUFFIX, delete, open_sharded, remove_left
+from hpctrain.storage.sharded_tensors import ShardedTensors
 
 _log = get_logger(__name__)
-_NAME = re.compile(r"checkpoint-(\d{8,})\.h5")
-_SET_ASIDE = re.compile(r"checkpoint-(\d{8,})-set-aside\.h5")
+_NAME = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
+_SET_ASIDE = re.compile(r"checkpoint-(\d{8,})-set-aside\.(h5|shards)")
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,14 @@ def optimizer_key(state: str, parameter: str) -> str:
     return f"optimizer/{state}/{parameter}"
 
 
-def checkpoint_path(directory: Path, global_step: int) -> Path:
-    """Where the checkpoint after `global_step` steps lies."""
-    return directory / f"checkpoint-{global_step:08d}.h5"
+def checkpoint_path(directory: Path, global_step: int, *, sharded: bool = False) -> Path:
+    """Where the checkpoint after `global_step` steps lies: a file, or a directory of shards."""
+    return directory / f"checkpoint-{global_step:08d}{SUFFIX if sharded else '.h5'}"
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a path is that of a directory of shards, by its name."""
+    return path.suffix == SUFFIX
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -85,6 +93,7 @@ def write(path: Path, content: CheckpointContent) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"*.h5{PARTIAL}"):
             left.unlink(missing_ok=True)
+        remove_left(path.parent)
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
@@ -95,13 +104,27 @@ def write(path: Path, content: CheckpointContent) -> None:
 
 
 def read(path: Path) -> CheckpointContent:
-    """All of a checkpoint, every checksum verified. The tensors are the caller's.
+    """All of a checkpoint, every checksum verified. The tensors are the caller's; those of shards are read again when asked for.
 
     Raises:
         CheckpointError: missing, truncated, damaged (names the tensor), of another format version.
     """
-    tensors, meta = read_store(path)
-    return CheckpointContent(tensors, meta)
+    content = open_checkpoint(path)
+    if isinstance(content.tensors, ShardedTensors):
+        try:
+            content.tensors.verify()
+        finally:
+            content.tensors.close()
+    return content
+
+
+def open_checkpoint(path: Path) -> CheckpointContent:
+    """As `read`, but the tensors of shards are not verified before they are read.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    return CheckpointContent(*(open_sharded(path) if is_sharded(path) else read_store(path)))
 
 
 def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
@@ -128,7 +151,10 @@ def prune(directory: Path, keep: int) -> list[Path]:
         by_age = sorted(_matching(directory, name), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
         deleted += [path for _, path in by_age[:-keep]]
     for path in deleted:
-        path.unlink(missing_ok=True)
+        if is_sharded(path):
+            delete(path)
+        else:
+            path.unlink(missing_ok=True)
     return deleted
 
 
@@ -140,7 +166,8 @@ def set_aside(directory: Path, step: int) -> list[Path]:
     Raises:
         CheckpointError: the directory cannot be written.
     """
-    behind = [(path, path.with_name(f"{path.stem}-set-aside.h5")) for number, path in checkpoints(directory) if number > step]
+    later = [path for number, path in checkpoints(directory) if number > step]
+    behind = [(path, path.with_name(f"{path.stem}-set-aside{path.suffix}")) for path in later]
     if not behind:
         return []
     try:
@@ -156,29 +183,41 @@ def set_aside(directory: Path, step: int) -> list[Path]:
     return [other for _, other in behind]
 
 
-def restore(content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
-    """The tensor of that key, of exactly that shape and dtype.
+def restore(
+    content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype, box: Box | None = None
+) -> np.ndarray:
+    """The tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
 
     Raises:
         CheckpointError: it is not there, or is another.
     """
-    if key not in content.tensors:
+    tensors = content.tensors
+    if key not in tensors:
         raise CheckpointError(
-            f"The checkpoint has no tensor {key}; {choices(key, content.tensors)}. "
-            f"It probably belongs to another model or optimizer."
+            f"The checkpoint has no tensor {key}; {choices(key, tensors)}. It probably belongs to another model or optimizer."
         )
-    tensor = content.tensors[key]
-    if tensor.shape != tuple(shape):
+    stored_shape, stored_dtype = facts(content, key)
+    if stored_shape != tuple(shape):
         raise CheckpointError(
-            f"Tensor {key} has shape {tensor.shape} in the checkpoint and {tuple(shape)} here; "
+            f"Tensor {key} has shape {stored_shape} in the checkpoint and {tuple(shape)} here; "
             f"the checkpoint probably belongs to another model or number of classes."
         )
-    if tensor.dtype != np.dtype(dtype):
+    if stored_dtype != np.dtype(dtype):
         raise CheckpointError(
-            f"Tensor {key} is {tensor.dtype} in the checkpoint and {np.dtype(dtype)} here; "
-            f"set dtype to {tensor.dtype} to continue."
+            f"Tensor {key} is {stored_dtype} in the checkpoint and {np.dtype(dtype)} here; "
+            f"set dtype to {stored_dtype} to continue."
         )
-    return tensor
+    if box is None:
+        return tensors[key]
+    return tensors.part(key, box) if isinstance(tensors, ShardedTensors) else tensors[key][relative(box, whole(shape))]
+
+
+def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of a tensor; shards are not read for that."""
+    if isinstance(content.tensors, ShardedTensors):
+        return content.tensors.facts(key)
+    tensor = content.tensors[key]
+    return tensor.shape, tensor.dtype
 
 
 def refuse_others(content: CheckpointContent, keys: Iterable[str]) -> None:

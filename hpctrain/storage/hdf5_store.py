@@ -8,6 +8,7 @@ and checksums. The root's checksum is written last: a file without it was never 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ import h5py
 import numpy as np
 
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.guarded_file import GuardedFile
+from hpctrain.storage.store_file import StoreFile
 from hpctrain.version import __version__
 
 FORMAT = "hpctrain-checkpoint"
@@ -39,10 +40,14 @@ def _little_endian(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
-def _digest(array: np.ndarray) -> str:
+def _begun_digest(array: np.ndarray) -> hashlib._Hash:
+    """sha256 over dtype and shape of an array; its elements follow."""
+    return hashlib.sha256(f"{array.dtype.str} {array.shape}\n".encode())
+
+
+def digest_of(array: np.ndarray) -> str:
     """sha256 over dtype, shape and elements of a C-contiguous array."""
-    head = f"{array.dtype.str} {array.shape}\n".encode()
-    state = hashlib.sha256(head)
+    state = _begun_digest(array)
     state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 
@@ -52,47 +57,59 @@ def _list_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers of NumPy as JSON's; json calls it for what it does not know."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no place in a checkpoint's metadata")
 
 
-def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> None:
-    """Write a new file `path` and synchronise it with the disk.
+def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> str:
+    """Write a new file `path` and synchronise it with the disk; give its root's checksum.
 
     `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
-    Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it.
+    Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it. Neither Python's lock
+    nor that of HDF5 is held while elements are written or added to a checksum.
 
     Raises:
         OSError, RuntimeError: the file cannot be written.
     """
     digests: dict[str, str] = {}
-    with GuardedFile(path) as guarded, h5py.File(guarded, "w", libver=_LIBVER) as file:
-        for name in tensors:
-            assert "/" in name, f"{name} has no group"
-            digests[name] = _write_tensor(file, name, _little_endian(tensors[name]))
-            if guarded.error is not None:  # no need to gather the rest; closing raises it
-                return
-        digests[_META] = _write_meta(file, meta)
-        file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["format_version"] = FORMAT_VERSION
-        file.attrs["hpctrain"] = np.bytes_(__version__)
-        file.attrs["numpy"] = np.bytes_(np.__version__)
-        file.flush()
-        file.attrs["sha256"] = np.bytes_(_list_digest(digests))
+    with StoreFile(path) as stored:
+        with h5py.File(stored, "w", libver=_LIBVER) as file:
+            for name in tensors:
+                assert "/" in name, f"{name} has no group"
+                digests[name] = _write_tensor(file, stored, name, _little_endian(tensors[name]))
+            digests[_META] = _write_meta(file, meta)
+            file.attrs["format"] = np.bytes_(FORMAT)
+            file.attrs["format_version"] = FORMAT_VERSION
+            file.attrs["hpctrain"] = np.bytes_(__version__)
+            file.attrs["numpy"] = np.bytes_(np.__version__)
+            root = _list_digest(digests)
+            file.attrs["sha256"] = np.bytes_(root)
+        stored.finish()
+    return root
 
 
-def _write_tensor(file: h5py.File, name: str, array: np.ndarray) -> str:
-    dataset = file.create_dataset(name, data=array)
-    digest = _digest(array)
+def _write_tensor(file: h5py.File, stored: StoreFile, name: str, array: np.ndarray) -> str:
+    """Have HDF5 reserve the place of a contiguous dataset, and write its elements there."""
+    creation, linking = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    linking.set_create_intermediate_group(True)
+    kind, space = h5py.h5t.py_create(array.dtype, logical=True), h5py.h5s.create_simple(array.shape)
+    dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation, linking))
+    state = _begun_digest(array)
+    if array.size:
+        stored.place(dataset.id.get_offset(), array, state.update)
+    digest = state.hexdigest()
     dataset.attrs["sha256"] = np.bytes_(digest)
     return digest
 
 
 def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
-    text = json.dumps(dict(meta), default=_plain, sort_keys=True, indent=1).encode()
+    text = json.dumps(dict(meta), default=plain, sort_keys=True, indent=1).encode()
     # A dataset, because an attribute holds 64 KiB at most and a plan may be longer.
     dataset = file.create_dataset(_META, data=np.bytes_(text), dtype=h5py.string_dtype("utf-8", len(text)))
     digest = hashlib.sha256(text).hexdigest()
@@ -108,16 +125,10 @@ def read_store(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {path}.")
-    try:
-        # Many parallel file systems have no locks, and a finished checkpoint is never written again.
-        with h5py.File(path, "r", locking=False) as file:
-            _check_header(path, file)
-            return _read(path, file)
-    except _DAMAGE as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The checkpoint {path} is truncated or damaged, HDF5 cannot read it ({reason}); use an older one."
-        ) from error
+    # Many parallel file systems have no locks, and a finished checkpoint is never written again.
+    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
+        _check_header(path, file)
+        return _read(path, file)
 
 
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
@@ -137,25 +148,59 @@ def _check_header(path: Path, file: h5py.File) -> None:
         )
 
 
+def open_store(path: Path) -> tuple[h5py.File, dict[str, str], str]:
+    """An open file, for the caller to close, the checksums of its tensors, and the root's, against which they are verified.
+
+    Raises:
+        CheckpointError: as `read_store`.
+    """
+    with _damage_in(path):
+        file = h5py.File(path, "r", locking=False)
+        try:
+            _check_header(path, file)
+            digests = _digests(path, file)
+        except BaseException:
+            file.close()
+            raise
+    return file, digests, _list_digest(digests)
+
+
 def _read(path: Path, file: h5py.File) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     tensors = dict(_tensors(path, file))
     return tensors, json.loads(file[_META][()])
 
 
-def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor) of all datasets, verified; then the metadata and the list itself, verified."""
+def _digests(path: Path, file: h5py.File) -> dict[str, str]:
+    """The checksums of all datasets, by name, verified as a whole."""
     names: list[str] = []
     file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
     digests = {name: _text(file[name], "sha256") for name in names}
     if _META not in digests or _text(file, "sha256") != _list_digest(digests):
         raise CheckpointError(f"The list of tensors in checkpoint {path} does not match its checksum; use an older one.")
-    for name in names:
+    return digests
+
+
+def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) of all datasets, verified; then the metadata and the list itself, verified."""
+    digests = _digests(path, file)
+    for name in digests:
         if name == _META:
             actual, what = hashlib.sha256(file[name][()]).hexdigest(), "The metadata"
         else:
             array = np.asarray(file[name][()])
-            actual, what = _digest(array), f"Tensor {name}"
+            actual, what = digest_of(array), f"Tensor {name}"
         if actual != digests[name]:
             raise CheckpointError(f"{what} in checkpoint {path} does not match its checksum; use an older one.")
         if name != _META:
             yield name, array
+
+
+@contextlib.contextmanager
+def _damage_in(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The checkpoint {path} is truncated or damaged, HDF5 cannot read it ({reason}); use an older one."
+        ) from error

@@ -14,7 +14,7 @@ from hpctrain.storage.atomic_write import write_bytes
 _log = get_logger(__name__)
 
 
-def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> None:
+def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
     """Take out of `path` what lies behind a position and will be recorded again from there. What has no step stays.
 
     A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
@@ -22,6 +22,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> N
 
     Args:
         epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated again, too.
+        goes_back: the run itself goes back to the position, so that what it says of earlier times stays.
 
     Raises:
         CheckpointError: the file cannot be written; it is what it was before.
@@ -35,7 +36,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False) -> N
     kept = [
         line
         for line, record in zip(lines, records, strict=True)
-        if record is not None and not _is_behind(record, epoch, step, evaluates)
+        if record is not None and not _is_behind(record, epoch, step, evaluates, goes_back)
     ]
     new = b"".join(line + b"\n" for line in kept)
     if new == text:
@@ -63,7 +64,7 @@ def _record(line: bytes) -> Mapping[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool) -> bool:
+def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
     """Whether a run that goes on from the position records this again.
 
     A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
@@ -78,6 +79,8 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
         return its_epoch + counted_from_0 > epoch
     if record.get("kind") == "evaluation":  # it counts the epochs done
         return its_epoch > epoch or evaluates
+    if record.get("kind") == "rollback":  # to here, from steps behind
+        return not goes_back
     return False
 
 

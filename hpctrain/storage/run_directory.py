@@ -8,6 +8,8 @@
         metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
+        flight/          what each rank did last
+        flight-directory      where that lies, where it is not here
         machine.yaml     the machine that was measured for that, where none was named
         checkpoints/
 
@@ -25,10 +27,11 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -36,14 +39,20 @@ from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
-from hpctrain.storage.checkpoint import CheckpointContent, read_newest
+from hpctrain.storage.bookkeeping import Bookkeeping
 from hpctrain.version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.storage.checkpoint import CheckpointContent
 
 _STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
+
+#: name of the file that says where flight records lie
+FLIGHT_POINTER = "flight-directory"
 
 
 def software_versions(**others: str) -> dict[str, str]:
@@ -81,9 +90,13 @@ def _git(directory: Path | None, *words: str) -> str:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run's files; made by `create` or `open`."""
+    """One run's files; made by `create` or `open`.
+
+    bookkeeping: writes those that the run can do without.
+    """
 
     path: Path
+    bookkeeping: Bookkeeping = field(default_factory=Bookkeeping, compare=False, repr=False)
 
     @classmethod
     def create(
@@ -150,6 +163,23 @@ class RunDirectory:
         """The machine that was measured for the choice."""
         return self.path / "machine.yaml"
 
+    @property
+    def flight(self) -> Path:
+        """Where the flight records of its ranks lie, unless they are kept elsewhere."""
+        return self.path / "flight"
+
+    def point_to_flight(self, directory: Path | None) -> None:
+        """Remember that flight records lie in this directory; None: in the run.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        pointer = self.path / FLIGHT_POINTER
+        if directory is None:
+            pointer.unlink(missing_ok=True)
+        else:
+            write_text(pointer, f"{directory}\n")
+
     def write_schedule(self, group: str, schedule: str) -> None:
         """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
         write_text(self.schedule_path(group), schedule)
@@ -202,9 +232,9 @@ class RunDirectory:
             _cut_torn_line(file.fileno())
             file.write(line.encode())
 
-    def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False) -> None:
+    def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
         """Before a run goes on from a checkpoint: the metrics end where it was taken (see `metrics_file.cut_back`)."""
-        metrics_file.cut_back(self.metrics_path, epoch, step, evaluates=evaluates)
+        metrics_file.cut_back(self.metrics_path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
         """All complete lines; a last one that a kill has torn is left out.
@@ -288,5 +318,7 @@ def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
 
     A run that ended before its first checkpoint is passed over.
     """
+    from hpctrain.storage.checkpoint import read_newest  # loads NumPy, which those who only look at runs do without
+
     found = (read_newest(run.checkpoints) for run in runs(output, name))
     return next((each for each in found if each is not None), None)

@@ -6,8 +6,9 @@ overlap and so are asynchronous events. Times are microseconds of rank 0's clock
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -22,6 +23,9 @@ class ChromeTrace:
 
     Args:
         base_ns: the instant, by rank 0's clock, that becomes 0.
+
+    Attributes:
+        error: the first that the system refused, after which nothing is written; the file is removed at the end then.
     """
 
     def __init__(self, path: Path, base_ns: int) -> None:
@@ -30,16 +34,34 @@ class ChromeTrace:
         self._file: TextIO | None = None
         self._metadata: dict[str, Any] = {}
         self._first = True
+        self.error: OSError | None = None
 
     def __enter__(self) -> ChromeTrace:
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        with self._kept_errors():
+            self._file = self._path.open("w", encoding="utf-8")
+            self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._file is not None
-        self._file.write(f'\n],\n"otherData": {json.dumps(self._metadata)}}}\n')
-        self._file.close()
+        with self._kept_errors():
+            if self._file is not None:
+                self._file.write(f'\n],\n"otherData": {json.dumps(self._metadata)}}}\n')
+                self._file.close()
+        if self.error is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _kept_errors(self) -> Iterator[None]:
+        """Keep what the system refuses inside the block, and write no more from then on."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Add to the file's metadata."""
@@ -47,7 +69,10 @@ class ChromeTrace:
 
     def add_rank(self, rank: int, events: Events, name: str | None = None) -> None:
         """Write the events of one rank, whose times are rank 0's. name: of its process in viewers; None: "rank 3"."""
-        label = f"rank {rank}" if name is None else name
+        with self._kept_errors():
+            self._add_rank(rank, events, f"rank {rank}" if name is None else name)
+
+    def _add_rank(self, rank: int, events: Events, label: str) -> None:
         self._write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": label}})
         self._write({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         for thread, track in enumerate(("program", *events.tracks[1:])):
@@ -80,6 +105,7 @@ class ChromeTrace:
         self._line(json.dumps(event))
 
     def _line(self, text: str) -> None:
-        assert self._file is not None
+        if self._file is None:  # refused before
+            return
         self._file.write("\n" + text if self._first else ",\n" + text)
         self._first = False

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
+from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
@@ -26,8 +28,9 @@ class ConsoleReporter(Reporter):
     """Writes for people on stdout and for programs into the run directory, and passes on what happens to other reporters.
 
     Args:
-        directory: receives metrics. interval_seconds: between two records of progress, and between two lines where there is no
-            bar; the first step and the last always have one. others: reporters that receive the same; they are closed with it.
+        directory: receives metrics; where its disk refuses them, they wait (see `Bookkeeping`).
+        interval_seconds: between two records of progress, and between two lines where there is no bar; the first step and the
+            last always have one. others: reporters that receive the same; they are closed with it.
         console: where to print.
         style: None: a bar on a terminal, lines elsewhere. clock: in seconds.
     """
@@ -45,7 +48,8 @@ class ConsoleReporter(Reporter):
         self._console = console if console is not None else make_console(style)
         self._style = style or ("bar" if self._console.is_terminal else "lines")
         self.width = self._console.width if self._console.is_terminal else None
-        self._directory = directory
+        self._bookkeeping = directory.bookkeeping
+        self._metrics = PatientRecords(self._bookkeeping, "metrics", directory.append_metrics)
         self._interval_seconds = interval_seconds
         self._clock = clock
         self._others = tuple(others)
@@ -73,8 +77,7 @@ class ConsoleReporter(Reporter):
             )
             self._progress.start()
             self._task = self._progress.add_task("training", total=last_sample, completed=done_samples, note="")
-        for reporter in self._others:
-            reporter.start(epochs, samples_per_epoch, done_samples, last_sample)
+        self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
         """Move the bar; record, and print a line where there is no bar, at first and when the interval is over."""
@@ -90,13 +93,11 @@ class ConsoleReporter(Reporter):
         if self._last_record is None or now - self._last_record >= self._interval_seconds:
             self._last_record = now
             self._record_step()
-        for reporter in self._others:
-            reporter.step(epoch, step, sums, lr, images_per_second)
+        self._pass_on(lambda reporter: reporter.step(epoch, step, sums, lr, images_per_second))
 
     def flush(self) -> None:
         self._record_step()
-        for reporter in self._others:
-            reporter.flush()
+        self._pass_on(lambda reporter: reporter.flush())
 
     def _record_step(self) -> None:
         """Record, and print where there are lines, the latest step unless that has been done."""
@@ -123,24 +124,27 @@ class ConsoleReporter(Reporter):
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line of metrics."""
-        self._directory.append_metrics({"kind": kind, "time": time.time(), **values})
-        for reporter in self._others:
-            reporter.record(kind, values)
+        self._metrics.add({"kind": kind, "time": time.time(), **values})
+        self._pass_on(lambda reporter: reporter.record(kind, values))
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
-        self._console.print(text, markup=False)
-        for reporter in self._others:
-            reporter.say(text)
+        self._bookkeeping.attempt("output", lambda: self._console.print(text, markup=False))
+        self._pass_on(lambda reporter: reporter.say(text))
 
     def close(self) -> None:
         """End the bar and close the other reporters; may be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        for reporter in self._others:
-            reporter.close()
+        self._pass_on(lambda reporter: reporter.close())
         self._others = ()
+        self._metrics.close()
+
+    def _pass_on(self, call: Callable[[Reporter], None]) -> None:
+        """Call the other reporters; a disk that refuses what they write ends nothing."""
+        for reporter in self._others:
+            self._bookkeeping.attempt(f"files of the reporter {type(reporter).__name__}", partial(call, reporter))
 
 
 def make_console(style: ProgressStyle | None) -> Console:

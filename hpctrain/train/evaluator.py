@@ -22,6 +22,7 @@ def evaluate(network: Network, loader: BatchSource, comm: Communicator, progress
     sums = np.zeros(4, np.float64)
     latest: LossHandle | None = None  # asked for when the next batch is enqueued
     for batch in loader.epoch(0):
+        progress.notes.alive()
         if not sum(batch.share.counts):  # of the split group: a rank without samples may hold a part of the others'
             continue
         program = network.program(batch.share.counts, training=False)

@@ -69,6 +69,35 @@ class Look:
         return [holder for holder, finite in zip(self.holders, self.flags.result(), strict=True) if not finite]
 
 
+@dataclass(frozen=True)
+class Cause:
+    """The first that any rank saw of a step that is not finite: the same on every rank.
+
+    fault: the first layer, if any is to blame; else only losses are not finite. ranks: that saw it, of `world` ranks.
+    sources: the ranks whose own loss or batch statistics were not finite, before anything was summed over ranks.
+    """
+
+    step: int
+    fault: LayerFault | None
+    ranks: tuple[int, ...]
+    world: int
+    sources: tuple[int, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """For programs: the layer, null where only losses tell, what is not finite, the ranks that saw it, and the sources."""
+        layer, held = (None, "loss") if self.fault is None else (self.fault.layer, str(self.fault.held))
+        return {"layer": layer, "held": held, "ranks": list(self.ranks), "sources": list(self.sources)}
+
+    def __str__(self) -> str:
+        if self.fault is None:
+            return f"the loss of step {self.step} is not finite{on_ranks(self.ranks, self.world)}"
+        after = self.fault.held is Held.PARAMETERS
+        sentence = _sentence(self.fault, f"{'after' if after else 'in'} step {self.step}", self.ranks, self.world)
+        if len(self.sources) in (0, self.world):
+            return sentence
+        return f"{sentence}; losses or batch statistics were so before they were summed{on_ranks(self.sources, self.world)}"
+
+
 class Finiteness:
     """Looks at this rank's parameters, as far as it updates them, and at its loss and batch statistics.
 
@@ -126,6 +155,30 @@ class Finiteness:
             self._finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
         return not faults and not bad_loss
 
+    def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
+        """The cause of a step that is to be left out, told by gradients where they tell. Collective, after a drain.
+
+        Args:
+            step: that has just been done, counted from 1. seen: by a look after its update.
+            finite: this rank's loss and batch statistics.
+        """
+        finding, self._finding = self._finding, None
+        faults = [*self._gradient_faults(), *(self._fault(held, name) for held, name in seen if held is not Held.PARAMETERS)]
+        if not finite and finding is not None and finding.fault is not None:
+            faults.append(finding.fault)
+        if not faults:  # what updates have made of finite gradients
+            faults = [self._fault(held, name) for held, name in seen]
+        gathered = gather((self._rank, min(faults, default=None), not finite))
+        by_rank = {rank: fault for rank, fault, _ in gathered if fault is not None}
+        first = min(by_rank.values(), default=None)
+        ranks = [rank for rank, fault, bad in gathered if (bad if first is None else fault == first)]
+        sources = sorted(rank for rank, _, bad in gathered if bad)
+        return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
+
+    def forget(self) -> None:
+        """Nothing was seen: what was is undone."""
+        self._finding = None
+
     def error(self, gather: Gather, advice: str) -> DivergedError | None:
         """The sentence about what any rank saw first, the same on every rank; None where none has. Collective; after a drain.
 
@@ -180,6 +233,11 @@ def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> st
     when = f"in step {step + 1}"
     if fault.held is Held.PARAMETERS:
         when = f"after step {step}" if step else "before the first step"
+    return _sentence(fault, when, holders, ranks)
+
+
+def _sentence(fault: LayerFault, when: str, holders: Sequence[int], ranks: int) -> str:
+    """The layer, and who saw it, of so many ranks."""
     return (
         f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{on_ranks(holders, ranks)}"
     )

@@ -55,7 +55,8 @@ class Reporter:
         """Training ends inside an epoch: the latest step is recorded, too."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume" or "steps"."""
+        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume", "skip", "rollback", "steps" or
+        "unreadable"."""
 
     def say(self, text: str) -> None:
         """One line for people."""

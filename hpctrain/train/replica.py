@@ -8,59 +8,36 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
-from hpctrain.errors import BackendError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.shard_file import Part
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train import snapshot
+from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.evaluator import evaluate
+from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
+from hpctrain.train.replica_averagers import make_averagers, slices_of, usable
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
+from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.tracing import timed_optimizer
+from hpctrain.train.weight_watch import CheckCadence, WeightWatch
 
 _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
+_NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
-
-
-def _usable(optimizer: Optimizer, network: Network) -> Optimizer:
-    if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
-        raise BackendError(
-            f"The optimizer {type(optimizer).__name__} computes with NumPy, which does not reach arrays of backend "
-            f"{network.kernels.name}; let it compute by group.arithmetic and say any_arrays = True, or set backend to onednn or "
-            "numpy."
-        )
-    return optimizer
-
-
-def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
-    """By parameter, the slices of all schedules that hold some of it, numbered through; none where a rank is alone."""
-    slices: dict[str, list[int]] = {}
-    pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
-    for number, names in enumerate(pieces):
-        for name in names:
-            slices.setdefault(name, []).append(number)
-    return slices
-
-
-def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
-    """The parameters of each slice of a schedule; without one every parameter is a slice."""
-    if averager.schedule is None:
-        return [(name,) for name in averager.group.parameters]
-    return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]
 
 
 #: the strategy for one group of parameters, such as the class `Sharded` itself
@@ -81,12 +58,15 @@ class Replica:
         optimizer: makes an optimiser that is not bound yet.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
         micro_batches: passes that one step's samples are split into.
+        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks nothing but steps
+            and loading may write to parameters and to the optimiser's state.
+        skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
-        tiles: what the ranks that share samples read of them; None where each reads its own.
-        global_step: steps done. lr: the learning rate of the last of them.
+        tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
+        global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
         ConfigError: a strategy that cannot do what is asked for. BackendError: an optimiser that cannot compute where the arrays
@@ -103,6 +83,8 @@ class Replica:
         optimizer: Callable[[], Optimizer] | None = None,
         nominal_batch: int | None = None,
         micro_batches: int = 1,
+        checks: CheckCadence = _NO_CHECKS,
+        skips: bool = False,
     ) -> None:
         if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
             groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
@@ -114,9 +96,13 @@ class Replica:
             self.tiles = self.distribution.tiles_by_counts(network.graph)
         self.strategies: dict[str, Strategy] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        self._guards: dict[str, GuardedOptimizer] = {}
+        self._checks = checks
+        self.watch: WeightWatch | None = None
         if strategy is not None and optimizer is not None:
             for name, group in network.groups.items():
-                unbound = self._optimizers[name] = timed_optimizer(_usable(optimizer(), network), progress)
+                guard = self._guards[name] = guarded(usable(optimizer(), network))
+                unbound = self._optimizers[name] = timed_optimizer(guard, progress)
                 self.strategies[name] = strategy(
                     PlannedGroup(
                         group,
@@ -134,10 +120,13 @@ class Replica:
         self.shards = Shards(network, groups.shard_holders, progress)
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
         self._micro_batches = micro_batches
+        self._skips = skips
+        self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.global_step, self.lr = 0, 0.0
         self._current_lr = 0.0
         self._finite_at_step = -1
+        self.kept_step: int | None = None
 
     def agree(self, stored: Mapping[str, CollectiveSchedule] = _NO_SCHEDULES) -> None:
         """Make the averagers, with what each of them posts in a step. Collective; once, before all else that is.
@@ -148,25 +137,26 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
-        norms = None
-        if MODEL in self.network.groups and any(optimizer.needs_norms for optimizer in self._optimizers.values()):
-            norms = JointNorms(self.groups.norms, self.progress, tuple(self.network.groups.values()))
-        interval = None
-        if MODEL in self.network.groups and self.strategies:
-            one_of_them = next(iter(self.strategies.values()))  # all have the same options
-            interval = one_of_them.interval(self.groups.norms, self.progress, len(self.strategies))
-        averagers = {}
-        for name, strategy in self.strategies.items():
-            group, comm = self.network.groups[name], self.groups.gradients[name]
-            setup = AveragerSetup(group, self._optimizers[name], comm, self.progress, norms, interval)
-            averagers[name] = make_averager(strategy, setup, stored.get(name))
+        averagers = make_averagers(self.network, self.groups, self.progress, self.strategies, self._optimizers, stored)
         self.averagers = averagers
         self.network.slices = slices_of(averagers)
+        if self._checks.every_steps and averagers and self.network.kernels.arithmetic.on_host:
+            self.watch = WeightWatch(self.network, averagers, self._guards, self.groups, self.progress, self._checks)
         self._step = self._training_step()
+        if self._skips:
+            self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
 
     def _training_step(self) -> TrainingStep:
-        counts_of = self.groups.counts_of
-        return TrainingStep(self.network, self.averagers, self.progress, self._reduction, self._micro_batches, counts_of)
+        return TrainingStep(
+            self.network,
+            self.averagers,
+            self.progress,
+            self._reduction,
+            self._micro_batches,
+            self.groups.counts_of,
+            watch=self.watch,
+            looks=not self._skips,
+        )
 
     def record_operators(self, trace: Tracer | None) -> None:
         """Record the operators of steps from now on; None: no longer. Where the engine has a tracer, that has them already."""
@@ -191,6 +181,7 @@ class Replica:
 
         Raises:
             DivergedError: a loss, parameter, gradient or statistic of the step before is not finite; on every rank.
+            CorruptedStateError: with checks, something that ranks hold differs; on every rank.
         """
         self.update(batch, lr)
         totals = self.settle()
@@ -198,34 +189,54 @@ class Replica:
         return totals
 
     @_without_warnings
-    def update(self, batch: Batch, lr: float) -> None:
-        """The first part of a step: its update. `settle` and `post` follow, in this order. Collective."""
+    def update(self, batch: Batch, lr: float) -> Cause | None:
+        """The first part of a step: its update. `settle` and `post` follow, in this order. Collective.
+
+        Returns:
+            Why the step has changed nothing; None where it has, as every step of a replica does that does not skip. The sums of
+            a step that has changed nothing are zeros, its samples included.
+        """
         self._current_lr = lr
+        if self._guard is None:
+            self._step.run(batch, self.global_step, lr)
+            return None
+        self._guard.begin()
         self._step.run(batch, self.global_step, lr)
+        cause = self._guard.end(self.global_step + 1, finite=self._reduction.finite)
+        if cause is not None:
+            self._reduction.clear()
+            if self.watch is not None:
+                self.watch.forget()
+        return cause
 
     @_without_warnings
     def settle(self) -> StepTotals | None:
         """Wait for the sums on their way, if any, and blend their batch statistics into the running ones. Collective.
 
         Raises:
-            DivergedError: as `step`.
+            DivergedError, CorruptedStateError: as `step`.
         """
         totals = self._reduction.read()
         if totals is None:
             return None
+        well = self.watch is None or self.watch.read()
         if totals.non_finite:
             self.drain()
             self._raise_diverged()
+        if not well:
+            self._raise_corrupted()
         self.network.statistics.blend(totals.statistics, totals.count)
         return totals
 
-    def post(self, *, stop: bool = False) -> None:
+    def post(self, *, stop: bool = False, news: int = 0) -> None:
         """The last part of a step: send its sums. Collective; does not wait.
 
         Args:
-            stop: this rank was asked to stop; all ranks read how many were.
+            stop: this rank was asked to stop; all ranks read how many were. news: all ranks read the sum.
         """
-        self._reduction.post(stop=stop)
+        self._reduction.post(stop=stop, news=news)
+        if self.watch is not None:
+            self.watch.post()
         self.global_step += 1
         self.lr = self._current_lr
 
@@ -250,6 +261,21 @@ class Replica:
             self._raise_diverged()
             self._finite_at_step = self.global_step
 
+    def require_alike(self, *, schedules: bool = False) -> None:
+        """Drain, and compare all that ranks must hold alike: at the start, and before anything is kept. Collective.
+
+        After `settle`. Nothing where the replica has no checks.
+
+        Args:
+            schedules: those of the averagers, too.
+
+        Raises:
+            CorruptedStateError: something differs, or has changed while nothing wrote to it; on every rank.
+        """
+        self.drain()
+        if self.watch is not None and not self.watch.compare_all(self.global_step, schedules=schedules):
+            self._raise_corrupted()
+
     @_without_warnings
     def evaluate(self, loader: BatchSource) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
@@ -264,14 +290,20 @@ class Replica:
         self.network.parameters_changed()
         return evaluate(self.network, loader, self.groups.all_ranks, self.progress)
 
-    def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True) -> CheckpointContent:
+    def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
 
         Args:
             position, meta: go into the content's metadata.
             keep: False on ranks that do not write the content: theirs has no tensors.
+            copied: training may go on while the content is being written.
         """
-        return snapshot.take(self.network, self.averagers, self.shards, position, meta, keep=keep)
+        return snapshot.take(self.network, self.averagers, self.shards, position, meta, keep=keep, copied=copied)
+
+    def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
+        """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
+        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups.all_ranks)
+        return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
         """Restore what `state` gave, on whatever grid; give the position in it. After `agree`; not collective.
@@ -280,8 +312,16 @@ class Replica:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards)
+        if self.watch is not None:
+            self.watch.forget()
         self.global_step = position.global_step
         return position
+
+    def go_back(self, content: CheckpointContent) -> Position:
+        """Restore what `state` gave, in the middle of a training that has raised `DivergedError`. Not collective."""
+        self._step.finiteness.forget()
+        self._finite_at_step = -1
+        return self.load(content)
 
     def load_weights(self, content: CheckpointContent) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
@@ -290,6 +330,8 @@ class Replica:
             CheckpointError: as `load`.
         """
         snapshot.put_weights(content, self.network, self.shards)
+        if self.watch is not None:
+            self.watch.forget()
 
     def _raise_diverged(self) -> None:
         """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
@@ -297,3 +339,9 @@ class Replica:
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             raise error
+
+    def _raise_corrupted(self) -> None:
+        """Raise what the comparison has found, alike on all ranks. Collective."""
+        assert self.watch is not None
+        self.drain()
+        raise self.watch.error(self.kept_step)

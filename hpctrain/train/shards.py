@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from hpctrain.boxes import Box, replace_dim, whole
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.distribution import Shard
@@ -26,6 +27,15 @@ class Shards:
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """The parameter's, as the model declares it."""
         return self._network.parameter_specs[name].shape
+
+    def is_whole(self, name: str) -> bool:
+        """Whether this rank, as all others, holds all of it."""
+        return self._network.shards[name] is None
+
+    def box(self, name: str) -> Box:
+        """The place of this rank's part in the whole."""
+        shape, shard = self.whole_shape(name), self._network.shards[name]
+        return whole(shape) if shard is None else replace_dim(whole(shape), shard.dim, shard.interval)
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """The part of it that this rank holds; a view."""

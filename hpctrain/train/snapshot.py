@@ -10,6 +10,7 @@ import numpy as np
 
 from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
+from hpctrain.data.sampler import Reordering
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
@@ -17,6 +18,8 @@ from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 
 _COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
+#: fields of a position that a checkpoint has only where they are not empty: older programs do not know them
+_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings")
 _PENDING = "_gradient"  # a state of that ending belongs to the averager before it, see GradientAverager.pending
 
 
@@ -27,23 +30,34 @@ class Position:
     It counts samples, not steps, so that training can go on with another batch.
 
     epoch: the next step's. samples: of this epoch, in its order, that steps have taken. global_step: steps done. sums: of the
-    current epoch so far.
+    current epoch so far. skipped: steps that changed nothing, of all. skipped_in_a_row: of the latest ones.
+    reorderings: where the run went back and took another order, as `Sampler` has them.
     """
 
     epoch: int = 0
     samples: int = 0
     global_step: int = 0
     sums: RunningSums = field(default_factory=RunningSums)
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    reorderings: tuple[Reordering, ...] = ()
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
         """How far training is, in steps of `batch`, had all been of it: a whole number where they were, to the last bit."""
         return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
+
+    def to_meta(self) -> dict[str, Any]:
+        """The position as a checkpoint's metadata holds it, for `from_meta`."""
+        values = asdict(self)
+        empty = [name for name in _LATER_FIELDS if not values[name]]
+        return {name: value for name, value in values.items() if name not in empty}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Position:
         """The position in a checkpoint's metadata."""
         values = dict(meta["position"])
         values["sums"] = RunningSums(**values["sums"])
+        values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
         if "step_in_epoch" in values:  # format version 1 counted steps; the sums were complete when it was written
             del values["step_in_epoch"]
             values["samples"] = values["sums"].count
@@ -58,19 +72,22 @@ def take(
     meta: Mapping[str, Any],
     *,
     keep: bool = True,
+    copied: bool = False,
 ) -> CheckpointContent:
     """All that a resume needs, one whole array per tensor. After a drain; collective where anything is sharded.
 
     keep: False on ranks that do not write: they get no tensors, and hold one at a time.
+    copied: no array is one that training goes on with.
     """
+    kept = np.array if copied else np.asarray
     tensors: dict[str, np.ndarray] = {}
     to_host = network.kernels.arithmetic.to_host
     for name, parameter in network.parameters.items():
         value = shards.whole(name, to_host(parameter.data))
         if keep:
-            tensors[parameter_key(name)] = value
+            tensors[parameter_key(name)] = kept(value)
     if keep:
-        tensors |= {statistic_key(name): statistic for name, statistic in network.statistics.views.items()}
+        tensors |= {statistic_key(name): kept(statistic) for name, statistic in network.statistics.views.items()}
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
@@ -80,9 +97,14 @@ def take(
                 else:
                     value = shards.whole(name, values.reshape(shape))
                 if keep:
-                    tensors[optimizer_key(state, name)] = value
+                    tensors[optimizer_key(state, name)] = kept(value)
+    return CheckpointContent(tensors, full_meta(averagers, position, meta))
+
+
+def full_meta(averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a checkpoint: what is not a tensor."""
     counters = {group: counts for group, averager in averagers.items() if (counts := averager.counters())}
-    return CheckpointContent(tensors, {**meta, "position": asdict(position), _COUNTERS: counters})
+    return {**meta, "position": position.to_meta(), _COUNTERS: counters}
 
 
 def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards) -> Position:
@@ -196,4 +218,4 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards) ->
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
     """The part that this rank holds of a tensor that has the shape of parameter `name`."""
-    return shards.part(name, restore(content, key, shards.whole_shape(name), network.parameter_dtype))
+    return restore(content, key, shards.whole_shape(name), network.parameter_dtype, shards.box(name))

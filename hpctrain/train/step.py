@@ -20,6 +20,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import TracingHooks
+from hpctrain.train.weight_watch import WeightWatch
 
 
 class AveragingHooks(StepHooks):
@@ -119,6 +120,8 @@ class TrainingStep:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         micro_batches: passes that one step's samples are split into. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
+        watch: takes checksums of what ranks hold alike; None: nothing does.
+        looks: at the parameters that the step before has made; False where somebody has looked already.
 
     Attributes:
         finiteness: looks at what this rank trains, once per step; the message tells the others.
@@ -132,12 +135,16 @@ class TrainingStep:
         message: StepReduction,
         micro_batches: int = 1,
         counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
+        *,
+        watch: WeightWatch | None = None,
+        looks: bool = True,
     ) -> None:
-        self._network = network
+        self._network, self._watch = network, watch
         self._counts_of = counts_of
         self._averagers = averagers
         self._message = message
         self._micro_batches = micro_batches
+        self._looks = looks
         self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
@@ -183,8 +190,11 @@ class TrainingStep:
             loss = program.loss(batch.y[micro_batch.own], batch.global_count)
             statistics = self._network.statistics.fetch_batch()
             self._lap(Category.WORK, "loss")
-            look = self.finiteness.begin() if first else None
+            look = self.finiteness.begin() if first and self._looks else None
             self._lap(Category.WORK, "finite numbers")
+            if first and self._watch is not None:
+                self._watch.look(global_step)
+                self._lap(Category.WORK, "watched weights")
             program.backward(hooks)
             self._lap(Category.AVERAGING, HOOKS)
             self._add_to_message(global_step, loss, statistics, look, sum(micro_batch.counts))

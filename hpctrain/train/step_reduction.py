@@ -12,6 +12,8 @@ from hpctrain.backend.kernels.base import LossSums
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine, Ticket
 
+#: what a rank has to tell travels in the same number as whether it was asked to stop: sums below 2^53 are exact
+_NEWS = 1 << 24
 _HEAD = 6  # loss, top1, top5, count, non-finite ranks, ranks asked to stop; batch statistics follow
 
 
@@ -21,6 +23,7 @@ class StepTotals:
 
     non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
     statistics: float64, flat, count-weighted sums of the batch statistics.
+    news: sum of what ranks have to tell of a checkpoint that is being written (see `Saver.news`).
     """
 
     loss: float
@@ -30,6 +33,7 @@ class StepTotals:
     non_finite: int
     stop: int
     statistics: np.ndarray
+    news: int = 0
 
 
 class StepReduction:
@@ -70,15 +74,20 @@ class StepReduction:
             return
         self._current[_HEAD:] += statistics
 
+    @property
+    def finite(self) -> bool:
+        """Whether all that this rank has added since `clear` is finite."""
+        return not self._current[4]
+
     def gather(self, value: Any) -> list[Any]:
         """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
         return self._comm.allgather_object(value)
 
-    def post(self, *, stop: bool) -> None:
+    def post(self, *, stop: bool, news: int = 0) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""
         assert self._ticket is None, "the previous message has not been read"
         buffer = self._current
-        buffer[5] = float(stop)
+        buffer[5] = float(stop + _NEWS * news)
         comm = self._comm
         self._ticket = self._progress.queue(comm).post(lambda: comm.iallreduce(buffer), "step message")
         self._turn = 1 - self._turn
@@ -91,5 +100,6 @@ class StepReduction:
         self._progress.wait(self._ticket)
         self._ticket = None
         values = self._buffers[1 - self._turn]
-        loss, top1, top5, count, non_finite, stop = (float(v) for v in values[:_HEAD])
-        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), round(stop), values[_HEAD:])
+        loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
+        news, stop = divmod(round(flags), _NEWS)
+        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, values[_HEAD:], news)

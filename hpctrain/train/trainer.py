@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain.data.loader import Batch, BatchSource
+from hpctrain.errors import DivergedError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
+from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
+from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step_times import StepTimes
+from hpctrain.train.time_limit import TimeLimit
 from hpctrain.train.tracing import traced_steps
 
 
@@ -23,6 +27,7 @@ class Cadence:
     """How often what happens; 0 means never.
 
     epochs: to train in all. steps: to stop after so many steps of this run, for tests and trials.
+    most_skips: steps, one after another, that may change nothing as they are not finite; one more ends the run.
     """
 
     epochs: int
@@ -30,6 +35,7 @@ class Cadence:
     checkpoint_epochs: int = 1
     checkpoint_steps: int = 0
     steps: int = 0
+    most_skips: int = 10
 
 
 @dataclass
@@ -53,7 +59,12 @@ class Trainer:
     Args:
         replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
         schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position (drained before).
-        stop_requested: this rank was asked to stop. sample: records operators of a few steps; None: none are recorded.
+        go_back: gives the state that training goes on from after an error, in place of the position where it came, or raises;
+            None: it ends.
+        stop_requested: this rank was asked to stop. limit: of its time; None: it has none.
+        sample: records operators of a few steps; None: none are recorded.
+        epoch_ended: called with the position behind every epoch, on every rank, before its evaluation; may communicate.
+        saver: what `save` begins goes on in it; None: nothing does.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -69,14 +80,22 @@ class Trainer:
         cadence: Cadence,
         reporter: Reporter,
         save: Callable[[Position], None],
+        go_back: Callable[[DivergedError, Position], Position] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        limit: TimeLimit | None = None,
         sample: OperatorSample | None = None,
+        epoch_ended: Callable[[Position], None] = lambda position: None,
+        saver: Saver | None = None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
+        self._limit = TimeLimit() if limit is None else limit
+        self._go_back = go_back
+        self._notes = replica.progress.notes
         self._trace = replica.progress.trace
-        self._sample = sample
+        self._sample, self._saver, self._epoch_ended = sample, saver, epoch_ended
+        self._news = 0
         self._rate = Rate()
         self.step_times = StepTimes(replica.progress)
         self._stop = False
@@ -87,32 +106,55 @@ class Trainer:
         """Train from `position` to the last epoch, or until some rank is asked to stop.
 
         Raises:
-            DivergedError: a loss, parameter, gradient or statistic that is not finite, on every rank at the same step.
+            DivergedError: a loss, parameter, gradient or statistic that is not finite, on every rank at the same step, and
+                nothing to go back to; or too many steps were skipped, one after another.
+            CorruptedStateError: what ranks must hold alike differs, on every rank at the same step.
         """
         samples = self._loader.sampler.samples
         done = position.epoch * samples + position.sums.count
         self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
+        self._start_at(position)
+        self._replica.require_finite()
+        self._replica.require_alike(schedules=True)
+        while True:
+            try:
+                return self._run_from(position)
+            except DivergedError as error:
+                if self._go_back is None:
+                    raise
+                position = self._go_back(error, position)
+                self._start_at(position)
+                self._replica.require_alike()
+
+    def _start_at(self, position: Position) -> None:
         self._saved_step = position.global_step
         self._replica.global_step, self._replica.lr = position.global_step, self._rate_before(position)
-        self._replica.require_finite()
+        self._replica.kept_step = position.global_step or None
+        self._loader.sampler.reorder(position.reorderings)
+
+    def _run_from(self, position: Position) -> Outcome:
+        """Train from `position` on, as `run` says, but without going back."""
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
         while position.epoch < self._cadence.epochs and not stopped:
-            stopped = self._run_epoch(position)
+            stopped = self._run_epoch(position) and not self._complete(position)
             if not stopped and (sums := self._end_epoch(position)) is not None:
                 evaluation, evaluated_epochs = sums, position.epoch
         if stopped:
             self._reporter.flush()
             self._save_once(position)
         self._replica.require_finite()
+        self._replica.require_alike()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def evaluate(self, position: Position) -> RunningSums | None:
         """Sums over the test set, recorded; None where there is none."""
         if self._test_loader is None:
             return None
-        sums = self._replica.evaluate(self._test_loader)
+        self._notes.phase("evaluation")
+        with self._limit.evaluating():
+            sums = self._replica.evaluate(self._test_loader)
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
         self._rate.restart()
         return sums
@@ -121,13 +163,16 @@ class Trainer:
         """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
         self.step_times.begin()
+        self._notes.phase("data loading")
         batches = traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace)
         try:
             for batch in batches:
+                self._notes.step(position.epoch + 1, position.global_step + 1)
                 self._run_step(batch, position)
                 self.step_times.end_step()
                 if self._stop:
                     break
+                self._notes.phase("data loading")
         finally:
             batches.close()
         self._settle(position)
@@ -139,13 +184,17 @@ class Trainer:
             self.step_times.leave_out()
         if self._sample is not None:
             self._sample.begin_step(whole=whole)
-        self._replica.update(batch, self._rate_at(position))
+        skipped = self._replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
         self._steps_run += 1
-        self._replica.post(stop=self._enough or self._stop_requested())
+        news = 0 if self._saver is None else self._saver.news()
+        stop = self._enough or self._stop_requested() or self._time_is_over(position, batch)
+        self._replica.post(stop=stop, news=news)
         position.global_step += 1
         position.samples += batch.global_count
+        self._count_skips(skipped, position)
+        self._hear()
         every = self._cadence.checkpoint_steps
         if self._enough or (every and position.global_step % every == 0):
             self._settle(position)
@@ -153,6 +202,45 @@ class Trainer:
                 self._save_once(position)
         if self._trace is not None:
             self._trace.add(Category.WORK, "bookkeeping", begin_ns, self._trace.clock_ns())
+
+    def _time_is_over(self, position: Position, batch: Batch) -> bool:
+        """Whether this rank's limit asks for the end. position: before the step of `batch`, which ends."""
+        if not self._limit.finite:
+            return False
+        cadence, epoch = self._cadence, position.epoch + 1
+        left = self._loader.sampler.steps(position.samples + batch.global_count)
+        last, ends = epoch == cadence.epochs, left <= 1
+        evaluates = ends and self._test_loader is not None and _due(epoch, cadence.evaluate_epochs, last)
+        if last and not left and not evaluates:
+            return False  # to end takes no longer than to stop
+        steps = cadence.checkpoint_steps
+        saves = (ends and _due(epoch, cadence.checkpoint_epochs, last)) or (steps > 0 and (position.global_step + 1) % steps == 0)
+        return self._limit.over(saves=saves, evaluates=evaluates)
+
+    def _complete(self, position: Position) -> bool:
+        """The last epoch has ended, and nothing is left to be evaluated: a request to stop came too late."""
+        whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
+        return whole and self._test_loader is None and not self._enough
+
+    def _count_skips(self, cause: Cause | None, position: Position) -> None:
+        """Count and report the step behind which a position stands, if it has changed nothing.
+
+        Raises:
+            DivergedError: one step more than may be skipped, one after another.
+        """
+        if cause is None:
+            position.skipped_in_a_row = 0
+            return
+        position.skipped += 1
+        position.skipped_in_a_row += 1
+        self._reporter.record("skip", {"epoch": position.epoch + 1, "step": cause.step, **cause.facts()})
+        self._reporter.say(f"step {cause.step} skipped: {cause}")
+        if position.skipped_in_a_row > self._cadence.most_skips:
+            raise DivergedError(
+                f"{position.skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step "
+                f"{cause.step}, as {cause}; lower optimizer.lr ({self._replica.lr:g} there), look for broken samples, or raise "
+                f"on_nonfinite.most."
+            )
 
     def _last_sample(self, position: Position) -> int:
         """Where this run will end if nobody stops it: samples, counted over all epochs."""
@@ -189,6 +277,17 @@ class Trainer:
         self._rate.add(totals.count)
         self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._replica.lr, self._rate.per_second())
         self._stop = self._stop or totals.stop > 0
+        self._news = max(self._news, totals.news)
+
+    def _hear(self) -> None:
+        """Ranks exchange how the writing of a checkpoint goes on, where there is something to tell."""
+        if self._saver is not None and self._news >= self._saver.size:
+            self._replica.drain()
+            self._saver.hear()
+            self.step_times.leave_out()
+            if self._saver.last_seconds:
+                self._limit.wrote(self._saver.last_seconds)
+        self._news = 0
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
@@ -197,6 +296,7 @@ class Trainer:
         self._reporter.record("epoch", record)
         line = f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
+        self._epoch_ended(position)
         last = position.epoch == self._cadence.epochs
         evaluation = None
         if _due(position.epoch, self._cadence.evaluate_epochs, last):
@@ -214,8 +314,11 @@ class Trainer:
         if self._saved_step != position.global_step:
             begin_ns = self._trace.clock_ns() if self._trace is not None else 0
             self._replica.require_finite()
-            self._save(position)
-            self._saved_step = position.global_step
+            self._replica.require_alike()
+            self._notes.phase("a checkpoint")
+            with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
+                self._save(position)
+            self._saved_step = self._replica.kept_step = position.global_step
             self._rate.restart()
             self.step_times.leave_out()
             if self._trace is not None:

@@ -125,6 +125,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.size = len(group.members)
         self.name = group.name
+        self.world_ranks = tuple(state.rank for state in group.members)
         self._scheduler = scheduler
         self._group = group
         self._ranks_per_node = ranks_per_node

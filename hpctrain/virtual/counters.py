@@ -94,6 +94,7 @@ class CountingCommunicator:
         self.rank = inner.rank
         self.size = inner.size
         self.name = inner.name
+        self.world_ranks = inner.world_ranks
 
     def iallreduce(self, buffer: Array) -> Handle:
         shares = self._even_share(buffer.size) * buffer.itemsize

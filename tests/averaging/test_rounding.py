@@ -98,8 +98,14 @@ def test_a_schedule_knows_the_bytes_that_communicators_count(
 def test_all_ranks_end_with_the_same_bits_near_full_precision(name: str, wire: Wire) -> None:
     (alone,) = _train("blocking", 1)
     for more in [{}] if name in WHOLE else [{}, {"wire_parameters": wire}]:
-        for ranks, seed in ((2, None), (3, 5)):
-            first, *others = _train(name, ranks, seed, wire=wire, **more)
+        for ranks, seed, nodes in (
+            (2, None, None),
+            (3, 5, None),
+            (4, None, (0, 0, 1, 1)),
+            (4, 6, (0, 1, 0, 1)),
+            (4, 7, (0, 1, 0, 1)),
+        ):
+            first, *others = _train(name, ranks, seed, wire=wire, nodes=nodes, **more)
             assert all(other.tobytes() == first.tobytes() for other in others)
             assert 0 < np.linalg.norm(first - alone) <= 2 * UNIT * np.linalg.norm(alone)
 
@@ -117,6 +123,28 @@ def test_slices_and_their_owners_change_no_bit_of_bfloat16(ranks: int) -> None:
     """All strategies that sum the same rounded gradients give the same parameters, however they cut them."""
     assert len({_train(name, ranks, wire="bfloat16")[0].tobytes() for name in WHOLE}) == 1
     assert len({_train(name, ranks, wire="bfloat16")[0].tobytes() for name in ("sharded", "priority")}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ROUNDED)
+def test_in_two_levels_no_order_of_messages_changes_a_bit(wire: Wire) -> None:
+    expected = _train("bucketed", 4, wire=wire, nodes=(0, 1, 0, 1))[0].tobytes()
+    for seed in range(12):
+        assert {data.tobytes() for data in _train("bucketed", 4, seed, wire=wire, nodes=(0, 1, 0, 1))} == {expected}
+    flat = _train("bucketed", 4, wire=wire, nodes=(0, 1, 0, 1), two_level=False)[0].tobytes()
+    assert flat == _train("bucketed", 4, wire=wire)[0].tobytes() != expected
+
+
+def test_allreduces_have_levels_where_they_round_alone() -> None:
+    def found(kind: type[Strategy], **options: Any) -> bool:
+        return planned(kind, make_group(), 4, nodes=(0, 0, 1, 1), **options).levels is not None
+
+    assert found(Bucketed, wire="bfloat16")
+    assert not found(Bucketed)
+    assert not found(Bucketed, wire="bfloat16", two_level=False)
+    assert not found(Overlap, wire="bfloat16")
+    requests = {planned(Bucketed, make_group(), 4, nodes=nodes, wire="bfloat16").request() for nodes in (None, (0, 0, 1, 1))}
+    assert len(requests) == 2  # other bits, so a stored schedule of the one is none of the other
 
 
 def _with_gradients(name: str, gradients: Sequence[np.ndarray], steps: int = 3, **options: Any) -> list[np.ndarray]:

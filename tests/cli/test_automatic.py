@@ -82,7 +82,9 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Job, folder:
     assert f"predicted {choice['prediction']['seconds']:.3g} s a step" in line
     assert choice["ranks"] == 2
     config = _run(folder).config()
-    assert "auto\n" not in config.replace("progress: auto", "").replace("backend: auto", "").replace("threads: auto", "")
+    assert "auto\n" not in config.replace("progress: auto", "").replace("backend: auto", "").replace("threads: auto", "").replace(
+        "layout: auto", ""
+    )
     newest = checkpoint.read_newest(_run(folder).checkpoints)
     assert newest is not None
     assert newest[1].meta["choice"] == choice

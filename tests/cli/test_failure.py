@@ -31,11 +31,23 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
         ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
     ],
+    "run": [
+        (["--", "sleep", "3"], 'The command "sleep 3" has no training in it'),
+        (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+    ],
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
         ([CONFIG], "has a checkpoint; train one first"),
     ],
+    "autopsy": [
+        (["nowhere"], "There is no directory nowhere; give that of a run."),
+        (["photos"], "photos holds no flight records (rank-*.flight); give the directory of a run that kept them."),
+    ],
+    "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
+    "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],
+    "checkpoint show": [(["nowhere"], "nowhere holds no checkpoints"), (["file"], "file")],
+    "checkpoint prune": [(["nowhere", "--keep", "2"], "nowhere is no directory; give a run directory")],
     "calibrate": [
         (["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml"),
     ],
@@ -230,3 +242,38 @@ def test_a_missing_mpi_library_is_said_once_a_job(job: Callable[..., Outcome], t
     assert outcome.stderr.count("hpctrain: MPI cannot be started") == 1, outcome.output
     assert "pip install" in outcome.stderr
     assert "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("code", "call"), [(None, "sys.exit()"), (0, "sys.exit(0)"), (3, "sys.exit(3)"), ("why", "sys.exit('why')")]
+)
+def test_an_exit_inside_of_a_run_ends_the_job(code: object, call: str, capsys: pytest.CaptureFixture) -> None:
+    """Also one that says it is an error: this process would end, and the others wait for it."""
+    aborted: list[int] = []
+    failed: list[str] = []
+    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 2, aborted.append, failed.append):
+        sys.exit(code)  # type: ignore[arg-type]
+    assert (end.value.code, aborted, failed) == (1, [1], [f"{call} inside of a run"])
+    assert f"[rank 2] {call} inside of a run ends the job." in capsys.readouterr().err
+
+
+def test_a_users_error_aborts_once(capsys: pytest.CaptureFixture) -> None:
+    aborted: list[int] = []
+    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 0, aborted.append):
+        raise DataError("One.")
+    assert (end.value.code, aborted) == (USER_ERROR, [USER_ERROR])
+    assert capsys.readouterr().err == "hpctrain: One.\n"
+
+
+@pytest.mark.parametrize("text", ["Unable to allocate 8.00 EiB for an array\nwith shape (1,).", ""])
+def test_memory_that_runs_out_is_one_sentence(text: str, capsys: pytest.CaptureFixture) -> None:
+    aborted: list[int] = []
+    failed: list[str] = []
+    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 2, aborted.append, failed.append):
+        raise MemoryError(text)
+    assert (end.value.code, aborted) == (USER_ERROR, [USER_ERROR])
+    error = capsys.readouterr().err
+    asked = " ".join(text.split()).rstrip(".") or "an allocation of unknown size was refused"
+    assert error.startswith("hpctrain: Memory ran out on rank 2 (")
+    assert f"): {asked}" in error
+    assert (error.count("\n"), error) == (1, f"hpctrain: {failed[0]}\n")

@@ -277,6 +277,7 @@ def test_a_killed_and_resumed_run_has_each_step_once(
 ) -> None:
     (folder / "killed.py").write_text(KILLED)
     options = ["metrics.interval_seconds=1e-9", f"checkpoint.every_steps={every_steps}", "progress=test"]
+    options += ["checkpoint.asynchronous=false"]  # what was written before a kill is there
     whole = _train(job, ranks, folder, *options, f"output={folder}/whole")
     assert whole.code == 0, whole.output
     resume: list[str] = []
@@ -308,7 +309,7 @@ def _without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_resume_that_is_refused_leaves_the_metrics_alone(job: Job, folder: Path) -> None:
     (folder / "killed.py").write_text(KILLED)
-    options = ["metrics.interval_seconds=1e-9", "checkpoint.every_steps=3"]
+    options = ["metrics.interval_seconds=1e-9", "checkpoint.every_steps=3", "checkpoint.asynchronous=false"]
     job(0, ["killed.py", "interval", "5", "train", "tiny.yaml", *options], cwd=folder)
     before = _run(folder).metrics_path.read_bytes()
     outcome = _train(job, 0, folder, "model.hidden=11", "--resume", "auto")

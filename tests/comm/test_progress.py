@@ -246,6 +246,21 @@ def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -
     assert "done long ago" not in report
 
 
+def test_a_job_that_was_suspended_has_not_waited() -> None:
+    """An hour in which nobody could look, as under a scheduler that stops all processes and continues them."""
+    clock, codes = Clock(), []
+
+    class Suspended(Countdown):
+        def test(self) -> bool:
+            clock.now += 3600.0 if self.left == 2 else 0.0
+            return super().test()
+
+    engine = _engine(deadline_seconds=2.0, abort=codes.append, clock=clock, sleep=clock.sleep)
+    engine.wait_handle(Suspended(4), "long")
+    assert codes == []
+    assert engine.waited_seconds > 3600.0
+
+
 def test_a_handle_outside_the_queues_has_the_deadline_too(tmp_path: Path) -> None:
     report, codes, _ = _timed_out(tmp_path, wait_for_handle=True)
     assert codes == [TIMEOUT_EXIT_CODE]

@@ -168,6 +168,44 @@ def test_in_two_levels_only_what_crosses_nodes_is_rounded(nodes: tuple[int, ...]
     np.testing.assert_array_equal(np.concatenate([pieces[rank] for rank in range(len(nodes))]), expected)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "size"), [((0, 0, 1, 1), 24), ((0, 1, 0, 1), 3), ((2, 1, 0, 0, 1, 2), 37), ((1, 0, 1, 0), 0)], ids=str
+)
+def test_an_allreduce_in_two_levels_rounds_what_crosses_nodes_and_gives_the_same_bits_to_all(
+    nodes: tuple[int, ...], size: int
+) -> None:
+    two = levels(nodes)
+    assert two is not None
+    sent = [_values(rank, size) for rank in range(len(nodes))]
+    of_nodes = [
+        sum((part for part, at in zip(sent, nodes, strict=True) if at == node), np.zeros(size, np.float32)) for node in nodes
+    ]
+    expected = rounded(_in_rank_order([of_nodes[nodes.index(node)] for node in dict.fromkeys(nodes)]))
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        counters = Counters()
+        made = in_levels(CountingCommunicator(comm, counters), two, "gradients")
+        sums = sums_over(made, PLAIN, allreduces=True)
+        buffers = [sent[comm.rank].copy() for _ in range(3)]
+        received = np.empty(even(size, made.size)[made.rank], np.float32)
+        reduction = sums.ireduce_scatter(sent[comm.rank].copy(), received, even(size, made.size))
+        wait(*(sums.iallreduce(buffer) for buffer in buffers), reduction)
+        assert len({buffer.tobytes() for buffer in buffers}) == 1
+        counts = even(size, made.size)
+        first = made.rank // two.nodes * two.nodes
+        run, own = sum(counts[first : first + two.nodes]), counts[made.rank]
+        crossed, within = "gradients across nodes", "gradients within nodes"
+        assert counters[crossed, "ialltoall"].exchanged_bytes == 4 * 2 * (run - own)  # with the reduce-scatter
+        assert counters[f"{crossed} sums", "iallgather"].exchanged_bytes == 3 * 2 * (run - own)
+        assert counters[within, "ireduce_scatter"].exchanged_bytes == 4 * 4 * (size - run)
+        assert counters[within, "iallgather"].exchanged_bytes == 3 * 4 * (size - run)
+        return buffers[0]
+
+    for seed in (None, 5, 6):
+        for result in run_virtual(len(nodes), program, seed=seed):
+            assert result.tobytes() == expected.tobytes()
+
+
 def _by_lowest_rank(nodes: tuple[int, ...], of_node: list[np.ndarray]) -> list[np.ndarray]:
     return [of_node[node] for node in dict.fromkeys(nodes)]
 
@@ -236,7 +274,7 @@ def test_buffers_are_used_again(at_once: int) -> None:
             for number in range(at_once):
                 handles += [_reduce_scatter_of(sums, comm), sums.iallreduce(_values(comm.rank, 12, seed=number))]
             wait(*handles)
-            kept = [buffer for buffers in sums._buffers._spare.values() for buffer in buffers]
+            kept = [buffer for buffers in sums._buffers._spare._spare.values() for buffer in buffers]
             sizes.append(len(kept))
             assert len({buffer.ctypes.data for buffer in kept}) == len(kept), step
         return tuple(sizes)

@@ -288,3 +288,11 @@ def test_a_word_for_the_images_that_stands_for_nothing():
     (fault,) = faults(TEXT, "data=made-up")
     assert 'override "data=made-up"' in fault
     assert "must be synthetic or a mapping with keys such as train" in fault
+
+
+def test_an_action_alone_takes_overrides_of_its_section():
+    for overrides in (("on_nonfinite=skip", "on_nonfinite.most=3"), ("on_nonfinite.most=3", "on_nonfinite.action=skip")):
+        section = parse(TEXT, "f.yaml", overrides)[0].on_nonfinite
+        assert (section.action, section.most) == ("skip", 3)
+    (fault,) = faults(TEXT, "on_nonfinite=skipp")
+    assert "the nearest is 'skip'" in fault

@@ -165,3 +165,11 @@ def test_a_plan_knows_three_uses(plan):
 def test_tiles_are_two_positive_numbers(tiles):
     with pytest.raises(ValidationError):
         Config.model_validate(changed("grid.tiles", tiles))
+
+
+def test_an_action_alone_is_shorthand():
+    plain = {"model": "small", "data": {"train": "a.h5"}, "batch": 1, "epochs": 1, "optimizer": {"name": "sgd", "lr": 1}}
+    for value in ("skip", {"action": "skip"}, {"action": "skip", "most": 10}):
+        section = Config.model_validate({**plain, "schedule": "constant", "on_nonfinite": value}).on_nonfinite
+        assert (section.action, section.most) == ("skip", 10)
+    assert Config.model_validate({**plain, "schedule": "constant"}).on_nonfinite.action == "stop"

@@ -304,22 +304,34 @@ def test_tiles_are_cut_from_the_images_of_the_split_group(make_file, batch, grou
 def test_only_the_rows_of_its_region_are_read(make_file, specs, shift, cache):
     file, _, _ = make_file(count=40, shape=(24, 10, 3))
     for rank in range(3):
-        file.images, kept = Recorder(file.images), file.images
+        file.pixels, kept = Recorder(file.images), file.pixels
         by_counts = tiles((24, 10, 3), 3, 1, 1)
         loader = make_loader(file, 7, specs=specs, rank=rank, ranks=3, split_size=3, tiles=by_counts, cache=cache)
         for epoch in range(8):
             read(loader, epoch)
-        seen = file.images.read
-        file.images = kept
+        seen = file.pixels.read
+        file.pixels = kept
         rows = np.flatnonzero(seen.any(axis=(0, 2)))
         first, last = max(0, 8 * rank - 1 - shift), min(24, 8 * rank + 9 + shift)
         assert (rows[0], rows[-1] + 1) == (first, last)
         assert seen[:, first:last].mean() == 1.0 if cache else seen[:, first:last].mean() > 0.9
 
 
+def test_reading_into_the_cache_gives_signs_of_life(make_file, monkeypatch):
+    file, _, _ = make_file()
+    monkeypatch.setattr("hpctrain.data.loader._BYTES_AT_ONCE", 3 * int(np.prod(file.shape)))  # three images
+    signs = []
+    loader = make_loader(file, 4, prefetch=0, cache=True, alive=lambda: signs.append(None))
+    plain = read(make_loader(file, 4, prefetch=0))
+    for step, (_, x, y, *_) in enumerate(read(loader)):
+        assert np.array_equal(x, plain[step][1])
+        assert np.array_equal(y, plain[step][2])
+    assert len(signs) == -(-len(file) // 3)
+
+
 def test_a_region_is_cached_where_the_whole_file_would_not_fit(make_file):
     file, images, _ = make_file(count=20, shape=(24, 10, 3))
-    file.images, kept = Recorder(file.images), file.images
+    file.pixels, kept = Recorder(file.images), file.pixels
     loader = make_loader(
         file,
         20,
@@ -332,10 +344,10 @@ def test_a_region_is_cached_where_the_whole_file_would_not_fit(make_file):
         cache_limit_bytes=images.nbytes // 3,
     )
     read(loader)
-    file.images.read[...] = False
+    file.pixels.read[...] = False
     read(loader, 1)
-    assert not file.images.read.any()
-    file.images = kept
+    assert not file.pixels.read.any()
+    file.pixels = kept
 
 
 def test_a_box_of_channels_and_an_empty_box(make_file):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.sampler import Sampler, counts, share_of
+from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
 from hpctrain.errors import ConfigError, DataError
 
 sizes = st.integers(1, 200)
@@ -104,3 +104,42 @@ def test_impossible_sizes_are_refused():
         Sampler(0, 4)
     with pytest.raises(ConfigError, match="batch of 0"):
         Sampler(4, 0)
+
+
+@given(st.integers(2, 60), st.integers(1, 9), st.integers(0, 2**63), st.data())
+def test_reordered_epochs_have_every_sample_once_and_keep_what_was_seen(samples, batch, seed, data):
+    sampler, plain = Sampler(samples, batch, seed), Sampler(samples, batch, seed)
+    first = data.draw(st.integers(0, samples))
+    sampler.reorder([Reordering(1, first, 1)])
+    assert np.array_equal(sampler.order(0), plain.order(0))
+    assert np.array_equal(sampler.order(1)[:first], plain.order(1)[:first])
+    later = data.draw(st.integers(first, samples))
+    before = sampler.order(1)
+    sampler.reorder([Reordering(1, first, 1), Reordering(1, later, 2), Reordering(3, 0, 3)])
+    assert np.array_equal(sampler.order(1)[:later], before[:later])
+    for epoch in range(5):
+        assert np.array_equal(np.sort(sampler.order(epoch)), np.arange(samples))
+
+
+def test_a_reordering_is_another_order_of_the_rest_and_of_all_later_epochs():
+    def orders(*reorderings):
+        sampler = Sampler(50, 8, seed=3)
+        sampler.reorder(reorderings)
+        return [sampler.order(epoch).tolist() for epoch in range(4)]
+
+    plain, once, twice = orders(), orders(Reordering(1, 20, 1)), orders(Reordering(1, 20, 2))
+    assert once[0] == plain[0]
+    for epoch in (1, 2, 3):
+        assert plain[epoch] != once[epoch] != twice[epoch] != plain[epoch]
+    # From an epoch's start the order is that of later epochs; nothing of the one that it replaces is left.
+    assert orders(Reordering(0, 0, 1), Reordering(2, 0, 2))[2:] == orders(Reordering(0, 0, 2))[2:]
+    assert orders(Reordering(0, 0, 1))[1:] == orders(Reordering(0, 50, 1))[1:]
+
+
+def test_reorderings_replace_each_other():
+    sampler = Sampler(50, 8, seed=3)
+    plain = sampler.order(2).tolist()
+    sampler.reorder([Reordering(2, 10, 1)])
+    assert sampler.order(2).tolist() != plain
+    sampler.reorder([])
+    assert sampler.order(2).tolist() == plain

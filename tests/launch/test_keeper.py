@@ -23,7 +23,8 @@ import os, signal, sys, time
 from hpctrain.launch.signals import hold
 from hpctrain.launch.keeper import keep
 started = os.getpid()
-finished = keep(None, hold())
+keeper = keep(None, hold(), lambda path, number: os.write(2, f"{path}: {number}\\n".encode()))
+finished = keeper.finished
 """
 
 
@@ -61,6 +62,23 @@ def test_an_end_by_a_signal_stays_one(number: signal.Signals) -> None:
     outcome = _run(f"os.kill(os.getpid(), {number:d})")
     assert outcome.code == -number
     assert f"hpctrain: the process was ended by {number.name}" in outcome.stderr
+
+
+@pytest.mark.job
+def test_the_record_of_a_killed_rank_is_marked() -> None:
+    """The latest one that it has told of; and none of a rank that ends by itself."""
+    told = "keeper.record(Path('/first')); keeper.record(Path('/latest'))"
+    killed = _run(f"from pathlib import Path; {told}; os.kill(os.getpid(), signal.SIGKILL)")
+    assert killed.stderr.startswith(f"/latest: {signal.SIGKILL:d}\n")
+    assert "/first" not in killed.stderr
+    left = _run(f"from pathlib import Path; {told}; finished()")
+    assert (left.code, left.stderr) == (0, "")
+
+
+@pytest.mark.job
+def test_a_process_without_a_keeper_has_one_that_hears_nothing() -> None:
+    outcome = _run("from pathlib import Path; keeper.record(Path('/x')); finished(); print(keeper.said)", HPCTRAIN_KEEPER="0")
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "None\n", "")
 
 
 @pytest.mark.job

@@ -69,19 +69,24 @@ def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("number", [Signals.SIGINT, Signals.SIGTERM])
-def test_a_second_interrupt_ends_a_process_that_hangs(number: Signals) -> None:
+@pytest.mark.parametrize("first", [Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1])
+def test_an_interrupt_after_a_request_ends_a_process_that_hangs(first: Signals) -> None:
     # The interpreter lock is free in a kernel or in a wait for others, so the thread that waits for signals can speak.
-    outcome = _run(f"send({number:d}); time.sleep(0.5); send({number:d}); time.sleep(60)")
-    assert outcome.code == 128 + number
-    assert f"{number.name} received again: this process ends at once and writes no checkpoint." in outcome.stderr
+    kept = "watch.keeps(lambda: '; two are kept')"
+    outcome = _run(f"{kept}; send({first:d}); time.sleep(0.5); send({Signals.SIGINT:d}); time.sleep(60)")
+    assert outcome.code == 128 + Signals.SIGINT
+    assert "SIGINT received again: this process ends at once and writes no checkpoint; two are kept." in outcome.stderr
     assert outcome.seconds < 30
 
 
 @pytest.mark.job
-def test_a_notice_of_the_scheduler_does_not_count_as_a_second_request() -> None:
-    program = "send(signal.SIGUSR1); time.sleep(0.5); send(signal.SIGUSR1); send(signal.SIGHUP); time.sleep(0.3); print('alive')"
-    assert _run(program).stdout == "alive\n"
+@pytest.mark.parametrize("again", [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP])
+def test_what_schedulers_send_again_loses_nothing(again: Signals) -> None:
+    """They send it as often as they like; a person is told once that it takes its time."""
+    more = f"time.sleep(0.5); send({again:d}); time.sleep(0.1); " * 2
+    outcome = _run(f"send({Signals.SIGTERM:d}); {more}print('alive')")
+    assert (outcome.code, outcome.stdout) == (0, "alive\n")
+    assert outcome.stderr.count(f"{again.name} received again: the checkpoint is still to come") == 1
 
 
 @pytest.mark.job

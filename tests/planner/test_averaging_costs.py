@@ -85,10 +85,11 @@ def test_a_step_is_no_shorter_than_what_cannot_hide() -> None:
         assert choice.step_seconds(3.0, hidden + 1e-3) > 3.0
 
 
-def test_sums_in_two_levels_cross_a_nodes_link_once() -> None:
+@pytest.mark.parametrize(("name", "options"), [("sharded", {}), ("bucketed", {"wire": "bfloat16"})])
+def test_sums_in_two_levels_cross_a_nodes_link_once(name: str, options: dict[str, str]) -> None:
     slow = machine_of(ranks_per_node=4, within=None)
-    flat = costs_of(AveragerChoice("sharded", {"two_level": False}), 1, 16, machine=slow)
-    levels = costs_of(AveragerChoice("sharded"), 1, 16, machine=slow)
+    flat = costs_of(AveragerChoice(name, {**options, "two_level": False}), 1, 16, machine=slow)
+    levels = costs_of(AveragerChoice(name, options), 1, 16, machine=slow)
     parts = AveragedParts(ELEMENTS, 1)
     assert levels.seconds(parts, split=False).wire < flat.seconds(parts, split=False).wire
 

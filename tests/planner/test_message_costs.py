@@ -66,6 +66,20 @@ def test_sums_within_a_node_stay_whole() -> None:
     assert wire_bytes(rounded, between=True) == pytest.approx(wire_bytes(whole, between=True) / 2)
 
 
+def test_an_allreduce_in_levels_crosses_as_a_reduction_and_a_gather_do() -> None:
+    """Within the node, too, but for numbers that stay whole."""
+    rounding = Rounding("bfloat16", "bfloat16", 2)
+    of_group, whole = costs(TWO_BY_TWO, rounding, in_levels=True), costs(TWO_BY_TWO, in_levels=True)
+    priced = of_group.stages(OperationKind.ALLREDUCE, N_BYTES)
+    pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
+    of_pair = [stage for kind in pair for stage in of_group.stages(kind, N_BYTES)]
+    whole_pair = [stage for kind in pair for stage in whole.stages(kind, N_BYTES)]
+    assert wire_bytes(priced, between=True) == pytest.approx(wire_bytes(tuple(of_pair), between=True))
+    assert wire_bytes(priced, between=False) == pytest.approx(wire_bytes(tuple(whole_pair), between=False))
+    flat = costs(TWO_BY_TWO, Rounding("bfloat16", "bfloat16")).stages(OperationKind.ALLREDUCE, N_BYTES)
+    assert wire_bytes(priced, between=True) < wire_bytes(flat, between=True)
+
+
 def test_rounding_takes_time_of_a_core_and_float16_more_of_it() -> None:
     def cpu_seconds(wire: Wire) -> float:
         rounding = Rounding(wire, wire)

@@ -165,3 +165,15 @@ def test_an_interruption_leaves_the_old_file_or_the_new_one(
     assert path.read_bytes() == lines(*written(1))
     assert b"bad\n" in unreadable_path(path).read_bytes()
     assert {each.name for each in path.parent.iterdir()} == {path.name, unreadable_path(path).name}
+
+
+def test_a_rollback_to_here_is_told_again_by_a_resume_and_stays_where_the_run_itself_goes_back(path: Path) -> None:
+    back, skip = {"kind": "rollback", "epoch": 2, "step": 5, "from_step": 7}, {"kind": "skip", "epoch": 2, "step": 6}
+    path.write_bytes(lines(*written(1), back, skip))
+    cut_back(path, 1, 5, goes_back=True)
+    assert path.read_bytes() == lines(*written(1), back)
+    cut_back(path, 1, 5)
+    assert path.read_bytes() == lines(*written(1))
+    path.write_bytes(lines(*written(1), back, skip))
+    cut_back(path, 1, 6)
+    assert path.read_bytes() == lines(*written(1), back, skip)

@@ -216,7 +216,7 @@ def _distance(found: Result, expected: Result, row: Row) -> float:
     gradients, parameters = _wires(row)
     exact = gradients is parameters is None  # a sample between two classes may fall to either, where anything is rounded
     pairs = zip(found.totals, expected.totals, strict=True)
-    losses = [abs(a.loss - b.loss) / abs(b.loss) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
+    losses = [abs(a.loss - b.loss) / (abs(b.loss) or 1.0) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
     statistics = distance(found.statistics, expected.statistics) if expected.statistics else 0.0
     # All together, where anything is rounded: a bias behind a batch norm of few samples is small, and follows from large ones.
     compared = (one.parameters if exact else _together(one.parameters) for one in (found, expected))
@@ -239,7 +239,7 @@ def _expected(row: Row, task: Task) -> Result:
         groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=task.micro_batches, together=together)
         key = (rows, cols, task.micro_batches, together)
     lazy = averager_options(row) if row["averager"] == "lazy" else None
-    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy))
+    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy), task.poisoned_step == 1)
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:

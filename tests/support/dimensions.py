@@ -23,6 +23,7 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.train.weight_watch import CheckCadence
 from tests.support import nets
 from tests.support.training import Task
 
@@ -97,8 +98,15 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
+    "on_nonfinite": {"stop": None, "skip": -1, "skip-one": 1},  # the step in which one rank sees what is not finite
     "messages": {"prompt": False, "adversarial": True},
     "posting": {"program": False, "thread": True},
+    "checks": {  # in each step of all there is, or of parts in turn
+        "none": CheckCadence(),
+        "every-step": CheckCadence(1, 1),
+        "parts": CheckCadence(1, 3, 1),
+        "every-3": CheckCadence(3, 2, 1),
+    },
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
 }
 
@@ -228,4 +236,7 @@ def task_of(row: Row) -> Task:
         micro_batches=value_of(row, "micro_batches"),
         smoothing=value_of(row, "smoothing"),
         plan=parallel_plan(row),
+        checks=value_of(row, "checks"),
+        skips=value_of(row, "on_nonfinite") is not None,
+        poisoned_step=value_of(row, "on_nonfinite"),
     )

@@ -59,13 +59,16 @@ def run_job(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout_seconds: float = 60,
+    through_mpi4py: bool = True,
 ) -> Outcome:
     """Run `python -m mpi4py *arguments` on so many ranks; 0 ranks: as one process without a launcher.
+
+    through_mpi4py: False leaves `-m mpi4py` out.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
     """
-    command = [sys.executable, "-m", "mpi4py", *arguments]
+    command = [sys.executable, *(["-m", "mpi4py"] if through_mpi4py else []), *arguments]
     if ranks:
         mpiexec = find_mpiexec()
         assert mpiexec is not None, "there is no mpiexec"

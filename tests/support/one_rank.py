@@ -61,6 +61,9 @@ def train_alone(task: Task, groups: Callable[[int], Groups], strategy: StrategyF
     images, labels, sampler = made_up(task)
     totals: list[StepTotals] = []
     for number in range(task.steps):
+        if task.skips and number == task.poisoned_step:
+            totals.append(StepTotals(0.0, 0, 0, 0, 0, 0, np.zeros(network.statistics.size)))
+            continue
         epoch, inside = divmod(number, sampler.steps_per_epoch)
         ids = sampler.ids(epoch, inside)
         context = StepContext(training=True, epoch=epoch, step=number, sample_ids=ids, global_count=len(ids))

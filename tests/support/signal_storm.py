@@ -118,13 +118,13 @@ class StormJob:
 
     def targets(self) -> list[int]:
         """The ranks' processes that hold signals back."""
-        return [pid for pid in self._processes() if _holds_back(pid)]
+        return [pid for pid in self.processes() if _holds_back(pid)]
 
     def ready(self) -> bool:
         """True once each rank's processes hold signals back; False where the job has ended before. Waits for it."""
         begin = time.monotonic()
         while self.process.poll() is None and time.monotonic() - begin < _PATIENCE_SECONDS:
-            processes = self._processes()
+            processes = self.processes()
             if len(processes) >= self.ranks and all(_holds_back(pid) for pid in processes):
                 return True
             time.sleep(2e-3)
@@ -146,12 +146,12 @@ class StormJob:
             time.sleep(draws.uniform(*_GAP_SECONDS))
         return sent
 
-    def end(self) -> tuple[int, str]:
+    def end(self, patience_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str]:
         """Exit code and output, once it has ended; a job that does not is ended, with code -9."""
         try:
-            self.process.wait(_PATIENCE_SECONDS)
+            self.process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
-            for pid in [*self._processes(), self.process.pid]:
+            for pid in [*self.processes(), self.process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
@@ -159,17 +159,27 @@ class StormJob:
         with self._output:
             return self.process.returncode, self._output.read()
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """The processes of its ranks, and their keepers."""
+        return [pid for pid in self.started_processes() if _is_rank(pid)]
+
+    def started_processes(self) -> list[int]:
+        """All processes that it has started and that still run, the launcher's too."""
         mark = f"{_MARK}={self._token}".encode()
         processes = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    runs_it = b"python" in Path(os.fsdecode(words[0])).name.encode() and b"hpctrain" in words
-                    if runs_it and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
                         processes.append(int(entry.name))
         return processes
+
+
+def _is_rank(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"python" in Path(os.fsdecode(words[0])).name.encode() and b"hpctrain" in words
+    return False
 
 
 def _holds_back(pid: int) -> bool:

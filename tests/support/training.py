@@ -25,11 +25,15 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.weight_watch import CheckCadence
 
 
 @dataclass(frozen=True)
 class Task:
-    """A training: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks."""
+    """A training: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks.
+
+    skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
+    """
 
     model: Callable[[], Layer]
     kernels: KernelSet
@@ -46,6 +50,9 @@ class Task:
     smoothing: float = 0.1
     synchronised: bool = True
     plan: ParallelPlan = field(default_factory=ParallelPlan)
+    checks: CheckCadence = field(default_factory=CheckCadence)
+    skips: bool = False
+    poisoned_step: int | None = None
 
 
 @dataclass
@@ -72,7 +79,9 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
     loader = ArrayLoader(*made_up(task), rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles)
-    yield from islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)
+    for number, batch in enumerate(islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)):
+        poisoned = position == 0 and number == task.poisoned_step
+        yield replace(batch, x=np.full_like(batch.x, np.nan)) if poisoned else batch
 
 
 def replica_of(
@@ -112,6 +121,8 @@ def replica_of(
         optimizer=task.optimizer,
         nominal_batch=nominal_batch,
         micro_batches=task.micro_batches,
+        checks=task.checks,
+        skips=task.skips,
     )
     replica.agree()
     return replica
@@ -143,7 +154,7 @@ def train(
         sums = replica.settle()
         assert sums is not None
         totals.append(replace(sums, statistics=sums.statistics.copy()))
-    replica.drain()
+    replica.require_alike()
     return Result(
         {name: assemble(replica, name, parameter.data) for name, parameter in parameters.items()},
         {name: view.copy() for name, view in replica.network.statistics.views.items()},

@@ -13,7 +13,7 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from hpctrain.train.memory_check import check_memory
+from hpctrain.train.memory_check import check_memory, planned
 
 
 class LimitedKernelSet(NumpyKernelSet):
@@ -59,3 +59,14 @@ def test_no_batch_at_all() -> None:
 
 def test_memory_of_the_host_is_not_counted() -> None:
     check_memory(Network(Flatten(), (1, 1, 3), NumpyKernelSet()), 1 << 40, 1)
+
+
+def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
+    network = _network(1 << 40)
+    check_memory(network, 12, 3)
+    sentence = planned()
+    assert sentence is not None
+    assert f"the plan has {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
+    assert f"{3 * _state() / 1e9:.3f} GB for parameters" in sentence
+    del network
+    assert planned() is None

@@ -1,6 +1,8 @@
 """Snapshots on grids: whole tensors, whatever grid, plan and averager give and take them."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +15,7 @@ from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.data.sampler import Reordering
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -346,3 +349,12 @@ def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(
     begun = put(ROUNDED, exact)  # nothing has been rounded yet
     for key, value in begun.items():
         assert np.array_equal(exact.tensors[key], value) if key in exact.tensors else not value.any()
+
+
+def test_a_position_in_which_nothing_happened_is_written_as_it_always_was() -> None:
+    assert POSITION.to_meta() == {"epoch": 2, "samples": 6, "global_step": 17, "sums": asdict(POSITION.sums)}
+    assert Position.from_meta({"position": POSITION.to_meta()}) == POSITION
+    eventful = replace(POSITION, skipped=3, skipped_in_a_row=1, reorderings=(Reordering(0, 5, 1), Reordering(2, 0, 2)))
+    again = Position.from_meta(json.loads(json.dumps({"position": eventful.to_meta()})))
+    assert again == eventful
+    assert again.reorderings[1].number == 2

@@ -23,6 +23,8 @@ class BucketedOptions:
             repeat bit by bit; "measured" follows the link, which is measured at the start.
         wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
             full precision.
+        two_level: Where nodes have several ranks each, sums that travel in 16 bits are made in full precision within a node
+            first, and rounded to cross nodes only; the MPI's own allreduce does float32.
 
     Raises:
         OptionError: bucket_bytes below 1, or given though sizes are to be measured; an unknown value of wire.
@@ -31,6 +33,7 @@ class BucketedOptions:
     bucket_bytes: int | None = None
     sizes: Sizes = "rule"
     wire: Wire = "float32"
+    two_level: bool = True
 
     def __post_init__(self) -> None:
         check_at_least_one(bucket_bytes=self.bucket_bytes)

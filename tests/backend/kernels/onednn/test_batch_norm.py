@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpctrain.backend.kernels.abilities import JointBackward
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
@@ -34,8 +35,11 @@ def test_training(onednn: KernelSet, reference: KernelSet, channels: int, fused:
     common = {"parameters": parameters, "statistics": statistics, "output_grad": dy}
     layouts = [in_layout(TensorSpec(shape), layout)] * len(inputs)
     wanted = run(reference, spec, inputs, dtype="float64", **common)
+    # NumPy stands in where a machine's oneDNN has only plain loops for a layout, and has its parameters first.
+    joint = isinstance(onednn.make(spec, tuple(layouts), training=True), JointBackward)
+    assert joint or layout == "nChw16c"
     for in_place in (False, True):
-        for input_first in (False, True):
+        for input_first in (False, True) if joint else (False,):
             ours = run(onednn, spec, inputs, layouts=layouts, in_place=in_place, input_first=input_first, **common)
             assert_close(ours, wanted)
 

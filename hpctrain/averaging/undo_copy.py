@@ -1,0 +1,38 @@
+"""A copy of all that a step of an averager changes, from which the step can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.backend.arithmetic import Array
+
+
+class UndoCopy:
+    """Parameters, the optimiser's state, what is kept back, and counters, as they were before a step.
+
+    It takes as much memory as these. Nothing communicates, and nothing waits: copies are made where the arrays lie.
+    """
+
+    def __init__(self, averager: GradientAverager) -> None:
+        self._averager, self._group = averager, averager.group
+        self._arrays = averager.changed()
+        arithmetic = self._group.arithmetic
+        self._copies: list[Array] = [arithmetic.zeros(array.size, str(array.dtype)) for array in self._arrays]
+        self._counters: Mapping[str, int] = {}
+
+    def keep(self) -> None:
+        """Remember all as it is. Between steps, after a drain."""
+        for copy, array in zip(self._copies, self._arrays, strict=True):
+            self._group.arithmetic.copy(copy, array)
+        self._counters = self._averager.counters()
+
+    def restore(self) -> None:
+        """Make all as it was, to the last bit. Between steps, after a drain."""
+        for copy, array in zip(self._copies, self._arrays, strict=True):
+            self._group.arithmetic.copy(array, copy)
+        self._group.refresh_shadow()
+        # The next step announces parameters that it does not use with whatever gradient they hold.
+        self._group.arithmetic.fill(self._group.grad, 0.0)
+        self._averager.load_counters(self._counters)
+        self._averager.undone()

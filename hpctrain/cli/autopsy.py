@@ -1,0 +1,59 @@
+"""`hpctrain autopsy`: what a job that died or hung did last, and who held the others up. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
+def autopsy(run: Path, as_json: bool) -> None:
+    """Say which rank of a dead job went wrong first, and where.
+
+    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended.
+    """
+    from hpctrain.flight import report
+    from hpctrain.flight.autopsy import autopsy as findings
+
+    records = report.records_in(directory_of(run))
+    if as_json:
+        click.echo(json.dumps(report.as_json(records), indent=1))
+        return
+    width = shutil.get_terminal_size().columns
+    for sentence in findings(records).sentences:
+        click.echo(click.wrap_text(sentence, width))
+    click.echo()
+    for line in _aligned(report.table(records), width):
+        click.echo(line)
+    for record in records:
+        if record.sentence:
+            click.echo(click.wrap_text(f"rank {record.rank}: {record.sentence}", width, subsequent_indent="  "))
+
+
+def directory_of(run: Path) -> Path:
+    """Where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself."""
+    from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
+
+    pointer, below = run / FLIGHT_POINTER, RunDirectory(run).flight
+    if pointer.is_file():
+        return Path(pointer.read_text().strip())
+    return below if below.is_dir() else run
+
+
+def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    """Lines whose cells stand below each other; one that does not fit ends in three dots."""
+    numbers = (0, 3, 5, 7)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(widths[column]) if column in numbers else cell.ljust(widths[column]) for column, cell in enumerate(row)
+        )
+        line = "  ".join(cells).rstrip()
+        lines.append(line if len(line) <= width else f"{line[: width - 3]}...")
+    return lines

@@ -1,0 +1,144 @@
+"""`hpctrain checkpoint`: list, verify, show and prune the checkpoints of a run. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.failure import Commands
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.storage.checkpoint import CheckpointContent
+
+_PATH = click.argument("path", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+
+
+@click.group(cls=Commands)
+def checkpoint() -> None:
+    """List, verify, show and prune the checkpoints of a run."""
+
+
+@checkpoint.command("list")
+@_PATH
+def listing(path: Path) -> None:
+    """List the checkpoints of a run, oldest step first.
+
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. Nothing is read but the names and sizes.
+    """
+    for step, file in _files(path):
+        status = file.stat()
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
+        size = sum(part.stat().st_size for part in file.iterdir()) if file.is_dir() else status.st_size
+        click.echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {file}")
+
+
+@checkpoint.command()
+@_PATH
+def verify(path: Path) -> None:
+    """Read checkpoints whole and compare every checksum.
+
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 where one is damaged.
+    """
+    from hpctrain.storage.checkpoint import read
+
+    files = _files(path)
+    damaged = []
+    for _, file in files:
+        try:
+            tensors = len(read(file).tensors)
+        except CheckpointError as error:
+            damaged.append(file)
+            click.echo(str(error))
+        else:
+            click.echo(f"{file}: all {tensors} tensors have their checksums")
+    if damaged:
+        newest = next((file for _, file in reversed(files) if file not in damaged), None)
+        advice = "none is left to go on from" if newest is None else f"the newest whole one is {newest}"
+        raise CheckpointError(f"{len(damaged)} of {len(files)} checkpoints cannot be used; {advice}.")
+
+
+@checkpoint.command()
+@_PATH
+@_JSON
+def show(path: Path, as_json: bool) -> None:
+    """Show the position and the tensors that a checkpoint holds.
+
+    PATH is a checkpoint, or a run directory, of which the newest is shown. Every checksum is compared.
+    """
+    import numpy as np
+
+    from hpctrain.storage.checkpoint import read
+
+    _, file = _files(path)[-1]
+    content = read(file)
+    tensors = _tensors(content)
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "meta": _about(content.meta), "tensors": tensors}, indent=1))
+        return
+    click.echo(str(file))
+    for key, value in _about(content.meta).items():
+        click.echo(f"{key}: {value}")
+    for name, facts in tensors.items():
+        click.echo(f"  {name}  {facts['shape']} {facts['dtype']}")
+    size = sum(math.prod(facts["shape"]) * np.dtype(facts["dtype"]).itemsize for facts in tensors.values())
+    click.echo(f"{len(tensors)} tensors, {size / 1e6:,.1f} MB")
+
+
+@checkpoint.command()
+@_PATH
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep this many, those that were written last.")
+def prune(path: Path, keep: int) -> None:
+    """Delete all checkpoints of a run but the latest.
+
+    The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
+    them. PATH is a run directory or its directory of checkpoints.
+    """
+    from hpctrain.storage import checkpoint as storage
+
+    directory = _directory(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
+    for file in storage.prune(directory, keep):
+        click.echo(f"deleted {file}")
+
+
+def _files(path: Path) -> list[tuple[int, Path]]:
+    """(step, file) of the checkpoints that a path stands for, oldest step first; one at least.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    from hpctrain.storage.checkpoint import checkpoints, is_sharded
+
+    if path.is_file() or (path.is_dir() and is_sharded(path)):
+        matching = [entry for entry in checkpoints(path.parent) if entry[1].name == path.name]
+        return matching or [(0, path)]
+    files = checkpoints(_directory(path))
+    if not files:
+        raise CheckpointError(f"{path} holds no checkpoints; give a run directory that has some, or a checkpoint file.")
+    return files
+
+
+def _directory(path: Path) -> Path:
+    below = path / "checkpoints"
+    return below if below.is_dir() else path
+
+
+def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that fit on a line each; configuration and schedules are long."""
+    return {key: value for key, value in meta.items() if isinstance(value, int | float | str) and len(str(value)) < 100}
+
+
+def _tensors(content: CheckpointContent) -> dict[str, dict[str, Any]]:
+    from hpctrain.storage.checkpoint import facts
+
+    of_each = ((name, facts(content, name)) for name in sorted(content.tensors))
+    return {name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in of_each}

@@ -1,0 +1,119 @@
+"""`hpctrain run`: start a training again where it fails. Needs no MPI and no NumPy, which the training alone loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.errors import LaunchError
+
+if TYPE_CHECKING:
+    from hpctrain.launch.supervisor import Attempt
+    from hpctrain.launch.train_command import TrainCommand
+
+#: in the output directory: a line for each attempt
+ATTEMPTS_FILE = "restarts.jsonl"
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Start again after so many failures between which no checkpoint was written; a new one lets the count start at 0.",
+)
+@click.option(
+    "--pause",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="Wait so many seconds before a restart, and twice as long before each further one without a new checkpoint, up to 300.",
+)
+@click.option("--requeue", is_flag=True, help="Go on after exit code 85, too: a training that its time limit has stopped.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) -> None:
+    """Start a training, and start it again where it fails.
+
+    It goes on from its newest checkpoint; one that has written none is started as it was given.
+    COMMAND has the launcher in it, as in: hpctrain run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE.
+    A signal that asks for the end is passed on, and nothing is started again then. The exit code is that of the last attempt.
+    """
+    from hpctrain.launch.supervisor import Rules, Supervisor, summary
+    from hpctrain.launch.train_command import TrainCommand
+
+    training = TrainCommand.find(command)
+    _refuse_ranks()
+    output, name = _output_and_name(training)
+    from hpctrain.cli.run_traces import RunTraces
+    from hpctrain.launch.supervised_command import SupervisedCommand
+
+    rules = Rules(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
+    traces, runner = RunTraces(output, name), SupervisedCommand(_say)
+    supervisor = Supervisor(training, rules, runner, look=traces.look, keep=lambda done: _keep(output, name, done), say=_say)
+    try:
+        code = supervisor.run()
+    finally:
+        runner.close()
+        if len(supervisor.attempts) > 1 or (supervisor.attempts and supervisor.attempts[-1].code):
+            for line in summary(supervisor.attempts):
+                _say(line)
+    raise SystemExit(code)
+
+
+def _refuse_ranks() -> None:
+    """This command starts the launcher, not the other way round.
+
+    Raises:
+        LaunchError: it is itself a rank.
+    """
+    from hpctrain.launch.launcher import detect
+
+    launcher = detect(os.environ)
+    if launcher.rank is not None:
+        raise LaunchError(
+            f"hpctrain run was started by {launcher.name} as one of several; start it once, and give it the launcher's command."
+        )
+
+
+def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
+    """Where the training will put its run, and its name, by its configuration.
+
+    Raises:
+        ConfigError: the configuration has a fault. click.UsageError: the training's options have one.
+    """
+    from hpctrain.cli.loading import load_config
+    from hpctrain.cli.train import train
+
+    words = _asked(command.training)
+    given: dict[str, Any] = train.make_context("hpctrain train", words).params
+    if given["compute_only"]:
+        raise click.UsageError("--compute-only trains nothing that could be started again; leave it out.")
+    config, _ = load_config(given["file"], given["overrides"])
+    return Path(config.output), config.name
+
+
+def _asked(words: Sequence[str]) -> list[str]:
+    if "--help" in words or "-h" in words:
+        raise click.UsageError("--help in the command asks for no training; give it to hpctrain train itself.")
+    return list(words)
+
+
+def _keep(output: Path, name: str, attempt: Attempt) -> None:
+    """Add an attempt to the file in the output directory."""
+    line = json.dumps({"name": name, **attempt.as_json()})
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with open(output / ATTEMPTS_FILE, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        _say(f"{output / ATTEMPTS_FILE} cannot be written: {error.strerror}")
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"hpctrain run: {sentence}", err=True)

@@ -1,0 +1,75 @@
+"""The traces of an attempt at a training in its output directory: checkpoints, and the flight records of its ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.cli.autopsy import directory_of
+from hpctrain.errors import DataError
+from hpctrain.flight.autopsy import autopsy
+from hpctrain.flight.report import records_in
+from hpctrain.flight.ring import FlightRecord
+from hpctrain.launch.supervisor import Traces
+from hpctrain.storage.run_directory import runs
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5)?")
+# An attempt has one run: its own, or the one that it resumed, which is seldom an old one.
+_MOST_RUNS = 8
+
+
+class RunTraces:
+    """Tells what is new since it was asked last. Reads names, times and flight records; no checkpoint.
+
+    Args:
+        output, name: of the configuration.
+    """
+
+    def __init__(self, output: Path, name: str) -> None:
+        self._output, self._name = output, name
+        self._seen = dict(self._checkpoints())
+        self._jobs = {records[0].job for records in self._records()}
+
+    def look(self) -> Traces:
+        """The traces of the latest attempt."""
+        written = {path: times for path, times in self._checkpoints() if self._seen.get(path) != times}
+        self._seen = dict(self._checkpoints())
+        newest = max(written, key=lambda path: written[path], default=None)
+        step = None if newest is None else _step(newest)
+        run = None if newest is None else newest.parent.parent
+        for records in self._records():
+            if records[0].job not in self._jobs:
+                self._jobs.add(records[0].job)
+                found = autopsy(records)
+                reached = max((record.step for record in records), default=0) or step
+                return Traces(run, newest, reached, found.sentences[0], _node(records, found.blamed))
+        return Traces(run, newest, step)
+
+    def _checkpoints(self) -> Iterator[tuple[Path, int]]:
+        """(path, time of writing in ns) of all checkpoints of the runs of this name."""
+        for run in runs(self._output, self._name):
+            for path in run.checkpoints.glob("checkpoint-*"):
+                if _CHECKPOINT.fullmatch(path.name):
+                    yield path, path.stat().st_mtime_ns
+
+    def _records(self) -> Iterator[tuple[FlightRecord, ...]]:
+        """The records of the latest start of each run, the newest run first; runs without any are left out."""
+        for run, _ in zip(runs(self._output, self._name), range(_MOST_RUNS), strict=False):
+            try:
+                yield records_in(directory_of(run.path))
+            except (DataError, OSError):
+                continue
+
+
+def _step(path: Path) -> int:
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _node(records: tuple[FlightRecord, ...], blamed: tuple[int, ...]) -> str:
+    """The node of the blamed ranks, by Slurm's name for it; "" where they are on several, or there is no other one."""
+    hosts = {record.host.partition(".")[0] for record in records if record.rank in blamed}
+    others = {record.host.partition(".")[0] for record in records} - hosts
+    return hosts.pop() if len(hosts) == 1 and others else ""

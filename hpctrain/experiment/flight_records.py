@@ -1,0 +1,70 @@
+"""The flight record of a rank: begun with the process, kept in a file once the run has a directory, watched by a heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.experiment.session import Session
+from hpctrain.flight.heartbeat import Heartbeat
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.report import explanation
+from hpctrain.flight.ring import End
+from hpctrain.launch import keeper
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.train.metrics import Reporter
+
+#: of the configuration's `flight`: in the run directory, and nowhere
+IN_RUN, NOWHERE = "run", "none"
+
+
+@contextlib.contextmanager
+def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float) -> Iterator[None]:
+    """While this lasts, the process is ended with all stacks once nothing in it moves for the deadline. Collective.
+
+    Left without an error, the record says that the process finished.
+    """
+    flight.join(world.rank, world.size, world.broadcast_object(time.time_ns()), deadline_seconds)
+    explain = partial(_explanation, flight)
+    heartbeat = Heartbeat(
+        flight,
+        deadline_seconds=deadline_seconds,
+        abort=world.abort,
+        rank=world.rank,
+        pulse=keeper.own().pulse,
+        explain=explain,
+    ).start()
+    try:
+        yield
+        flight.ended(End.FINISHED)
+    finally:
+        heartbeat.close()
+
+
+def explain_deadlines(progress: ProgressEngine) -> None:
+    """From now on a wait that ends at its deadline tells what all ranks' records say."""
+    if progress.flight is not None:
+        progress.explain = partial(_explanation, progress.flight)
+
+
+def _explanation(flight: FlightRecorder) -> list[str]:
+    return explanation(flight.directory)
+
+
+def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:
+    """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run."""
+    flight, where = session.progress.flight, session.config.flight
+    if flight is None or where == NOWHERE:
+        return
+    target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
+    try:
+        keeper.own().record(flight.keep_in(target))
+        if session.is_root:
+            directory.point_to_flight(None if where == IN_RUN else target)
+    except OSError as error:
+        reporter.say(f"no flight records: {target} cannot be written ({error.strerror})")

@@ -1,0 +1,79 @@
+"""Samples that cannot be read, in a run: what each rank does about them, and what is said and recorded of them."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+
+from hpctrain.data.format import ImageFile
+from hpctrain.data.mapped_reader import MappedReader
+from hpctrain.data.unreadable import ReadPolicy, pauses_within
+from hpctrain.errors import ConfigError
+from hpctrain.experiment.session import Session
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.snapshot import Position
+
+SKIP = "skip"
+
+
+def set_policy(session: Session, file: ImageFile) -> None:
+    """Have a file read as the configuration says. Made-up images can always be read.
+
+    Raises:
+        ConfigError: samples are to be skipped, and ranks share samples: one of them alone cannot take another.
+    """
+    config, world = session.config, session.world
+    skips = config.data.on_unreadable == SKIP
+    if skips and session.groups.split_size > 1:
+        raise ConfigError(
+            f"data.on_unreadable is skip, but grid.rows is {session.groups.split_size}: ranks that share samples cannot take "
+            "others one by one; set it to stop, or grid.rows to 1."
+        )
+    if isinstance(file.pixels, MappedReader):
+        rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
+        most = math.ceil(config.data.max_unreadable * len(file)) if skips else None
+        file.pixels.policy = ReadPolicy(most, f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds))
+
+
+class UnreadableReport:
+    """Tells of the samples that others stood in for, on any rank; nothing where the job would have ended with the first.
+
+    Args:
+        files: that are read. reporter: of this rank.
+    """
+
+    def __init__(self, session: Session, files: Sequence[ImageFile], reporter: Reporter) -> None:
+        self._world, self._reporter = session.world, reporter
+        self._skips = session.config.data.on_unreadable == SKIP
+        self._files = files
+        self._told: list[dict[int, int]] = [{} for _ in files]
+
+    def tell(self, position: Position) -> None:
+        """Record the samples that are new since the last time. Collective."""
+        if not self._skips:
+            return
+        here = [_replaced(file) for file in self._files]
+        of_ranks = self._world.allgather_object(here)
+        for number, (file, told) in enumerate(zip(self._files, self._told, strict=True)):
+            found: dict[int, int] = {}
+            for of_rank in of_ranks:
+                found |= of_rank[number]
+            new = {sample: found[sample] for sample in sorted(found.keys() - told.keys())}
+            told |= new
+            if new:
+                values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(told)}
+                self._reporter.record("unreadable", {"epoch": position.epoch, "step": position.global_step, **values})
+
+    def finish(self, position: Position) -> None:
+        """Record what is new, and say how many there were in all. Collective."""
+        self.tell(position)
+        for file, told in zip(self._files, self._told, strict=True):
+            if told:
+                self._reporter.say(
+                    f"{len(told)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
+                )
+
+
+def _replaced(file: ImageFile) -> dict[int, int]:
+    return dict(file.pixels.replaced) if isinstance(file.pixels, MappedReader) else {}

@@ -1,0 +1,104 @@
+"""A thread that never computes, and ends the job where nothing moves any more: a data read, a kernel, an evaluation that hangs.
+
+Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
+wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
+suspended for an hour is an hour older, but has not been stuck for one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.ring import End
+from hpctrain.launch.exit_codes import DEADLINE
+from hpctrain.launch.pulse import Pulse
+
+_LONGEST_TICK_SECONDS = 1.0
+_TICKS_OF_A_DEADLINE = 20
+# A thread that holds the interpreter's lock and hangs keeps this one from running. Then the pulse stands still, and the keeper
+# ends the process, a little later than this one would.
+_LATER_SECONDS = 5.0
+
+
+class Heartbeat:
+    """Watches signs of life of this process.
+
+    Args:
+        recorder: counts them, whichever thread they are of, and is told what is seen.
+        deadline_seconds: without a move, after which the process prints where it hangs and calls `abort`.
+        abort: ends the whole job with an exit code. rank: for messages.
+        pulse: tells the keeper that this thread lives. explain: lines that say more, from the records of all ranks.
+        stream: where the report goes; stderr by default.
+    """
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        *,
+        deadline_seconds: float,
+        abort: Callable[[int], None],
+        rank: int,
+        pulse: Pulse | None = None,
+        explain: Callable[[], Sequence[str]] = lambda: (),
+        stream: TextIO | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._deadline_seconds, self._abort, self._rank, self._explain = deadline_seconds, abort, rank, explain
+        self._stream, self._pulse = stream, Pulse() if pulse is None else pulse
+        self._tick_seconds = min(_LONGEST_TICK_SECONDS, deadline_seconds / _TICKS_OF_A_DEADLINE)
+        self._still_seconds = 0.0
+        self._beats = recorder.beats
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpctrain-heartbeat", daemon=True)
+
+    def start(self) -> Heartbeat:
+        """Start the thread."""
+        self._pulse.watch(self._deadline_seconds + _LATER_SECONDS)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End it. Nothing that hangs is noticed from here on."""
+        self._pulse.rest()
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """One tick: what moved since the last one, and what follows where nothing has for too long."""
+        beats = self._recorder.beats
+        moved = beats != self._beats
+        before, self._beats = self._still_seconds, beats
+        self._still_seconds = 0.0 if moved else before + self._tick_seconds
+        self._recorder.looked(moved=moved)
+        half = self._deadline_seconds / 2
+        if before < half <= self._still_seconds:
+            self._recorder.flush()  # others may soon want to know, on other nodes, too
+        if self._still_seconds >= self._deadline_seconds:
+            self._give_up()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._tick_seconds):
+            self._pulse.beat()
+            self.look()
+
+    def _give_up(self) -> None:
+        """Say where the process hangs, with all stacks, then end the job."""
+        stream = self._stream or sys.__stderr__
+        assert stream is not None
+        place = f"[rank {self._rank}] "
+        sentence = f"nothing has moved for the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
+        self._recorder.ended(End.DEADLINE, sentence)
+        stream.write(f"{place}{sentence}; stacks of all threads:\n")
+        stream.flush()
+        faulthandler.dump_traceback(stream, all_threads=True)
+        stream.writelines(f"{place}{line}\n" for line in self._explain())
+        stream.flush()
+        self._abort(DEADLINE)
+        os._exit(DEADLINE)

@@ -1,0 +1,162 @@
+"""The flight recorder of a process: operations, phases and waits go into its ring as they happen, in a microsecond or so each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain.flight.ring import End, Field, RingWriter, Word, file_name, record_at
+from hpctrain.rank_spans import spans
+
+
+class FlightRecorder:
+    """Writes what this rank does. One thread at a time posts operations, as the engine's lock has it; phases are the program's.
+
+    Args:
+        clock_ns: nanoseconds since any start.
+
+    Attributes:
+        directory: of its file, once there is one.
+        beats: a number that grows while the process gets on, whichever thread sees that.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.directory: Path | None = None
+        self.beats = 0
+        self._clock_ns = clock_ns
+        self._ring = RingWriter()
+        self._posted = 0
+        self._phase, self._step = "", 0
+        now = clock_ns()
+        words = self._ring.words
+        words[Word.RANKS] = 1
+        words[Word.PROCESS] = os.getpid()
+        words[Word.HOST] = self._ring.name(platform.node())
+        words[Word.CLOCK_AT] = now - time.time_ns()
+        words[Word.BEGUN] = words[Word.SEEN] = words[Word.ALIVE] = now
+
+    def join(self, rank: int, ranks: int, job: int, deadline_seconds: float) -> None:
+        """The process knows its place in the job.
+
+        Args:
+            job: a number that the ranks of one start share, larger than that of any earlier start.
+            deadline_seconds: without progress, after which the process gives up.
+        """
+        words = self._ring.words
+        words[Word.JOB], words[Word.RANK], words[Word.RANKS] = job, rank, ranks
+        words[Word.DEADLINE] = int(deadline_seconds * 1e9)
+
+    def keep_in(self, directory: Path) -> Path:
+        """From now on the ring is a file in `directory`, which is made where it does not exist; give its path.
+
+        Raises:
+            OSError: the file cannot be made, or there is no room for it; the ring stays where it was.
+        """
+        path = directory / file_name(self._ring.words[Word.RANK])
+        self._ring.move(path)
+        self.directory = directory
+        return path
+
+    # -- operations of queues ----------------------------------------------------------------------------------------------
+
+    def queued(self, queue: int, purpose: str, sequence: int) -> int:
+        """An operation is queued; gives its number. queue: from `queue_of`."""
+        self._posted = number = self._posted + 1
+        words, at = self._ring.words, record_at(number)
+        words[at] = 0
+        words[at + Field.QUEUE] = queue
+        words[at + Field.PURPOSE] = self._ring.name(purpose)
+        words[at + Field.SEQUENCE] = sequence
+        words[at + Field.OPERATION] = 0
+        words[at + Field.POSTED] = self._clock_ns()
+        words[at + Field.STARTED] = 0
+        words[at + Field.DONE] = 0
+        words[Word.POSTED] = number
+        words[at] = number
+        return number
+
+    def queue_of(self, name: str, ranks: Sequence[int]) -> int:
+        """The place of a queue's name, with the ranks of the job that its communicator has."""
+        return self._ring.name(f"{name} of {spans(ranks)}")
+
+    def started(self, number: int, operation: str) -> None:
+        """An operation has been posted. operation: which, with its size."""
+        words, at = self._ring.words, record_at(number)
+        if words[at] == number:
+            words[at + Field.OPERATION] = self._ring.name(operation)
+            words[at + Field.STARTED] = self._clock_ns()
+
+    def done(self, number: int) -> None:
+        """An operation is complete."""
+        words, at = self._ring.words, record_at(number)
+        if words[at] == number:
+            words[at + Field.DONE] = self._clock_ns()
+
+    # -- the program ---------------------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> None:
+        """The program does something else from now on."""
+        self._phase = name
+        self.beats += 1
+        words = self._ring.words
+        words[Word.PHASE] = self._ring.name(name)
+        words[Word.PHASE_SINCE] = self._clock_ns()
+
+    def step(self, epoch: int, step: int) -> None:
+        """A step begins. epoch: from 1 on. step: of the whole training, from 1 on."""
+        words = self._ring.words
+        words[Word.EPOCH], words[Word.STEP] = epoch, step
+        self._step = step
+
+    @property
+    def doing(self) -> str:
+        """The phase, and the step if there is one."""
+        phase = self._phase or "its start"
+        return f"{phase}, step {self._step}" if self._step else phase
+
+    @contextmanager
+    def waiting(self, purpose: str, number: int = 0) -> Iterator[None]:
+        """While this lasts, the program waits; a wait that ends with an error stays in the record.
+
+        number: of the operation that it waits for; 0: of none that was queued.
+        """
+        self.wait(purpose, number)
+        yield
+        self.waited()
+
+    def wait(self, purpose: str, number: int = 0) -> None:
+        """A wait begins."""
+        words = self._ring.words
+        words[Word.WAIT_RECORD] = number
+        words[Word.WAIT_SINCE] = self._clock_ns()
+        words[Word.WAIT] = self._ring.name(purpose)
+
+    def waited(self) -> None:
+        """It is over."""
+        self._ring.words[Word.WAIT] = 0
+
+    # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
+
+    def looked(self, *, moved: bool) -> None:
+        """The heartbeat has looked. moved: something had moved since the look before."""
+        words, now = self._ring.words, self._clock_ns()
+        words[Word.SEEN] = now
+        if moved:
+            words[Word.ALIVE] = now
+
+    def ended(self, end: End, sentence: str = "") -> None:
+        """The process ends, as it knows itself. The first end stays: what comes after follows from it."""
+        words = self._ring.words
+        if words[Word.ENDED] == End.RUNNING:
+            words[Word.SENTENCE] = self._ring.name(sentence)
+            words[Word.SEEN] = self._clock_ns()
+            words[Word.ENDED] = end
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the file up to date for other nodes; waits for the disk."""
+        self._ring.flush()

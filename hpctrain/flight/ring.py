@@ -1,0 +1,290 @@
+"""The file of a rank's flight record: a head, a ring of operations, and a table of names, in memory that the system keeps.
+
+The file is mapped, so what is written survives the process, however it ends: the system writes it to the disk. All numbers are
+little-endian words of 8 bytes. A record's first word, its number, is written last, so a torn record is one of no operation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from hpctrain.errors import DataError
+
+MAGIC = int.from_bytes(b"hpcFLY01", "little")
+#: operations that a ring holds
+SLOTS = 2048
+
+_HEAD_WORDS = 32
+_RECORD_WORDS = 8
+_NAME_BYTES = 1 << 18
+_SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
+_NAMES_AT = _SIZE - _NAME_BYTES
+_LONGEST_NAME = 4000
+#: the name that stands for those that find no room
+_NO_ROOM = "(name left out: the table is full)"
+
+
+class Word(IntEnum):
+    """The words of the head. Times are nanoseconds of the process's clock; 0: never."""
+
+    MAGIC = 0
+    JOB = 1  # a number that all ranks of one start share
+    RANK = 2
+    RANKS = 3
+    PROCESS = 4
+    HOST = 5  # a name's place in the table, as PHASE, WAIT and SENTENCE are
+    ENDED = 6  # an `End`
+    SIGNAL = 7  # or the exit code of a process that has left
+    CLOCK_AT = 8  # what the clock shows less what the wall clock does
+    BEGUN = 9
+    SEEN = 10  # when the heartbeat last looked
+    ALIVE = 11  # when it last saw something move
+    PHASE = 12
+    PHASE_SINCE = 13
+    EPOCH = 14
+    STEP = 15
+    WAIT = 16  # 0: waits for nothing
+    WAIT_SINCE = 17
+    WAIT_RECORD = 18  # the number of the operation that is waited for; 0: one outside the queues
+    SENTENCE = 19
+    POSTED = 20  # operations so far
+    NAMES = 21  # bytes of the table
+    DEADLINE = 22  # nanoseconds without progress after which the process gives up
+
+
+class Field(IntEnum):
+    """The words of a record."""
+
+    NUMBER = 0  # from 1 on
+    QUEUE = 1
+    PURPOSE = 2
+    SEQUENCE = 3
+    OPERATION = 4
+    POSTED = 5
+    STARTED = 6
+    DONE = 7
+
+
+class End(IntEnum):
+    """How a process ended, as far as it knew, or as its keeper saw."""
+
+    RUNNING = 0
+    FINISHED = 1
+    FAILED = 2
+    DEADLINE = 3
+    SIGNAL = 4
+    LEFT = 5  # by something that called exit()
+
+
+class RingWriter:
+    """A ring of this process: in its own memory at first, in a file once there is a directory for it.
+
+    Attributes:
+        words: the head and the records, as integers.
+    """
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, _SIZE)
+        self.words = memoryview(self._map).cast("q")
+        self._names: dict[str, int] = {}
+        self.words[Word.MAGIC] = MAGIC
+        self.name("")  # place 0 stands for no name
+
+    def move(self, path: Path) -> None:
+        """Go on in a file, which is made, with all that was written so far. Records of an earlier start there are lost.
+
+        Raises:
+            OSError: the file cannot be made, or there is no room for it.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk is an error now, and not a SIGBUS at some step
+            moved = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        moved[:] = self._map[:]
+        self.words, old, earlier = memoryview(moved).cast("q"), self.words, self._map
+        self._map = moved
+        old.release()
+        earlier.close()
+
+    def name(self, text: str) -> int:
+        """The place of a text in the table of names; it is added where it is new."""
+        place = self._names.get(text)
+        return self._add(text) if place is None else place
+
+    def _add(self, text: str) -> int:
+        data = text.encode("utf-8", "replace")[:_LONGEST_NAME]
+        begin = self.words[Word.NAMES]
+        end = begin + 8 + len(data) + -len(data) % 8
+        if end > _NAME_BYTES - 64 and text != _NO_ROOM:
+            return self.name(_NO_ROOM)
+        at = _NAMES_AT + begin
+        self._map[at + 8 : at + 8 + len(data)] = data
+        self.words[at // 8] = len(data)
+        self.words[Word.NAMES] = end
+        self._names[text] = begin
+        return begin
+
+    def flush(self) -> None:
+        """Have the system write what is new to the disk, where other nodes can read it; waits for that."""
+        self._map.flush()
+
+
+def record_at(number: int) -> int:
+    """The index of the first word of the record of an operation, counted from 1 on."""
+    return _HEAD_WORDS + _RECORD_WORDS * ((number - 1) % SLOTS)
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.flight"
+
+
+@dataclass(frozen=True)
+class RecordedOperation:
+    """An operation of a queue. Times in nanoseconds of its process's clock; 0: not yet.
+
+    number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before that.
+    """
+
+    number: int
+    queue: str
+    purpose: str
+    sequence: int
+    operation: str
+    posted_ns: int
+    started_ns: int
+    done_ns: int
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The content of one rank's ring. Times in nanoseconds of its clock, as `Word` says.
+
+    operations: the latest ones, in the order of their queueing. wall_offset_ns: to be taken from its clock for the wall clock's.
+    """
+
+    job: int
+    rank: int
+    ranks: int
+    process: int
+    host: str
+    end: End
+    signal: int
+    wall_offset_ns: int
+    begun_ns: int
+    seen_ns: int
+    alive_ns: int
+    phase: str
+    phase_since_ns: int
+    epoch: int
+    step: int
+    wait: str
+    wait_since_ns: int
+    wait_number: int
+    sentence: str
+    deadline_ns: int
+    operations: tuple[RecordedOperation, ...]
+
+    @property
+    def last_ns(self) -> int:
+        """The last instant that the process is known to have lived at."""
+        times = [self.begun_ns, self.seen_ns, self.phase_since_ns, self.wait_since_ns]
+        times += [max(recorded.posted_ns, recorded.started_ns, recorded.done_ns) for recorded in self.operations]
+        return max(times)
+
+    def wall_seconds(self, clock_ns: int) -> float:
+        """An instant of its clock as seconds of the wall clock."""
+        return (clock_ns - self.wall_offset_ns) * 1e-9
+
+
+def read(path: Path) -> FlightRecord:
+    """A rank's record, also one that is being written.
+
+    Raises:
+        DataError: the file is none, or is cut short.
+    """
+    data = path.read_bytes()
+    if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
+        raise DataError(
+            f"{path} is no flight record of this version: it has {len(data)} bytes; give a directory of rank-*.flight."
+        )
+    words = memoryview(data)[: _SIZE - _NAME_BYTES].cast("q")
+    if sys.byteorder != "little":
+        raise DataError(f"{path} was written on a little-endian machine; read it on one.")
+    names = dict(_names(data, words[Word.NAMES]))
+
+    def text(word: int) -> str:
+        return names.get(word, "?")
+
+    return FlightRecord(
+        job=words[Word.JOB],
+        rank=words[Word.RANK],
+        ranks=words[Word.RANKS],
+        process=words[Word.PROCESS],
+        host=text(words[Word.HOST]),
+        end=End(words[Word.ENDED]),
+        signal=words[Word.SIGNAL],
+        wall_offset_ns=words[Word.CLOCK_AT],
+        begun_ns=words[Word.BEGUN],
+        seen_ns=words[Word.SEEN],
+        alive_ns=words[Word.ALIVE],
+        phase=text(words[Word.PHASE]),
+        phase_since_ns=words[Word.PHASE_SINCE],
+        epoch=words[Word.EPOCH],
+        step=words[Word.STEP],
+        wait=text(words[Word.WAIT]),
+        wait_since_ns=words[Word.WAIT_SINCE],
+        wait_number=words[Word.WAIT_RECORD],
+        sentence=text(words[Word.SENTENCE]),
+        deadline_ns=words[Word.DEADLINE],
+        operations=tuple(_operations(words, text)),
+    )
+
+
+def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
+    """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
+
+    An end that the process has written itself stays.
+
+    Args:
+        number: of the signal; for End.LEFT, the exit code.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in (Word.MAGIC, Word.ENDED)]
+        if head == [MAGIC, End.RUNNING]:
+            for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
+                os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
+    finally:
+        os.close(descriptor)
+
+
+def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:
+    place = 0
+    while place < min(length, _NAME_BYTES - 8):
+        at = _NAMES_AT + place
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield place, data[at + 8 : at + 8 + size].decode("utf-8", "replace")
+        place += 8 + size + -size % 8
+
+
+def _operations(words: memoryview, text: Callable[[int], str]) -> Iterator[RecordedOperation]:
+    posted: int = words[Word.POSTED]
+    for number in range(max(1, posted - SLOTS + 1), posted + 1):
+        at = record_at(number)
+        if words[at + Field.NUMBER] == number:
+            queue, purpose, sequence, operation, *times = (int(word) for word in words[at + 1 : at + _RECORD_WORDS])
+            yield RecordedOperation(number, text(queue), text(purpose), sequence, text(operation), *times)

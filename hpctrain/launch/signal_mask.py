@@ -1,0 +1,33 @@
+"""The signals that a process that computes holds back, and the mask that does it.
+
+Imports next to nothing: until the mask is set, a signal ends the process without a word.
+"""
+
+from __future__ import annotations
+
+import signal
+from signal import Signals
+
+#: ask for the end of the run with a checkpoint
+STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
+#: prints the stacks of all threads; the run goes on
+STACKS = Signals.SIGUSR2
+# Mean nothing to a run, and must not end it either.
+_DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
+HELD = (*STOPS, STACKS, *_DROPPED)
+
+
+def hold() -> frozenset[Signals]:
+    """Block the signals in this thread and all that it starts; give those that are blocked.
+
+    What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
+    be kept for the thread that waits.
+    """
+    held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    return held
+
+
+def release() -> None:
+    """Unblock them in this thread: for a child between its fork and its program, which would inherit the mask."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

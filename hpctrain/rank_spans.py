@@ -1,0 +1,25 @@
+"""Ranks as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks that `spans` has written."""
+    ranks: list[int] = []
+    for span in text.split(", ") if text else ():
+        first, _, last = span.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return tuple(ranks)

@@ -1,0 +1,112 @@
+"""A checkpoint as a directory: a shard of each rank, and a manifest that is written last and says what belongs to it.
+
+The directory has another name until its manifest is on the disk: what has the name of a checkpoint was once complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.boxes import size_of
+from hpctrain.errors import CheckpointError
+from hpctrain.storage.atomic_write import PARTIAL, synchronise_directory, write_bytes
+from hpctrain.storage.hdf5_store import plain
+from hpctrain.storage.shard_file import ShardFacts
+from hpctrain.storage.sharded_tensors import ShardedTensors
+
+SUFFIX = ".shards"
+_MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
+_FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
+
+
+def unfinished(path: Path, token: str) -> Path:
+    """The directory in which the checkpoint `path` grows. token: of this attempt, the same on all ranks."""
+    return path.with_name(f"{path.name}.{token}{PARTIAL}")
+
+
+def remove_left(directory: Path, but: Path | None = None) -> None:
+    """Delete what interrupted writes and deletions of sharded checkpoints have left, but not the directory `but`."""
+    for left in directory.glob(f"*{SUFFIX}.*{PARTIAL}"):
+        if left != but:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mapping[str, object]) -> None:
+    """Make the checkpoint `path` of the shards in `partial`: all of them are on the disk. Whole or not there, at any moment.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    _check_complete(shards)
+    facts = [{"name": s.name, "size": s.size, "sha256": s.sha256, "parts": s.parts} for s in shards if s.parts]
+    content = {"format": _FORMAT, "format_version": _VERSION, "meta": dict(meta), "shards": facts}
+    text = json.dumps(content, default=plain, sort_keys=True, indent=1).encode()
+    try:
+        write_bytes(partial / _MANIFEST, text)
+        write_bytes(partial / _DIGEST, f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode())
+        if path.exists():  # the same step once more: a directory that is not empty cannot be replaced
+            delete(path)
+        os.replace(partial, path)
+        synchronise_directory(path.parent)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be written ({reason}); make room or choose another output."
+        ) from error
+
+
+def delete(path: Path) -> None:
+    """Delete a sharded checkpoint. Interrupted, it leaves only what `remove_left` removes.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    old = unfinished(path, "old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(path, old)
+    shutil.rmtree(old)
+
+
+def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
+    """Tensors, which are read when they are asked for, and metadata, which are verified now.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged or of another version.
+    """
+    try:
+        text = (path / _MANIFEST).read_bytes()
+        digest = (path / _DIGEST).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
+    if digest != f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode():
+        raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older one.")
+    content = json.loads(text)
+    if content["format_version"] != _VERSION:
+        raise CheckpointError(
+            f"The checkpoint {path} has the sharded format version {content['format_version']}; this hpctrain reads {_VERSION}."
+        )
+    return ShardedTensors(path, [_shard(entry) for entry in content["shards"]]), content["meta"]
+
+
+def _shard(entry: Mapping[str, Any]) -> ShardFacts:
+    parts = {key: (tuple(shape), dtype, tuple(map(tuple, box))) for key, (shape, dtype, box) in entry["parts"].items()}
+    return ShardFacts(entry["name"], entry["size"], entry["sha256"], parts)
+
+
+def _check_complete(shards: Sequence[ShardFacts]) -> None:
+    """All elements of all tensors are there, each once: a fault of ours otherwise."""
+    sizes: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        for key, (shape, _, box) in shard.parts.items():
+            shapes[key] = shape
+            sizes[key] = sizes.get(key, 0) + size_of(box)
+    wrong = [key for key, shape in shapes.items() if sizes[key] != math.prod(shape)]
+    assert not wrong, f"parts of {wrong[0]} have {sizes[wrong[0]]} elements, of {shapes[wrong[0]]}"

@@ -1,0 +1,79 @@
+"""The averagers of a replica, one for each group of parameters, and which slices of theirs hold which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.errors import BackendError
+from hpctrain.nn.network import MODEL, Network
+from hpctrain.optim.base import Optimizer
+from hpctrain.parallel.groups import GridGroups
+
+
+def make_averagers(
+    network: Network,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    strategies: Mapping[str, Strategy],
+    optimizers: Mapping[str, Optimizer],
+    stored: Mapping[str, CollectiveSchedule],
+) -> dict[str, GradientAverager]:
+    """The averagers of all groups of parameters, which have agreed on what they post. Collective.
+
+    Args:
+        strategies, optimizers: by group. stored: schedules of an earlier run, by group; used where they fit.
+
+    Raises:
+        CollectiveMismatchError: ranks with different schedules.
+    """
+    norms = None
+    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.values()):
+        norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
+    interval = None
+    if MODEL in network.groups and strategies:
+        one_of_them = next(iter(strategies.values()))  # all have the same options
+        interval = one_of_them.interval(groups.norms, progress, len(strategies))
+    averagers: dict[str, GradientAverager] = {}
+    for name, strategy in strategies.items():
+        group, comm = network.groups[name], groups.gradients[name]
+        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, interval)
+        averagers[name] = make_averager(strategy, setup, stored.get(name))
+    return averagers
+
+
+def usable(optimizer: Optimizer, network: Network) -> Optimizer:
+    """The optimiser itself.
+
+    Raises:
+        BackendError: it cannot compute where the arrays of the network lie.
+    """
+    if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
+        raise BackendError(
+            f"The optimizer {type(optimizer).__name__} computes with NumPy, which does not reach arrays of backend "
+            f"{network.kernels.name}; let it compute by group.arithmetic and say any_arrays = True, or set backend to onednn or "
+            "numpy."
+        )
+    return optimizer
+
+
+def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
+    """By parameter, the slices of all schedules that hold some of it, numbered through; none where a rank is alone."""
+    slices: dict[str, list[int]] = {}
+    pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
+    for number, names in enumerate(pieces):
+        for name in names:
+            slices.setdefault(name, []).append(number)
+    return slices
+
+
+def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
+    """The parameters of each slice of a schedule; without one every parameter is a slice."""
+    if averager.schedule is None:
+        return [(name,) for name in averager.group.parameters]
+    return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]

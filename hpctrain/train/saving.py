@@ -1,0 +1,273 @@
+"""Checkpoints of all ranks, written at once or in the background, with one view of how that goes on every rank.
+
+Two things are not known alike on all ranks: whether a rank's part is on the disk yet, and that it cannot be written. Each rank
+adds what it has to tell to the small message of a step (`news`); where the sum says so, all exchange their states (`hear`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
+from hpctrain.errors import CheckpointError
+from hpctrain.flight.notes import FlightNotes
+from hpctrain.storage.background_writer import BackgroundWriter
+from hpctrain.train.metrics import Reporter
+
+#: between two polls at the states of all ranks, where the program waits for them
+_LOOK_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that is to be written.
+
+    Args:
+        step: of the position. path: where it will be.
+        own: writes this rank's part, and gives what the others have to know of it; None where this rank writes nothing.
+        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None where `own` has done so.
+    """
+
+    step: int
+    path: Path
+    own: Callable[[], Any] | None
+    publish: Callable[[Sequence[Any]], None] | None = None
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state of a rank's part: under way, done with a result, or failed; seconds since its begin."""
+
+    busy: bool
+    result: Any
+    failure: str | None
+    seconds: float
+
+    @property
+    def done(self) -> bool:
+        return not self.busy and self.failure is None
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time. All methods but `news` are collective.
+
+    Args:
+        world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
+        asynchronous: a checkpoint is written in the background. What it writes must be copies then.
+        deadline_seconds: after which a write is said to take long, and for which the end of a run waits.
+
+    Attributes:
+        asynchronous: as given. last_seconds: that the latest write in the background has taken, as far as this rank knows.
+    """
+
+    def __init__(
+        self, world: Communicator, notes: FlightNotes, reporter: Reporter, *, asynchronous: bool, deadline_seconds: float
+    ) -> None:
+        self._world, self._notes, self._reporter = world, notes, reporter
+        self.asynchronous, self._deadline_seconds = asynchronous, deadline_seconds
+        self.last_seconds = 0.0
+        self._writer = BackgroundWriter()
+        self._writing: Writing | None = None
+        self._work: Callable[[], Any] | None = None
+        self._publishes = False
+        self._begin_seconds = 0.0
+        self._told: str | None = None  # this rank's failure that all know of
+        self._sentence = ""  # the latest failure that was told
+        self._told_late = False
+        self._pause_seconds = 0.0
+        self._retry_at = 0.0
+        self._missing: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._world.size
+
+    def ready(self, step: int) -> bool:
+        """Whether a checkpoint of `step` can be begun; else it is left out, and that is told. Waits for the one before it."""
+        before = self._writing
+        if before is None:
+            return True
+        written, states = self._advance(self._begin_seconds + self._deadline_seconds)
+        if written:
+            return True
+        if any(state.busy for state in states):
+            self._missing = f"The checkpoint of step {step} is left out, as that of step {before.step} is still being written"
+            self._tell(step, f"{self._missing}.")
+            return False
+        self._tell(before.step, f"The checkpoint of step {before.step} is given up for that of step {step}.")
+        self._writing = None
+        return True
+
+    def begin(self, writing: Writing) -> None:
+        """Write a checkpoint, or begin to, after `ready` said so.
+
+        Raises:
+            CheckpointError: it cannot be written. In the background that is told instead, and tried again.
+        """
+        assert self._writing is None, "the checkpoint before it is still being written"
+        self._missing = None
+        if not self.asynchronous:
+            self._write_now(writing)
+            return
+        self._writing, self._publishes, self._told_late, self._sentence = writing, False, False, ""
+        self._begin_seconds = time.monotonic()
+        self._start(writing.own)
+
+    def _write_now(self, writing: Writing) -> None:
+        result = raise_on_all_ranks(self._world, writing.own or _nothing)
+        publish = writing.publish
+        if publish is not None:
+            results = self._world.allgather_object(result)
+            raise_on_all_ranks(self._world, (lambda: publish(results)) if self._world.rank == 0 else _nothing)
+
+    def news(self) -> int:
+        """This rank's share of the step's message: 1 where its part is done, and as many as there are ranks where there is
+        something to tell at once; 0 else. All exchange their states where the sum is no less than that number."""
+        if self._writing is None:
+            return 0
+        if self._world.rank == 0 and self._late and not self._told_late:
+            return self._world.size
+        if self._writer.busy:
+            return 0
+        failure = self._state().failure
+        if failure is not None and failure == self._told:
+            if time.monotonic() >= self._retry_at:
+                self._retry()
+            return 0
+        return 1 if failure is None else self._world.size
+
+    def hear(self) -> None:
+        """Exchange the states of all ranks: tell of failures, go on where all are done."""
+        if self._writing is not None:
+            self._look()
+
+    def settle(self) -> None:
+        """Wait for what is being written, for the deadline at most, whether it comes to be or not."""
+        with contextlib.suppress(CheckpointError):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written, for the deadline at most.
+
+        Raises:
+            CheckpointError: the last checkpoint is not there, on every rank.
+        """
+        if self._writing is None:
+            self._require_last()
+            return
+        writing, until_seconds = self._writing, time.monotonic() + self._deadline_seconds
+        written, states = self._advance(until_seconds)
+        if not written and not any(state.busy for state in states):
+            if states[self._world.rank].failure is not None:
+                self._retry()  # a last time
+            written, states = self._advance(until_seconds)
+        if written:
+            self._require_last()
+            return
+        self._writing = None
+        failures = [state.failure for state in states if state.failure is not None]
+        if failures:
+            raise CheckpointError(failures[0])
+        busy = [rank for rank, state in enumerate(states) if state.busy]
+        raise CheckpointError(
+            f"The checkpoint {writing.path} is not written after the deadline of {self._deadline_seconds:g} s at the end of the "
+            f"run and given up{on_ranks(busy, self._world.size)}; look after the disk, and resume from the one before it."
+        )
+
+    def _require_last(self) -> None:
+        if self._missing is not None:
+            raise CheckpointError(f"{self._missing}; look after the disk, and resume from the checkpoint before it.")
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._begin_seconds > self._deadline_seconds
+
+    def _start(self, work: Callable[[], Any] | None) -> None:
+        self._work, self._told, self._pause_seconds = work, None, 0.0
+        self._writer.start(work or _nothing)
+
+    def _retry(self) -> None:
+        assert self._work is not None
+        self._pause_seconds = min(max(1.0, 2 * self._pause_seconds), _LONGEST_PAUSE_SECONDS)
+        self._retry_at = time.monotonic() + self._pause_seconds
+        self._writer.start(self._work)
+
+    def _state(self) -> _State:
+        seconds = time.monotonic() - self._begin_seconds
+        if self._writer.busy:
+            return _State(True, None, None, seconds)
+        try:
+            return _State(False, self._writer.result(), None, seconds)
+        except CheckpointError as error:
+            return _State(False, None, str(error), seconds)
+
+    def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
+        """Wait until nothing is under way, or until that time on rank 0; whether the checkpoint is written, and the states."""
+        while True:
+            self._writer.wait(_LOOK_SECONDS)
+            self._notes.alive()
+            over = self._world.broadcast_object(time.monotonic() >= until_seconds)
+            states = self._look()
+            if self._writing is None or over or not any(state.busy for state in states):
+                return self._writing is None, states
+
+    def _look(self) -> Sequence[_State]:
+        """Exchange states, tell what is new, and go on to the next part of the work where all ranks are done with one."""
+        writing = self._writing
+        assert writing is not None
+        states: list[_State] = self._world.allgather_object(self._state())
+        self._tell_failures(writing, states)
+        self._tell_late(writing, states)
+        if all(state.done for state in states):
+            self._go_on(writing, [state.result for state in states])
+            if self._writing is not None:  # rank 0 is busy again
+                return self._world.allgather_object(self._state())
+        return states
+
+    def _go_on(self, writing: Writing, results: Sequence[Any]) -> None:
+        publish = writing.publish
+        if publish is None or self._publishes:
+            self.last_seconds, self._writing = time.monotonic() - self._begin_seconds, None
+            return
+        self._publishes = True
+        self._start((lambda: publish(results)) if self._world.rank == 0 else None)
+
+    def _tell_failures(self, writing: Writing, states: Sequence[_State]) -> None:
+        """Failures, once for each sentence; this rank tries its own again at the next step, then after pauses."""
+        own = states[self._world.rank].failure
+        if own is not None and own != self._told:
+            self._told, self._retry_at = own, time.monotonic() + self._pause_seconds
+        failed = [rank for rank, state in enumerate(states) if state.failure is not None]
+        if not failed:
+            return
+        sentence = f"{states[failed[0]].failure}{on_ranks(failed, self._world.size)}"
+        if sentence != self._sentence:
+            self._sentence = sentence
+            self._tell(writing.step, f"{sentence} It is tried again while the run goes on.")
+
+    def _tell_late(self, writing: Writing, states: Sequence[_State]) -> None:
+        """Once, that the disk is slow."""
+        seconds = states[0].seconds
+        busy = [rank for rank, state in enumerate(states) if not state.done]
+        if self._told_late or seconds <= self._deadline_seconds or not busy:
+            return
+        self._told_late = True
+        slow = f"is not written after {seconds:.0f} s{on_ranks(busy, self._world.size)}"
+        self._tell(writing.step, f"The checkpoint of step {writing.step} {slow}; the run goes on.")
+
+    def _tell(self, step: int, sentence: str) -> None:
+        self._reporter.say(f"warning: {sentence}")
+        with contextlib.suppress(OSError):  # where the disk is full, the metrics' may be the same
+            self._reporter.record("checkpoint", {"step": step, "warning": sentence})
+
+
+def _nothing() -> None:
+    return None

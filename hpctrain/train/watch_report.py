@@ -1,0 +1,96 @@
+"""One sentence from the checksums of all ranks: who holds other bits than the others, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpctrain.rank_spans import spans
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Checksums of what several ranks must hold alike.
+
+    Attributes:
+        names: of the arrays, the same on each of the ranks. digests: uint32, of each.
+        equal_at: steps done when all of it was last found equal.
+    """
+
+    names: Sequence[str] = ()
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    equal_at: int = 0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's looks, by kind, and the names of what it found changed of its own between two updates."""
+
+    looks: tuple[Checksums, ...]
+    found: tuple[str, ...] = ()
+
+
+def sentence(
+    reports: Sequence[RankReport],
+    alike: Sequence[Sequence[Sequence[int]]],
+    world_ranks: Sequence[int],
+    step: int,
+    kept_step: int | None,
+) -> str:
+    """The sentence of an error.
+
+    Args:
+        reports: by position. alike: by kind, the positions that must hold the same. world_ranks: of the positions.
+        step: steps done when the checksums were taken. kept_step: of the newest checkpoint; None where there is none.
+    """
+    texts = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
+    for kind, classes in enumerate(alike):
+        for positions in classes:
+            looks = [reports[position].looks[kind] for position in positions]
+            texts.append(_difference(looks, [world_ranks[position] for position in positions], step))
+    remedy = "start again, as this run has no checkpoint yet"
+    if kept_step is not None:
+        remedy = f"resume from the checkpoint of step {kept_step}"
+    return f"{next(text for text in texts if text)}; {remedy}."
+
+
+def _of_owner(report: RankReport, rank: int, step: int) -> str:
+    """The changes that a rank has found in what it alone holds; empty where there are none."""
+    if not report.found:
+        return ""
+    return (
+        f"On rank {rank} {report.found[0]}{_others(report.found)} changed between two updates, as was seen after step {step}, "
+        f"though nothing wrote there: that rank's memory is at fault"
+    )
+
+
+def _difference(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> str:
+    """The first thing that differs among some ranks, and on whom; empty where nothing does."""
+    table = np.array([look.digests for look in looks])
+    differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
+    if not differing:
+        return ""
+    names = [looks[0].names[place] for place in differing]
+    holders: dict[int, list[int]] = {}
+    for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
+        holders.setdefault(digest, []).append(rank)
+    most = max(holders.values(), key=len)
+    what, since = f"{names[0]}{_others(names)}", f"all had the same after step {looks[0].equal_at}"
+    if len(most) * 2 > len(ranks):
+        odd = [rank for rank in ranks if rank not in most]
+        verb = "holds" if len(odd) == 1 else "hold"
+        return f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}; {since}"
+    different = " and ".join(_named(members) for members in sorted(holders.values()))
+    return f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def _others(names: Iterable[str]) -> str:
+    """How many more there are than the first."""
+    more = len(set(names)) - 1
+    return f" (and {more} more)" if more > 0 else ""

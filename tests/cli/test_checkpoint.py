@@ -1,0 +1,76 @@
+"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, and no more than that is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.main import cli
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, write
+
+
+def _call(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["checkpoint", *words])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints after 1, 2 and 3 steps, written in this order."""
+    for step in (1, 2, 3):
+        tensors = {parameter_key("fc.weight"): np.full((3, 2), step, np.float32)}
+        meta = {"global_step": step, "epoch": 0, "seed": 5, "config": "name: long\n" * 50}
+        path = checkpoint_path(tmp_path / "checkpoints", step)
+        write(path, CheckpointContent(tensors, meta))
+        os.utime(path, (1e9 + step, 1e9 + step))
+    return tmp_path
+
+
+def _damage(run: Path, step: int) -> Path:
+    path = checkpoint_path(run / "checkpoints", step)
+    path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+def test_a_list_has_a_line_for_each(run: Path) -> None:
+    for path in (run, run / "checkpoints"):
+        lines = _call("list", str(path)).output.splitlines()
+        assert [line.split()[1] for line in lines] == ["1", "2", "3"]
+        assert lines[2].endswith("checkpoint-00000003.h5")
+    assert len(_call("list", str(checkpoint_path(run / "checkpoints", 2))).output.splitlines()) == 1
+
+
+def test_whole_ones_are_verified_and_damaged_ones_are_named(run: Path) -> None:
+    result = _call("verify", str(run))
+    assert (result.exit_code, result.output.count("all 1 tensors have their checksums")) == (0, 3)
+    damaged = _damage(run, 3)
+    result = _call("verify", str(run))
+    assert result.exit_code == 2
+    assert str(damaged) in result.output
+    whole = checkpoint_path(run / "checkpoints", 2)
+    assert f"hpctrain: 1 of 3 checkpoints cannot be used; the newest whole one is {whole}." in result.output
+    assert "none is left to go on from" in _call("verify", str(damaged)).output
+
+
+def test_position_and_tensors_are_shown(run: Path) -> None:
+    text = _call("show", str(run)).output
+    assert "checkpoint-00000003.h5" in text
+    assert "global_step: 3\n" in text
+    assert "  parameters/fc.weight  [3, 2] float32\n" in text
+    assert text.endswith("1 tensors, 0.0 MB\n")
+    assert "name: long" not in text
+    values = json.loads(_call("show", str(checkpoint_path(run / "checkpoints", 1)), "--json").output)
+    assert values["meta"]["global_step"] == 1
+    assert values["tensors"] == {"parameters/fc.weight": {"shape": [3, 2], "dtype": "float32"}}
+
+
+def test_all_but_the_last_are_pruned(run: Path) -> None:
+    result = _call("prune", str(run), "--keep", "1")
+    assert (result.exit_code, result.output.count("deleted ")) == (0, 2)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-00000003.h5"]
+    assert _call("prune", str(run), "--keep", "1").output == ""
+    assert _call("prune", str(run)).exit_code == 2

@@ -1,0 +1,216 @@
+"""`hpctrain run`: trainings that are killed again and again reach the end with the bits of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from hpctrain.cli.run_command import ATTEMPTS_FILE
+from tests.support.jobs import Outcome, clean_environment, find_mpiexec
+from tests.support.signal_storm import final_tensors, prepare, same_bits
+
+Job = Callable[..., Outcome]
+
+_MARK = "SUPERVISED_JOB"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration and data: 3 epochs of 16 steps."""
+    prepare(tmp_path, images=512, epochs=3)
+    return tmp_path
+
+
+class _Supervised:
+    """A supervised training of so many ranks (0: without a launcher) that is started here."""
+
+    def __init__(self, folder: Path, ranks: int, options: Sequence[str], words: Sequence[str]) -> None:
+        self._token = uuid.uuid4().hex
+        launcher = [find_mpiexec() or "mpiexec", "-n", str(ranks)] if ranks else []
+        command = [sys.executable, "-m", "hpctrain", "run", *options, "--", *launcher]
+        command += [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", "storm.yaml", *words]
+        self._output = open(folder / "said", "w+")  # noqa: SIM115  as long as the job
+        environment = clean_environment({_MARK: self._token})
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def processes(self) -> list[int]:
+        """Those that the supervisor has started, and those that these have."""
+        mark, found = f"{_MARK}={self._token}".encode(), []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != self.process.pid:
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def kill_one(self, draws: random.Random) -> None:
+        if found := self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(draws.choice(found), signal.SIGKILL)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Exit code, and what was said; no process is left."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for process in [self.process.pid, *self.processes()]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            raise
+        assert self.processes() == []
+        self._output.seek(0)
+        with self._output:
+            return code, self._output.read()
+
+
+def _attempts(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "runs" / ATTEMPTS_FILE).read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.parametrize(("ranks", "seed"), [(0, 1), (2, 2), (2, 3)])
+def test_a_training_that_is_killed_at_random_moments_reaches_the_end(job: Job, folder: Path, ranks: int, seed: int) -> None:
+    """Any process of it: a rank, a keeper, one of the launcher's."""
+    draws = random.Random(seed)
+    whole = ["-m", "hpctrain", "train", "storm.yaml", "output=whole", "checkpoint.every_steps=3"]
+    assert job(ranks, whole, cwd=folder).code == 0
+    options = ["--restarts", "20", "--pause", "0.1"]
+    supervised = _Supervised(folder, ranks, options, ["output=runs", "checkpoint.every_steps=3"])
+    for _ in range(5):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            supervised.process.wait(draws.uniform(1, 8))
+        supervised.kill_one(draws)
+    code, said = supervised.end(200)
+    assert code == 0, said
+    assert same_bits(final_tensors(folder, "runs"), final_tensors(folder, "whole")), said
+    attempts = _attempts(folder)
+    assert attempts[-1]["code"] == 0
+    assert all(attempt["code"] for attempt in attempts[:-1])
+    assert said.count(" ended with exit code ") == len(attempts)
+
+
+# The program; rank 1 is killed in each step whose number is a multiple of five, once.
+_KILLED = """
+import os, runpy, signal, sys
+from pathlib import Path
+def patched(*arguments):
+    from hpctrain.train.step import TrainingStep
+    run = TrainingStep.run
+    def killed(self, batch, global_step, lr):
+        mark = Path(f"killed-{global_step}")
+        if os.environ.get("PMI_RANK") == "1" and global_step % 5 == 4 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(self, batch, global_step, lr)
+    TrainingStep.run = killed
+    return command(*arguments)
+from hpctrain.cli import main
+command = main.LazyGroup.get_command
+main.LazyGroup.get_command = patched
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def _killed(folder: Path, mpiexec: str, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "hpctrain").write_text(_KILLED)  # stands for the program by its name
+    launcher = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", "./hpctrain", "train"]
+    command = [sys.executable, "-m", "hpctrain", "run", *options, "--", *launcher, "storm.yaml", *words]
+    return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.job
+def test_who_was_killed_and_where_is_told(job: Job, folder: Path) -> None:
+    mpiexec = find_mpiexec()
+    if mpiexec is None or "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("the exit code is that of MPICH's launcher")
+    done = _killed(folder, mpiexec, ["--restarts", "0"], "epochs=1")
+    assert done.returncode == 9, done.stdout + done.stderr
+    (attempt,) = _attempts(folder)
+    assert attempt["finding"] == "Rank 1 was ended by SIGKILL (a training step, step 5)."
+    assert (attempt["step"], attempt["checkpoint"], attempt["node"]) == (5, None, "")
+    assert "given up after a failure" in done.stderr
+    assert "exit code 9, reached step 5; Rank 1 was ended by SIGKILL (a training step, step 5)." in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.job
+def test_a_request_ends_training_and_supervisor(folder: Path) -> None:
+    supervised = _Supervised(folder, 2, [], ["output=runs", "epochs=1000"])
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not list(folder.glob("runs/*/metrics.jsonl")):
+        time.sleep(0.1)
+    os.kill(supervised.process.pid, signal.SIGTERM)
+    code, said = supervised.end(60)
+    assert code == 85, said
+    assert "stopped by SIGUSR1" in said
+    assert "attempt 1 ended with exit code 85: stopped by SIGTERM" in said
+
+
+@pytest.mark.slow
+@pytest.mark.job
+def test_an_old_run_of_the_same_name_is_left_alone(job: Job, folder: Path) -> None:
+    """It is not what this command goes on from, if that fails before its first checkpoint."""
+    assert job(0, ["-m", "hpctrain", "train", "storm.yaml", "output=runs"], cwd=folder).code == 0
+    words = ["output=runs", "data.train=nowhere.h5"]
+    code, said = _Supervised(folder, 0, ["--pause", "0"], words).end(60)
+    assert code == 2, said
+    assert "another start would fail alike" in said
+    assert _attempts(folder)[0]["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["sleep", "3"], "has no training in it"),
+        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only trains nothing that could be started again"),
+        (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command asks for no training"),
+        (["hpctrain", "train", "storm.yaml", "--wrong"], "No such option"),
+        (["hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        (["hpctrain", "train", "storm.yaml", "batch=0"], "batch is 0"),
+    ],
+)
+def test_what_cannot_be_supervised_is_refused_before_it_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(cli, ["run", "--", *words], env={"PMI_RANK": None, "OMPI_COMM_WORLD_RANK": None})
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+
+
+def test_a_rank_supervises_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    result = CliRunner().invoke(cli, ["run", "--", "hpctrain", "train", "storm.yaml"], env=environment)
+    assert result.exit_code == 2
+    assert "hpctrain run was started by Open MPI mpiexec as one of several" in result.stderr
+
+
+@pytest.mark.job
+def test_the_supervisor_loads_neither_numpy_nor_mpi(folder: Path) -> None:
+    program = (
+        "import sys\nfrom hpctrain.cli.main import cli\n"
+        "try:\n    cli(['run', '--restarts', '0', '--', 'false', 'hpctrain', 'train', 'storm.yaml'])\n"
+        "finally:\n    print(sorted({'numpy', 'h5py', 'mpi4py', 'mpi4py.MPI'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr

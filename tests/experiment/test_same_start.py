@@ -1,0 +1,90 @@
+"""All ranks start alike, or none does: the first difference in one sentence, on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.config.load import load
+from hpctrain.errors import ConfigError
+from hpctrain.experiment import same_start
+from hpctrain.experiment.same_start import check_same_start, package_files
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+from tests.cli.test_starting import folder as folder
+from tests.support.jobs import Outcome
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def _sentences(overrides: list[list[str]], **leads: Any) -> list[str]:
+    """What each rank raises; "" where it raises nothing. overrides: by rank."""
+
+    def program(comm: ThreadCommunicator) -> str:
+        config, _ = load(CONFIG, overrides[comm.rank])
+        try:
+            check_same_start(comm, config, leads_node=leads.get("leads_node", True))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_virtual(len(overrides), program)
+
+
+@pytest.mark.parametrize("leads_node", [True, False])
+def test_ranks_that_start_alike_go_on(leads_node: bool) -> None:
+    assert _sentences([["batch=32"]] * 3, leads_node=leads_node) == ["", "", ""]
+    assert _sentences([["threads=1"], ["threads=2"], ["flight=/tmp/x"]]) == ["", "", ""]
+
+
+def test_another_configuration_is_named_on_every_rank() -> None:
+    sentences = _sentences([["batch=32"], ["batch=32"], ["batch=64", "seed=3"]])
+    assert set(sentences) == {
+        "Rank 2 has another configuration than rank 0: batch is 64, not 32; give all ranks the same file and overrides."
+    }
+    options = _sentences([["averager={name: sharded}"], ["averager={name: sharded, wire: bfloat16}"]])
+    assert "averager.wire is bfloat16, not none" in options[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("software_versions", "Rank 1 has other packages than rank 0: numpy is 2, not 1; give all nodes the same environment."),
+        ("package_files", "Rank 1 has other files of hpctrain than rank 0: nn/x.py differs; install the same version of it on"),
+    ],
+)
+def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
+    calls = iter(range(2))
+    values = [{"numpy": "1"}, {"numpy": "2"}] if kind == "software_versions" else [{"nn/x.py": 1}, {"nn/x.py": 2}]
+    monkeypatch.setattr(same_start, kind, lambda *_: values[next(calls)])
+    sentences = _sentences([[], []])
+    assert sentences[0] == sentences[1]
+    assert sentences[0].startswith(words)
+
+
+def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("x = 1\n")
+    (tmp_path / "c.txt").write_text("no module\n")
+    before = package_files(tmp_path)
+    (tmp_path / "a" / "b.py").write_text("x = 2\n")
+    assert list(before) == ["a/b.py"]
+    assert before != package_files(tmp_path)
+
+
+@pytest.mark.job
+def test_a_job_whose_ranks_were_asked_for_different_things_is_refused(job: Callable[..., Outcome], folder: Path) -> None:
+    program = """
+import os, runpy, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+sys.argv = ["hpctrain", "train", "tiny.yaml", f"seed={rank}"]
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+    outcome = job(2, ["-c", program], cwd=folder)
+    assert outcome.code != 0
+    assert len(re.findall("has another configuration than rank 0: seed is 1, not 0", outcome.stderr)) == 1
+    assert not (folder / "runs").exists()

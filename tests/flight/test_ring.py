@@ -1,0 +1,109 @@
+"""The file of a flight record: what is written is read, by whomever, whenever, whatever was torn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import DataError
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.ring import _NAME_BYTES, _NO_ROOM, SLOTS, End, Field, RingWriter, Word, file_name, mark_end, read, record_at
+
+
+def test_a_ring_moves_into_a_file_with_all_that_it_holds(tmp_path: Path) -> None:
+    ring = RingWriter()
+    ring.words[Word.RANK], ring.words[Word.STEP] = 3, 7
+    ring.words[Word.PHASE] = ring.name("data loading")
+    ring.move(tmp_path / "deep" / "x.flight")
+    ring.words[Word.STEP] = 8
+    ring.words[Word.WAIT] = ring.name("größer")
+    found = read(tmp_path / "deep" / "x.flight")
+    assert (found.rank, found.step, found.phase, found.wait, found.end) == (3, 8, "data loading", "größer", End.RUNNING)
+
+
+def test_a_name_has_one_place_and_the_empty_one_is_nothing() -> None:
+    ring = RingWriter()
+    first = ring.name("a")
+    assert ring.name("b") != first == ring.name("a")
+    assert ring.name("") == 0
+
+
+def test_a_full_table_of_names_says_so(tmp_path: Path) -> None:
+    ring = RingWriter()
+    for number in range(_NAME_BYTES // 16):
+        ring.name(f"{number:8d}")
+    ring.words[Word.PHASE] = ring.name("one more")
+    for number in range(100):
+        ring.name(f"and {number:1000d}")
+    ring.move(tmp_path / "x.flight")
+    assert read(tmp_path / "x.flight").phase == _NO_ROOM
+
+
+def test_the_latest_operations_are_kept(tmp_path: Path) -> None:
+    recorder = FlightRecorder()
+    queue = recorder.queue_of("world", (0, 1))
+    for number in range(SLOTS + 10):
+        assert recorder.queued(queue, f"p{number % 5}", number) == number + 1
+    recorder.keep_in(tmp_path)
+    found = read(tmp_path / file_name(0)).operations
+    assert [each.sequence for each in found] == list(range(10, SLOTS + 10))
+    assert {each.queue for each in found} == {"world of 0-1"}
+
+
+def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
+    ring = RingWriter()
+    ring.words[Word.POSTED] = 2
+    ring.words[record_at(1) + Field.NUMBER] = 1
+    ring.words[record_at(2) + Field.SEQUENCE] = 99  # its number was not written any more
+    ring.move(tmp_path / "x.flight")
+    assert [each.number for each in read(tmp_path / "x.flight").operations] == [1]
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(1 << 20)])
+def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.flight").write_bytes(content)
+    with pytest.raises(DataError, match=r"x.flight is no flight record of this version"):
+        read(tmp_path / "x.flight")
+
+
+@pytest.mark.job
+def test_it_survives_a_kill(tmp_path: Path) -> None:
+    program = f"""
+    import os, signal
+    from pathlib import Path
+    from hpctrain.flight.recorder import FlightRecorder
+    recorder = FlightRecorder()
+    recorder.join(5, 8, 1, 30.0)
+    recorder.keep_in(Path({str(tmp_path)!r}))
+    number = recorder.queued(recorder.queue_of("data", range(8)), "conv.weight", 41)
+    recorder.phase("a training step")
+    recorder.started(number, "allreduce of 9 float32 elements")
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=dict(os.environ), timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    found = read(tmp_path / file_name(5))
+    assert (found.ranks, found.phase, found.end) == (8, "a training step", End.RUNNING)
+    (operation,) = found.operations
+    assert (operation.queue, operation.purpose, operation.sequence) == ("data of 0-7", "conv.weight", 41)
+    assert operation.operation == "allreduce of 9 float32 elements"
+    assert operation.started_ns >= operation.posted_ns > operation.done_ns == 0
+
+
+@pytest.mark.parametrize(("end", "number"), [(End.SIGNAL, 9), (End.LEFT, 0), (End.LEFT, 5)])
+def test_an_end_is_marked_from_outside_unless_the_process_has_said_its_own(tmp_path: Path, end: End, number: int) -> None:
+    recorder = FlightRecorder()
+    path = recorder.keep_in(tmp_path)
+    mark_end(path, number, end)
+    assert (read(path).end, read(path).signal) == (end, number)
+    recorder = FlightRecorder()
+    path = recorder.keep_in(tmp_path)
+    recorder.ended(End.FAILED, "why")
+    mark_end(path, number, end)
+    assert (read(path).end, read(path).sentence) == (End.FAILED, "why")

@@ -1,0 +1,281 @@
+"""Faults put into one rank of a small training, or into all, and what must be said of each.
+
+A fault is a few lines that run in the ranks that have it, before the training: they replace a function by one that fails once, in
+step 2. The job must end, and the autopsy or the job's last lines must name the rank and the place.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from hpctrain.data import format as data_format
+from tests.support.jobs import Outcome, run_job
+
+#: of all faulty jobs; what hangs is to be ended within this time and some seconds for the start
+DEADLINE_SECONDS = 3.0
+RANKS = 3
+FAULTY = 1
+
+CONFIG = """
+name: faulty
+seed: 7
+model: {name: small, channels: [4, 6], hidden: 9}
+data: {train: train.h5, test: train.h5}
+batch: 12
+epochs: 2
+optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
+schedule: constant
+averager: overlap
+"""
+
+_PROGRAM = """
+import os, runpy, signal, sys, time
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+def once(owner, name, fault, when=lambda *arguments: True):
+    "Replace a function: the first call for which `when` holds is `fault`'s, with the function itself before its arguments."
+    original, done = getattr(owner, name), []
+    def replaced(*arguments, **options):
+        if not done and when(*arguments):
+            done.append(True)
+            return fault(original, *arguments, **options)
+        return original(*arguments, **options)
+    setattr(owner, name, replaced)
+def in_step_2(self, batch, step, lr):
+    return step == 1
+def patch():
+    if rank not in @RANKS@:
+        return
+    from hpctrain.train.step import TrainingStep
+@FAULT@
+from hpctrain.cli import main
+command = main.LazyGroup.get_command
+def patched(*arguments):
+    patch()
+    return command(*arguments)
+main.LazyGroup.get_command = patched
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: for people. lines: of Python. words: one of them must be among the findings or the job's last lines.
+        ranks: that have it. overrides: of the configuration. blamed: the rank must be among those that the autopsy names.
+    """
+
+    name: str
+    lines: str
+    words: tuple[str, ...]
+    ranks: tuple[int, ...] = (FAULTY,)
+    overrides: tuple[str, ...] = ()
+    blamed: bool = True
+
+
+_STEP = 'once(TrainingStep, "run", lambda run, self, *rest: {}, in_step_2)'
+_MPI = """
+from hpctrain.comm.mpi import MpiCommunicator
+steps = []
+once(TrainingStep, "run", lambda run, self, *rest: (steps.append(1), run(self, *rest))[1], in_step_2)
+once(MpiCommunicator, "iallreduce", lambda post, self, buffer: post(self, {}), lambda self, buffer: steps and buffer.size > 30)
+"""
+_HANG = "time.sleep(100)"
+_FLIPPED = """
+def flip(run, self, *rest):
+    averager = next(iter(self._averagers.values()))
+    averager.drain()
+    {}.view("uint32")[0] ^= 1 << 20
+    return run(self, *rest)
+once(TrainingStep, "run", flip, in_step_2)
+"""
+_CHECKS = ("checks.every_steps=1", "checkpoint.every_steps=1")
+_DISK = """
+import errno
+from hpctrain.data import mapped_reader
+from hpctrain.data.loader import Loader
+def no_disk(*arguments):
+    raise OSError(errno.EIO, "Input/output error")
+def broken(make, *rest):
+    mapped_reader._copy = lambda *arguments: -1
+    os.preadv = no_disk
+    return make(*rest)
+once(Loader, "_make", broken, lambda self, slot, epoch, step, begin: step == 1)
+"""
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("a skipped step", _STEP.format("None"), ("rank 1 has not posted", "Rank 1 never posted", "rank 1 the")),
+    Fault(
+        "operations in another order",
+        """
+        from dataclasses import replace
+        from hpctrain.averaging.allreduce_averager import AllreduceAverager
+        def reverse(begin, self, *rest):
+            self.schedule = replace(self.schedule, operations=tuple(reversed(self.schedule.operations)))
+            return begin(self, *rest)
+        once(AllreduceAverager, "begin_step", reverse, lambda self, *rest: bool(self._previous.events))
+        """,
+        ("Ranks posted different operations", "Rank 1 never posted", "wait for each other"),
+    ),
+    Fault("a wrong count", _MPI.format("buffer[:-1]"), ("Ranks posted different operations",)),
+    Fault("a wrong dtype", _MPI.format('buffer.astype("float64")'), ("Ranks posted different operations",)),
+    Fault("an exception", _STEP.format("1 // 0"), ("Rank 1 failed first: ZeroDivisionError",)),
+    Fault("sys.exit", _STEP.format("sys.exit(3)"), ("Rank 1 failed first: sys.exit(3) inside of a run",)),
+    Fault("os._exit(0)", _STEP.format("os._exit(0)"), ("Rank 1 left with exit code 0 before the run was over",)),
+    Fault("SIGKILL", _STEP.format("os.kill(os.getpid(), signal.SIGKILL)"), ("Rank 1 was ended by SIGKILL",)),
+    Fault("SIGABRT", _STEP.format("os.abort()"), ("Rank 1 was ended by SIGABRT",)),
+    Fault("SIGSEGV", _STEP.format("os.kill(os.getpid(), signal.SIGSEGV)"), ("Rank 1 was ended by SIGSEGV",)),
+    Fault("SIGSTOP", _STEP.format("os.kill(os.getpid(), signal.SIGSTOP)"), ("Rank 1 never posted", "Rank 1 was silent")),
+    Fault(
+        "SIGSTOP of all ranks",
+        _STEP.format("os.kill(os.getpid(), signal.SIGSTOP)"),
+        ("the process is stopped, or hangs without letting go of Python's lock",),
+        ranks=tuple(range(RANKS)),
+        blamed=False,
+    ),
+    Fault(
+        "an evaluation that one rank leaves out",
+        'from hpctrain.train.trainer import Trainer\nonce(Trainer, "evaluate", lambda evaluate, self, position: None)',
+        ("rank 1 has not posted", "Rank 1 never posted", "rank 1 the"),
+    ),
+    Fault("a rank that is too slow", _STEP.format(_HANG), ("Rank 1 was in a training step, step 2",)),
+    Fault(
+        "all ranks too slow",
+        _STEP.format(_HANG),
+        ("nothing has moved for the deadline of 3 s, in a training step, step 2",),
+        ranks=tuple(range(RANKS)),
+        blamed=False,
+    ),
+    Fault(
+        "a checkpoint on a disk that hangs",
+        f'from hpctrain.storage import checkpoint\nonce(checkpoint, "write", lambda write, *rest: {_HANG})',
+        ("Rank 0 was in a checkpoint", "nothing has moved for the deadline of 3 s, in a checkpoint"),
+        ranks=(0,),
+        overrides=("checkpoint.asynchronous=false",),
+        blamed=False,
+    ),
+    Fault(
+        "a data read that hangs",
+        f'from hpctrain.data.loader import Loader\nonce(Loader, "_make", lambda make, *rest: {_HANG}, '
+        "lambda self, slot, epoch, step, begin: step == 1)",
+        ("Rank 1 was in data loading",),
+    ),
+    Fault(
+        "a data read that hangs on all ranks",
+        f'from hpctrain.data.loader import Loader\nonce(Loader, "_make", lambda make, *rest: {_HANG}, '
+        "lambda self, slot, epoch, step, begin: step == 1)",
+        ("nothing has moved for the deadline of 3 s, in data loading",),
+        ranks=tuple(range(RANKS)),
+        blamed=False,
+    ),
+    Fault("a disk that fails", _DISK, ("cannot be read: Input/output error", "(on rank 1 of 3"), overrides=("data.cache=false",)),
+    Fault(
+        "a data file that is cut short",
+        """
+        from hpctrain.data.loader import Loader
+        def cut(make, *rest):
+            os.truncate("train.h5", 0)
+            return make(*rest)
+        once(Loader, "_make", cut, lambda self, slot, epoch, step, begin: step == 1)
+        """,
+        ("of the data file train.h5 cannot be read: the file ends at byte 0",),
+        overrides=("data.cache=false",),
+        blamed=False,
+    ),
+    Fault(
+        "a number that is not finite",
+        """
+        def poison(run, self, *rest):
+            next(iter(self._averagers.values())).group.data[0] = float("nan")
+            return run(self, *rest)
+        once(TrainingStep, "run", poison, in_step_2)
+        """,
+        ("is not finite", "are not finite"),
+        blamed=False,
+    ),
+    Fault("another configuration", "", ("Rank 1 has another configuration than rank 0: seed is 8, not 7",), blamed=False),
+    Fault(
+        "other files of hpctrain",
+        'from hpctrain.experiment import same_start\nonce(same_start, "package_files", '
+        'lambda files, folder: {**files(folder), "nn/program.py": 1})',
+        ("has other files of hpctrain than rank 0: nn/program.py differs",),
+        ranks=(0,),
+        blamed=False,
+    ),
+    Fault(
+        "a flipped bit of a parameter",
+        _FLIPPED.format("averager.group.data"),
+        ("rank 1 holds other bits of parameter stage1.conv.weight",),
+        overrides=_CHECKS,
+        blamed=False,
+    ),
+    Fault(
+        "a flipped bit of the optimizer's state, which every rank holds",
+        _FLIPPED.format('averager.optimizer.state(averager.owned()[0])["momentum"]'),
+        ("rank 1 holds other bits of the momentum of stage1.conv.weight",),
+        overrides=_CHECKS,
+        blamed=False,
+    ),
+    Fault(
+        "a flipped bit of the optimizer's state, which its owner holds",
+        _FLIPPED.format('averager.optimizer.state(averager.owned()[0])["momentum"]'),
+        ("On rank 1 the momentum of ",),
+        overrides=(*_CHECKS, "averager=sharded"),
+        blamed=False,
+    ),
+    Fault("no memory", _STEP.format("__import__('numpy').empty(1 << 59)"), ("Rank 1 failed first: Memory ran out on rank 1",)),
+)
+
+
+def prepare(folder: Path) -> None:
+    """A configuration and 24 small images: 2 steps an epoch."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
+    data_format.write(folder / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
+    (folder / "faulty.yaml").write_text(CONFIG)
+
+
+def run_fault(fault: Fault, folder: Path, timeout_seconds: float = 60, *, through_mpi4py: bool = True) -> Outcome:
+    """The job with a fault, in a folder that `prepare` has filled.
+
+    through_mpi4py: started by `python -m mpi4py`; else by Python alone, as the console script is.
+
+    Raises:
+        subprocess.TimeoutExpired: the job hangs; it has been ended.
+    """
+    lines = textwrap.indent(textwrap.dedent(fault.lines).strip() or "pass", "    ")
+    program = _PROGRAM.replace("@RANKS@", repr(fault.ranks)).replace("@FAULT@", lines)
+    if fault.name == "another configuration":
+        program = program.replace("def patch():", f"if rank in {fault.ranks!r}:\n    sys.argv.append('seed=8')\ndef patch():")
+    if fault.name == "other files of hpctrain":  # the first rank of a node reads them; here all count as such but one
+        program = program.replace("import os, runpy", 'import os\nos.environ["MPI_LOCALRANKID"] = "0"\nimport runpy')
+    (folder / "faulty.py").write_text(program)
+    arguments = ["faulty.py", "train", "faulty.yaml", f"deadline_seconds={DEADLINE_SECONDS}", *fault.overrides]
+    return run_job(RANKS, arguments, cwd=folder, timeout_seconds=timeout_seconds, through_mpi4py=through_mpi4py)
+
+
+def findings(folder: Path) -> Mapping[str, object]:
+    """The autopsy of the run in a folder; nothing where the job ended before it had a run directory."""
+    runs = sorted((folder / "runs").iterdir()) if (folder / "runs").exists() else []
+    if not runs:
+        return {"findings": [], "blamed": []}
+    result = CliRunner().invoke(cli, ["autopsy", str(runs[-1]), "--json"])
+    values: Mapping[str, object] = json.loads(result.output) if result.exit_code == 0 else {"findings": [], "blamed": []}
+    return values
+
+
+def is_named(fault: Fault, outcome: Outcome, told: Mapping[str, object]) -> bool:
+    """Whether the rank and the place are named rightly."""
+    sentences = [*told["findings"], outcome.output] if isinstance(told["findings"], Sequence) else [outcome.output]
+    blamed = told["blamed"]
+    rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed)
+    return rightly and any(words in str(sentence) for sentence in sentences for words in fault.words)

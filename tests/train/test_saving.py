@@ -1,0 +1,197 @@
+"""Checkpoints in the background, on virtual ranks: all know alike how it goes on, whatever happens to whose part."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import CheckpointError
+from hpctrain.flight.notes import FlightNotes
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.saving import Saver, Writing
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+
+RANKS = 3
+
+
+class Told(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.records: list[tuple[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def record(self, kind: str, values: Any) -> None:
+        self.records.append((kind, values))
+
+
+def saver_of(comm: ThreadCommunicator, told: Told, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
+    return Saver(comm, FlightNotes(None), told, asynchronous=asynchronous, deadline_seconds=deadline)
+
+
+def step(comm: ThreadCommunicator, saver: Saver) -> bool:
+    """What a training step does with the news; whether ranks exchanged their states."""
+    total = sum(comm.allgather_object(saver.news()))
+    if total >= saver.size:
+        saver.hear()
+    return total >= saver.size
+
+
+def steps_until(comm: ThreadCommunicator, saver: Saver, done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not comm.broadcast_object(done()):
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.002)
+        step(comm, saver)
+
+
+def on_each(work: Callable[[ThreadCommunicator, Told], Any]) -> list[Any]:
+    return run_virtual(RANKS, lambda comm: work(comm, Told()), deadline_seconds=60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_is_published_once_every_rank_has_written_its_part(asynchronous: bool) -> None:
+    go, published = threading.Event(), []
+    if not asynchronous:
+        go.set()
+
+    def work(comm: ThreadCommunicator, told: Told) -> int:
+        saver = saver_of(comm, told, asynchronous=asynchronous)
+        own = (lambda: go.wait(30) and comm.rank) if comm.rank == 1 else (lambda: comm.rank)
+        assert saver.ready(5)
+        saver.begin(Writing(5, Path("c"), own, published.append))
+        if asynchronous:
+            for _ in range(5):
+                assert not step(comm, saver)
+            assert published == []
+            comm.allgather_object(None)
+            go.set()
+            steps_until(comm, saver, lambda: bool(published))
+        saver.finish()
+        assert told.lines == []
+        return saver.news()
+
+    assert on_each(work) == [0] * RANKS
+    assert published == [[0, 1, 2]]
+
+
+def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
+    tries: list[int] = []
+
+    def full() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise CheckpointError("There is no room.")
+
+    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
+        saver = saver_of(comm, told)
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), full if comm.rank == 2 else None))
+        steps_until(comm, saver, lambda: len(tries) == 3)
+        saver.finish()
+        [(kind, record)] = told.records
+        assert (kind, record["step"]) == ("checkpoint", 5)
+        return told.lines
+
+    first, *others = on_each(work)
+    assert first == ["warning: There is no room. (on rank 2 of 3) It is tried again while the run goes on."]
+    assert others == [first, first]
+
+
+def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
+    written: list[int] = []
+
+    def refuse() -> None:
+        raise CheckpointError("There is no room.")
+
+    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
+        saver, is_root = saver_of(comm, told), comm.rank == 0
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), refuse if is_root else None))
+        assert saver.ready(6)
+        saver.begin(Writing(6, Path("d"), (lambda: written.append(6)) if is_root else None))
+        saver.finish()
+        return told.lines
+
+    for lines in on_each(work):
+        assert lines[1] == "warning: The checkpoint of step 5 is given up for that of step 6."
+    assert written == [6]
+
+
+def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks() -> None:
+    tries: list[int] = []
+
+    def refuse() -> None:
+        tries.append(1)
+        raise CheckpointError("There is no room.")
+
+    def work(comm: ThreadCommunicator, told: Told) -> str:
+        saver = saver_of(comm, told)
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), refuse if comm.rank == 1 else None))
+        with pytest.raises(CheckpointError) as caught:
+            saver.finish()
+        return str(caught.value)
+
+    assert on_each(work) == ["There is no room."] * RANKS
+    assert len(tries) == 2
+
+
+def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_at_the_end() -> None:
+    release = threading.Event()
+
+    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
+        saver = saver_of(comm, told, deadline=0.3)
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 1 else None))
+        steps_until(comm, saver, lambda: bool(told.lines))
+        for _ in range(20):
+            assert not step(comm, saver)
+        begin = time.monotonic()
+        assert not saver.ready(6)
+        assert time.monotonic() - begin < 5
+        with pytest.raises(CheckpointError, match=r"deadline of 0.3 s .* given up \(on rank 1 of 3\)"):
+            saver.finish()
+        return told.lines
+
+    for lines in on_each(work):
+        assert len(lines) == 2
+        assert "step 5 is not written after 0 s (on rank 1 of 3); the run goes on" in lines[0]
+        assert lines[1].startswith("warning: The checkpoint of step 6 is left out, as that of step 5")
+    release.set()
+
+
+def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
+    release = threading.Event()
+
+    def work(comm: ThreadCommunicator, told: Told) -> None:
+        saver = saver_of(comm, told, deadline=0.2)
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 0 else None))
+        assert not saver.ready(6)
+        comm.allgather_object(None)
+        release.set()
+        with pytest.raises(CheckpointError, match="checkpoint of step 6 is left out"):
+            saver.finish()
+
+    on_each(work)
+
+
+def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
+    def work(comm: ThreadCommunicator, told: Told) -> None:
+        saver = saver_of(comm, told)
+        saver.ready(5)
+        saver.begin(Writing(5, Path("c"), lambda: 1 // 0))
+        with pytest.raises(ZeroDivisionError):
+            steps_until(comm, saver, lambda: False)
+
+    run_virtual(1, lambda comm: work(comm, Told()))

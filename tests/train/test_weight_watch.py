@@ -1,0 +1,320 @@
+"""Ranks that hold what they should go on, and train the same bits; one flipped bit is found, with its rank and name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.errors import CorruptedStateError
+from hpctrain.nn.network import ALL, MODEL
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.schedules.constant import Constant
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
+from hpctrain.train.trainer import Cadence, Trainer
+from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import STRATEGIES
+from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
+from tests.support.training import Task, batches, replica_of, train
+from tests.train.test_finiteness import _Loader
+
+ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    **STRATEGIES,
+    "sharded, rounded": (Sharded, {"bucket_bytes": 100, "wire_parameters": "bfloat16"}),
+    "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
+    "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
+}
+#: strategies whose ranks all hold the optimiser's state
+REPLICATED = ("blocking", "overlap", "bucketed", "bucketed, measured")
+EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
+TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
+GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
+SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
+FLIPPED_STEP = 3
+
+Flip = Callable[[Replica], None]
+
+
+@dataclass
+class Run:
+    """How a training went on one rank. error: "" where it went through. steps: begun."""
+
+    error: str = ""
+    steps: int = 0
+
+
+def _flip(values: np.ndarray) -> None:
+    """One bit of the first element, of few consequences."""
+    values.reshape(-1).view(np.uint64)[:1] ^= np.uint64(1 << 30)
+
+
+def _parameter(replica: Replica, name: str = "conv2.weight") -> None:
+    _flip(replica.network.parameters[name].data)
+
+
+def _state(replica: Replica, name: str = "conv2.weight") -> None:
+    """The momentum of a parameter, as far as this rank holds it."""
+    averager = next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
+    segment = next(segment for segment in averager.owned() if segment.parameter == name and segment.size)
+    _flip(averager.optimizer.state(segment)["momentum"])
+
+
+def _statistic(replica: Replica) -> None:
+    _flip(replica.network.statistics.views["bn1.running_mean"])
+
+
+def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, rank: int) -> Run:
+    """A training in which one rank has a flipped bit before step `FLIPPED_STEP`, after the end of the steps before."""
+    kind, options = ALL_STRATEGIES[strategy]
+    replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), Run()
+    replica.require_alike(schedules=True)
+    try:
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            run.steps = number + 1
+            replica.drain()
+            if number == FLIPPED_STEP and comm.rank == rank:
+                flip(replica)
+            replica.step(batch, task.lr)
+        replica.settle()
+        replica.require_alike()
+    except CorruptedStateError as error:
+        run.error = str(error)
+    return run
+
+
+def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> Run:
+    """What all ranks saw, which is the same."""
+    runs = run_virtual(ranks, lambda comm: _run(comm, task, strategy, flip, rank), deadline_seconds=300)
+    assert all(run == runs[0] for run in runs)
+    return runs[0]
+
+
+# -- no false alarms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+def test_checks_change_no_bit_and_find_nothing(strategy: str) -> None:
+    kind, options = ALL_STRATEGIES[strategy]
+    for plan, micro_batches in zip(GRIDS, (1, 2, 3, 1), strict=True):
+        task = replace(TASK, plan=plan, micro_batches=1 if "exchange" in strategy else micro_batches, steps=5)
+        found = []
+        for checks in (CheckCadence(), EVERY_STEP, IN_TURN):
+            checked = replace(task, checks=checks)
+            program = partial(_train, task=checked, kind=kind, options=options)
+            found.append(run_virtual(plan.rows * plan.cols, program, seed=4, deadline_seconds=300))
+        assert found[0] == found[1] == found[2], plan
+
+
+def _train(comm: ThreadCommunicator, task: Task, kind: type[Strategy], options: dict[str, Any]) -> dict[str, bytes]:
+    result = train(task, comm, virtual_engine(comm), kind, **options)
+    return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [partial(Sgd, momentum=0.9, clip_norm=0.1), partial(Lars, trust_coefficient=0.1)])
+@pytest.mark.parametrize("strategy", [Blocking, Sharded])
+def test_norms_and_split_parameters_are_no_alarm(strategy: type[Strategy], optimizer: Callable[[], Any]) -> None:
+    task = replace(TASK, model=nets.residual, plan=SPLIT, optimizer=optimizer)
+    run_virtual(4, lambda comm: train(task, comm, virtual_engine(comm), strategy), seed=1, deadline_seconds=300)
+
+
+def test_what_is_loaded_is_no_alarm() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        steps = list(batches(TASK, replica.groups.position, comm.size, replica.tiles))
+        content = None
+        for batch in (*steps, *steps):
+            replica.step(batch, TASK.lr)
+            replica.settle()
+            replica.require_alike()
+            if content is None:
+                content = comm.broadcast_object(replica.state(Position(global_step=1), {}))
+            elif replica.global_step == 5:
+                replica.load(content)
+
+    run_virtual(3, program, deadline_seconds=300)
+
+
+def test_a_replica_without_checks_compares_nothing() -> None:
+    assert _runs(3, replace(TASK, checks=CheckCadence()), "blocking", _parameter) == Run("", TASK.steps)
+
+
+# -- flipped bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+def test_a_flipped_bit_of_a_parameter_is_named(strategy: str, ranks: int) -> None:
+    """Whoever owns it: in the next forward the parameter is another than on other ranks."""
+    run = _runs(ranks, TASK, strategy, _parameter)
+    assert "parameter conv2.weight" in run.error
+    assert run.steps == FLIPPED_STEP + 2  # told one step later
+    alike = ", ".join(["0"] if ranks == 2 else ["0", "2"] if ranks == 3 else ["0", "2-3"])
+    odd_one = f"rank 1 holds other bits of parameter conv2.weight than ranks {alike};" in run.error
+    both = ranks == 2 and "rank 0 and rank 1 hold different bits of parameter conv2.weight, and no majority" in run.error
+    owner = "On rank 1 parameter conv2.weight changed between two updates" in run.error
+    assert odd_one or both or owner
+    assert owner <= (strategy not in REPLICATED)
+    assert owner or f"all had the same after step {FLIPPED_STEP - 1};" in run.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+def test_a_flipped_bit_of_the_optimizers_state_is_named(strategy: str) -> None:
+    """By comparison where all ranks hold it, else by its owner: at its next update, which may be some steps later with `lazy`."""
+    run = _runs(3, TASK, strategy, partial(_state, name="conv2.weight"), rank=_owner(strategy))
+    by_others = f"rank {_owner(strategy)} holds other bits of the momentum of conv2.weight than"
+    by_itself = f"On rank {_owner(strategy)} the momentum of conv2.weight changed between two updates"
+    assert (by_others if strategy in REPLICATED else by_itself) in run.error
+    assert run.steps <= FLIPPED_STEP + (6 if strategy == "lazy" else 3)
+
+
+def _owner(strategy: str) -> int:
+    """A rank that holds some of the momentum of conv2.weight."""
+
+    def owners(comm: ThreadCommunicator) -> bool:
+        kind, options = ALL_STRATEGIES[strategy]
+        averager: GradientAverager = replica_of(TASK, comm, virtual_engine(comm), kind, **options).averagers[ALL]
+        return any(segment.parameter == "conv2.weight" and segment.size for segment in averager.owned())
+
+    return run_virtual(3, owners).index(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flip", [_parameter, _state])
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_parts_in_turn_find_it_once_all_were_looked_at(strategy: str, flip: Flip) -> None:
+    """What differs on a rank stays different: no update mends it."""
+    task = replace(TASK, checks=SLOWLY, steps=20)
+    run = _runs(3, task, strategy, flip)
+    assert "rank 1 holds other bits" in run.error
+    assert run.steps <= FLIPPED_STEP + 2 * 3 + 2
+
+
+def test_one_rank_finds_changes_of_its_own_state() -> None:
+    run = _runs(1, TASK, "blocking", _state, rank=0)
+    assert run.error.startswith("On rank 0 the momentum of conv2.weight changed between two updates")
+    assert run.steps == FLIPPED_STEP + 2
+
+
+def test_running_statistics_are_compared() -> None:
+    run = _runs(3, replace(TASK, model=nets.residual), "sharded", _statistic)
+    assert "rank 1 holds other bits of running statistic bn1.running_mean than ranks 0, 2" in run.error
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_split_parameters_are_compared_with_the_same_part(rank: int) -> None:
+    """On a grid of 2 x 2 each part of a split layer is on two ranks; the others learn of it, too."""
+    task = replace(TASK, plan=SPLIT)
+
+    def split(comm: ThreadCommunicator) -> list[str]:
+        averager = replica_of(task, comm, virtual_engine(comm), Blocking).averagers[MODEL]
+        return [name for name, parameter in averager.group.parameters.items() if parameter.size]
+
+    name = run_virtual(4, split)[0][0]
+    run = _runs(4, task, "blocking", partial(_parameter, name=name), rank)
+    pair = "rank 0 and rank 2" if rank == 0 else "rank 1 and rank 3"
+    assert f"{pair} hold different bits of parameter {name}" in run.error
+
+
+def test_first_values_are_compared_before_the_first_step() -> None:
+    def program(comm: ThreadCommunicator) -> str:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        if comm.rank == 2:
+            _parameter(replica, "fc1.bias")
+        with pytest.raises(CorruptedStateError) as error:
+            replica.require_alike(schedules=True)
+        return str(error.value)
+
+    (text,) = set(run_virtual(3, program))
+    assert text.startswith("After step 0 rank 2 holds other bits of parameter fc1.bias than ranks 0-1;")
+
+
+def test_schedules_are_compared_before_the_first_step() -> None:
+    def program(comm: ThreadCommunicator) -> str:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        (averager,) = replica.averagers.values()
+        assert averager.schedule is not None
+        if comm.rank == 0:
+            averager.schedule = replace(averager.schedule, operations=averager.schedule.operations[::-1])
+        with pytest.raises(CorruptedStateError) as error:
+            replica.require_alike(schedules=True)
+        return str(error.value)
+
+    (text,) = set(run_virtual(3, program))
+    assert "rank 0 holds other bits of the schedule of parameters all than ranks 1-2" in text
+
+
+@pytest.mark.parametrize("flip", [_parameter, _state])
+@pytest.mark.parametrize("strategy", ["blocking", "sharded"])
+def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
+    """Even where the checks of steps have not come to it: all is compared before a checkpoint, which is what to resume from."""
+    kind, options = ALL_STRATEGIES[strategy]
+    task = replace(TASK, checks=CheckCadence(1000), samples=40)
+
+    def program(comm: ThreadCommunicator) -> tuple[str, list[int]]:
+        replica, kept = replica_of(task, comm, virtual_engine(comm), kind, **options), list[int]()
+
+        def before(number: int, batch: Any) -> Any:
+            if number == FLIPPED_STEP and comm.rank == 0:
+                replica.drain()
+                flip(replica)
+            return batch
+
+        trainer = Trainer(
+            replica=replica,
+            loader=_Loader(task, replica, before),
+            test_loader=None,
+            schedule=Constant(base_lr=0.01, epochs=1, steps_per_epoch=5),
+            cadence=Cadence(epochs=1, checkpoint_steps=1),
+            reporter=Reporter(),
+            save=lambda position: kept.append(position.global_step),
+        )
+        with pytest.raises(CorruptedStateError) as error:
+            trainer.run(Position())
+        return str(error.value), kept
+
+    ((text, kept), *others) = run_virtual(3, program, deadline_seconds=300)
+    assert all(other == (text, kept) for other in others)
+    assert kept[-1] in (FLIPPED_STEP, FLIPPED_STEP + 1)
+    assert text.endswith(f"resume from the checkpoint of step {kept[-1]}.")
+    assert "conv2.weight" in text
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------------------------
+
+BITS = [fault for fault in FAULTS if "flipped bit" in fault.name]
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("fault", BITS, ids=lambda fault: fault.name)
+def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    outcome = run_fault(fault, tmp_path)
+    told = findings(tmp_path)
+    assert outcome.code == 2, outcome.output
+    assert is_named(fault, outcome, told), (told, outcome.output)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["checkpoint-00000001.h5"]
