@@ -51,7 +51,7 @@ def _train(job: Job, ranks: int, folder: Path, *more: str) -> tuple[Outcome, Run
 
 
 def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Job, folder: Path) -> None:
-    outcome, run = _train(job, 2, folder, "epochs=5")
+    outcome, run = _train(job, 2, folder, "epochs=5", "checkpoint.asynchronous=false")
     (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
     assert (record["step"], record["steps"]) == (30, 19)
     seconds, exposed = record["measured_step_seconds"], record["measured_exposed_seconds"]
