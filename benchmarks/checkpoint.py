@@ -36,10 +36,11 @@ _FIRST_STEPS = 3  # that compile and fill caches
 _PROGRAM = """
 import json, os, runpy, sys, time
 from hpctrain.experiment.checkpoints import RunCheckpoints
+from hpctrain.train.replica import Replica
 from hpctrain.train.step import TrainingStep
 rate, out = float(os.environ["BYTES_PER_SECOND"]), os.environ["TIMES"]
-times = {"begins": [], "saves": [], "step_of_save": []}
-write, run, save = os.pwrite, TrainingStep.run, RunCheckpoints.save
+times = {"begins": [], "saves": [], "checks": [], "step_of_save": []}
+write, run, save, alike = os.pwrite, TrainingStep.run, RunCheckpoints.save, Replica.require_alike
 def slow(descriptor, data, at):
     begin = time.monotonic()
     count = write(descriptor, data, at)
@@ -53,7 +54,11 @@ def timed_save(self, position):
     save(self, position)
     times["saves"].append(time.perf_counter() - begin)
     times["step_of_save"].append(position.global_step)
-os.pwrite, TrainingStep.run, RunCheckpoints.save = slow, timed_run, timed_save
+def timed_check(self, **options):
+    begin = time.perf_counter()
+    alike(self, **options)
+    times["checks"].append(time.perf_counter() - begin)
+os.pwrite, TrainingStep.run, RunCheckpoints.save, Replica.require_alike = slow, timed_run, timed_save, timed_check
 try:
     runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 finally:

@@ -103,7 +103,7 @@ class Saver:
             self._tell(step, f"{self._missing}.")
             return False
         self._tell(before.step, f"The checkpoint of step {before.step} is given up for that of step {step}.")
-        self._writing = None
+        self._let_go()
         return True
 
     def begin(self, writing: Writing) -> None:
@@ -172,7 +172,7 @@ class Saver:
         if written:
             self._require_last()
             return
-        self._writing = None
+        self._let_go()
         failures = [state.failure for state in states if state.failure is not None]
         if failures:
             raise CheckpointError(failures[0])
@@ -235,10 +235,15 @@ class Saver:
     def _go_on(self, writing: Writing, results: Sequence[Any]) -> None:
         publish = writing.publish
         if publish is None or self._publishes:
-            self.last_seconds, self._writing = time.monotonic() - self._begin_seconds, None
+            self.last_seconds = time.monotonic() - self._begin_seconds
+            self._let_go()
             return
         self._publishes = True
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
+
+    def _let_go(self) -> None:
+        """Nothing is to be written any more: the copies of tensors are not kept, as the next ones take as much memory."""
+        self._writing = self._work = None
 
     def _tell_failures(self, writing: Writing, states: Sequence[_State]) -> None:
         """Failures, once for each sentence; this rank tries its own again at the next step, then after pauses."""

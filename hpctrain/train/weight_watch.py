@@ -137,7 +137,9 @@ class WeightWatch:
             guard.verify()
         looks = []
         for kind, (parts, equal_at) in enumerate(zip(self._parts, self._equal_at, strict=True)):
-            look = _look(tuple(piece for part in parts for piece in part), min(equal_at))
+            alone = all(len(positions) == 1 for positions in self._alike[kind])  # then there is nobody to compare with
+            pieces = () if alone else tuple(piece for part in parts for piece in part)
+            look = _look(pieces, min(equal_at))
             looks.append(self._with_schedules(look, kind) if schedules else look)
         self._sent, self._sent_step = tuple(looks), step
         if not self._is_well(self._comm.allgather_object(self._summary(self._sent))):

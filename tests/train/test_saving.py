@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CheckpointError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.train.metrics import Reporter
@@ -34,7 +39,7 @@ class Told(Reporter):
         self.records.append((kind, values))
 
 
-def saver_of(comm: ThreadCommunicator, told: Told, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
+def saver_of(comm: Communicator, told: Told, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
     return Saver(comm, FlightNotes(None), told, asynchronous=asynchronous, deadline_seconds=deadline)
 
 
@@ -82,6 +87,22 @@ def test_it_is_published_once_every_rank_has_written_its_part(asynchronous: bool
 
     assert on_each(work) == [0] * RANKS
     assert published == [[0, 1, 2]]
+
+
+def test_copies_of_tensors_are_let_go_as_soon_as_they_are_written() -> None:
+    """They are as large as the parameters with their optimizer's state."""
+    saver = saver_of(SingleCommunicator(), Told())
+    copies = np.zeros(3)
+    alive = weakref.ref(copies)
+    assert saver.ready(5)
+    saver.begin(Writing(5, Path("c"), partial(np.sum, copies)))
+    del copies
+    end = time.monotonic() + 30
+    while saver.news() == 0 and time.monotonic() < end:
+        time.sleep(0.002)
+    saver.hear()
+    assert alive() is None
+    saver.finish()
 
 
 def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
