@@ -96,8 +96,10 @@ class _Job:
         revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
         deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
         removed = shared_segments.Removed()
-        if self.launcher.starts_mpi and not self.launcher.local_rank:
-            removed = shared_segments.remove_stale()
+        if self.launcher.starts_mpi:
+            shared_segments.announce()
+            if not self.launcher.local_rank:
+                removed = shared_segments.remove_stale()
         self.world = start_world(self.launcher, deadline_seconds, self.flight)
         if self.launcher.starts_mpi:
             shared_segments.remember()

@@ -3,6 +3,10 @@
 MPIs keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them; one that
 is killed may leave them until the machine restarts. Whose the files there are cannot be told from outside; so each rank writes
 down those that it has mapped, in a file beside them, and the next job of the same user removes those of dead ranks alone.
+
+A rank that is killed while MPI starts has mapped segments that it could not write down. So it says before that MPI starts; where
+it is dead and has said no more, files that only MPIs call so, that were made in the time of such a start, and that no process
+has mapped, are its own.
 """
 
 from __future__ import annotations
@@ -10,11 +14,18 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
+
+#: begins of the names that MPICH, Open MPI, UCX, PSM and Intel MPI give to segments
+_OF_MPI = ("mpich", "sm_segment.", "vader_segment.", "ucx_shm_posix", "psm2_shm", "psm3_shm", "Intel_MPI")
+#: that MPI takes to start, with room to spare; later files are of others
+_START_NS = 120 * 10**9
+_STARTS = "MPI starts"
 
 
 @dataclass(frozen=True)
@@ -32,22 +43,39 @@ class Removed:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The segments of one process. file: in which they are written down."""
+    """The segments of one process. file: in which they are written down. begin_ns: when its MPI began to start; None: it had."""
 
     file: Path
     segments: tuple[Path, ...]
     alive: bool
+    begin_ns: int | None = None
+
+
+def announce(memory: Path = MEMORY) -> None:
+    """Write down that MPI starts in this process now: until `remember`, nobody knows its segments."""
+    with contextlib.suppress(OSError):
+        _write([f"{_STARTS} {time.time_ns()}"], memory)
 
 
 def remember(memory: Path = MEMORY) -> None:
     """Write down the segments that this process has mapped now. Where that cannot be, nothing happens."""
     segments = sorted({path for path in _mapped() if path.parent == memory})
     with contextlib.suppress(OSError):
-        folder = _folder(memory)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if segments and _is_own(folder):
-            text = "\n".join([_namespace(), *map(str, segments)])
-            (folder / _name(os.getpid())).write_text(f"{text}\n")
+        if segments:
+            _write(map(str, segments), memory)
+        else:
+            forget(memory)
+
+
+def _write(lines: Iterable[str], memory: Path) -> None:
+    """Write this process's file, at once as a whole: it may be killed here, too."""
+    folder = _folder(memory)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if _is_own(folder):
+        file = folder / _name(os.getpid())
+        unfinished = file.with_name(f".{file.name}")
+        unfinished.write_text("\n".join([_namespace(), *lines, ""]))
+        unfinished.replace(file)
 
 
 def forget(memory: Path = MEMORY) -> None:
@@ -62,12 +90,39 @@ def remove_stale(memory: Path = MEMORY) -> Removed:
         entries = list(_entries(memory))
         used = {path for entry in entries if entry.alive for path in entry.segments}
         dead = [entry for entry in entries if not entry.alive]
-        sizes = [_remove(path, memory) for path in sorted({path for entry in dead for path in entry.segments} - used)]
+        starting = [entry.begin_ns for entry in entries if entry.alive and entry.begin_ns is not None]
+        of_starts, unclear = _of_starts([entry.begin_ns for entry in dead if entry.begin_ns is not None], starting, memory)
+        stale = {*of_starts, *(path for entry in dead for path in entry.segments)} - used
+        sizes = [_remove(path, memory) for path in sorted(stale)]
         for entry in dead:
-            entry.file.unlink(missing_ok=True)
+            if entry.begin_ns is None or not unclear:
+                entry.file.unlink(missing_ok=True)
         gone = [size for size in sizes if size is not None]
         return Removed(len(gone), sum(gone))
     return Removed()
+
+
+def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -> tuple[set[Path], bool]:
+    """The segments that starts of MPI have left, of which no rank is alive; and whether there are some that may be of others.
+
+    Args:
+        dead_ns: when those began that never ended. living_ns: of those under way, which may just have made a file.
+    """
+    if not dead_ns:
+        return set(), False
+    mapped = {path for process in Path("/proc").glob("[0-9]*") for path in _mapped(process)}
+    found, unclear = set[Path](), False
+    for path in memory.iterdir():
+        with contextlib.suppress(OSError):
+            made_ns = path.lstat().st_ctime_ns
+            of_dead = any(begin <= made_ns <= begin + _START_NS for begin in dead_ns)
+            if not of_dead or path in mapped or not path.name.startswith(_OF_MPI):
+                continue
+            if any(begin <= made_ns for begin in living_ns):
+                unclear = True
+            else:
+                found.add(path)
+    return found, unclear
 
 
 def _remove(path: Path, memory: Path) -> int | None:
@@ -87,10 +142,12 @@ def _entries(memory: Path) -> Iterator[_Entry]:
     if not _is_own(folder):
         return
     for file in folder.iterdir():
-        namespace, *segments = file.read_text().splitlines() or [""]
+        namespace, *lines = file.read_text().splitlines() or [""]
         if namespace == _namespace():  # of others, as in a container beside this one, nobody here can tell who lives
-            number, _, begun = file.name.partition("-")
-            yield _Entry(file, tuple(map(Path, segments)), _begun(int(number)) == begun)
+            number, _, begun = file.name.removeprefix(".").partition("-")
+            starts = [int(line.removeprefix(_STARTS)) for line in lines if line.startswith(_STARTS)]
+            segments = tuple(Path(line) for line in lines if not line.startswith(_STARTS))
+            yield _Entry(file, segments, _begun(int(number)) == begun, *starts)
 
 
 def _folder(memory: Path) -> Path:
@@ -125,9 +182,9 @@ def _namespace() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _mapped() -> Iterator[Path]:
+def _mapped(process: Path = Path("/proc/self")) -> Iterator[Path]:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in (process / "maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and not fields[5].endswith("(deleted)"):
                 yield Path(fields[5])

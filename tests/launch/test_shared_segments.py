@@ -15,21 +15,24 @@ import pytest
 from hpctrain.launch.shared_segments import MEMORY, Removed, _folder, forget, remember, remove_stale
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome
+from tests.support.kills import shared_memory_of
 
 # A process that has mapped segments and written that down, then ends as is said.
 _PROGRAM = """
 import mmap, os, signal, sys
 from pathlib import Path
-from hpctrain.launch.shared_segments import remember
+from hpctrain.launch.shared_segments import announce, remember
 memory = Path(sys.argv[1])
 maps = []
+announce(memory)
 for name in sys.argv[3:]:
     with open(memory / name, "w+b") as file:
         file.truncate(8192)
         maps.append(mmap.mmap(file.fileno(), 8192))
-remember(memory)
+if sys.argv[2] in ("stay", "kill"):
+    remember(memory)
 print("ready", flush=True)
-if sys.argv[2] == "kill":
+if sys.argv[2] in ("kill", "kill in start"):
     os.kill(os.getpid(), signal.SIGKILL)
 sys.stdin.read()
 """
@@ -67,6 +70,31 @@ def test_what_a_living_process_uses_stays(tmp_path: Path) -> None:
     _end(living)
     assert living.returncode == -signal.SIGKILL
     assert remove_stale(tmp_path) == Removed(2, 16384)
+
+
+@pytest.mark.job
+def test_what_a_process_that_was_killed_while_mpi_started_has_left_goes(tmp_path: Path) -> None:
+    """Nobody has written its segments down: what MPIs call so goes, if nobody has mapped it and it is of that time."""
+    (tmp_path / "mpich_shm_older").write_bytes(b"x")
+    _end(_process(tmp_path, "kill in start", "mpich_shm_left", "sm_segment.left", "data.npy"))
+    assert remove_stale(tmp_path) == Removed(2, 16384)
+    kept = ["data.npy", "mpich_shm_older", _folder(tmp_path).name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    assert list(_folder(tmp_path).iterdir()) == []
+
+
+@pytest.mark.job
+def test_files_that_a_start_under_way_may_have_made_stay_until_it_is_over(tmp_path: Path) -> None:
+    first = _process(tmp_path, "start", "mpich_shm_first")
+    living = _process(tmp_path, "start", "mpich_shm_mapped")
+    (tmp_path / "mpich_shm_not_mapped_yet").write_bytes(b"x")
+    _end(_process(tmp_path, "kill in start", "mpich_shm_left"))
+    assert remove_stale(tmp_path) == Removed()
+    for process in (first, living):
+        process.kill()
+        _end(process)
+    assert remove_stale(tmp_path) == Removed(4, 3 * 8192 + 1)
+    assert list(_folder(tmp_path).iterdir()) == []
 
 
 def test_a_process_that_ends_in_order_is_forgotten(tmp_path: Path) -> None:
@@ -133,7 +161,8 @@ def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome],
     before = set(MEMORY.iterdir())
     outcome = job(2, ["-c", textwrap.dedent(killed)], cwd=folder)
     assert outcome.code != 0
-    left = {path for path in set(MEMORY.iterdir()) - before if path.is_file()}
+    used = shared_memory_of(int(path.name) for path in Path("/proc").glob("[0-9]*"))  # by other jobs
+    left = {path for path in set(MEMORY.iterdir()) - before - used if path.is_file()}
     outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder)
     assert outcome.code == 0, outcome.output
     assert ("of shared memory" in outcome.stderr) >= bool(left)
