@@ -198,7 +198,12 @@ class FlightRecord:
     @property
     def last_ns(self) -> int:
         """The last instant that the process is known to have lived at."""
-        times = [self.begun_ns, self.seen_ns, self.phase_since_ns, self.wait_since_ns]
+        return max(self.moved_ns, self.seen_ns)
+
+    @property
+    def moved_ns(self) -> int:
+        """The last instant at which it is known to have got on. A wait gets on, too."""
+        times = [self.begun_ns, self.alive_ns, self.phase_since_ns, self.wait_since_ns]
         times += [max(recorded.posted_ns, recorded.started_ns, recorded.done_ns) for recorded in self.operations]
         return max(times)
 
