@@ -46,8 +46,9 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
         how = f"left with exit code {first.signal} before the run was over"
     if first.end is End.FAILED:  # all ranks say what concerns all of them
         alike = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
-        how = f"failed first: {first.sentence.rstrip('.')}"
-    return Autopsy((f"{named(alike).capitalize()} {how} ({place(first)}).",), tuple(alike))
+        cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(alike)) else ""
+        how = f"failed first{cause}: {first.sentence.rstrip('.')}"
+    return Autopsy((f"{named(alike).capitalize()} {how} ({place(first)}).",), first.blamed or tuple(alike))
 
 
 def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:

@@ -148,11 +148,16 @@ class FlightRecorder:
         if moved:
             words[Word.ALIVE] = now
 
-    def ended(self, end: End, sentence: str = "") -> None:
-        """The process ends, as it knows itself. The first end stays: what comes after follows from it."""
+    def ended(self, end: End, sentence: str = "", blamed: Sequence[int] = ()) -> None:
+        """The process ends, as it knows itself. The first end stays: what comes after follows from it.
+
+        Args:
+            blamed: the ranks at which the cause lies, where they are known.
+        """
         words = self._ring.words
         if words[Word.ENDED] == End.RUNNING:
             words[Word.SENTENCE] = self._ring.name(sentence)
+            words[Word.BLAMED] = self._ring.name(spans(blamed))
             words[Word.SEEN] = self._clock_ns()
             words[Word.ENDED] = end
             self.flush()

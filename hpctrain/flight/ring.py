@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.rank_spans import ranks_of
 
 MAGIC = int.from_bytes(b"hpcFLY01", "little")
 #: operations that a ring holds
@@ -39,7 +40,7 @@ class Word(IntEnum):
     RANK = 2
     RANKS = 3
     PROCESS = 4
-    HOST = 5  # a name's place in the table, as PHASE, WAIT and SENTENCE are
+    HOST = 5  # a name's place in the table, as PHASE, WAIT, SENTENCE and BLAMED are
     ENDED = 6  # an `End`
     SIGNAL = 7  # or the exit code of a process that has left
     CLOCK_AT = 8  # what the clock shows less what the wall clock does
@@ -57,6 +58,7 @@ class Word(IntEnum):
     POSTED = 20  # operations so far
     NAMES = 21  # bytes of the table
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
+    BLAMED = 23  # ranks, as a name: those at which the cause of its end lies, as far as it knows
 
 
 class Field(IntEnum):
@@ -192,6 +194,7 @@ class FlightRecord:
     wait_since_ns: int
     wait_number: int
     sentence: str
+    blamed: tuple[int, ...]
     deadline_ns: int
     operations: tuple[RecordedOperation, ...]
 
@@ -251,6 +254,7 @@ def read(path: Path) -> FlightRecord:
         wait_since_ns=words[Word.WAIT_SINCE],
         wait_number=words[Word.WAIT_RECORD],
         sentence=text(words[Word.SENTENCE]),
+        blamed=_ranks(text(words[Word.BLAMED])),
         deadline_ns=words[Word.DEADLINE],
         operations=tuple(_operations(words, text)),
     )
@@ -275,6 +279,14 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
                 os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
     finally:
         os.close(descriptor)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks of a name; none where the table had no room for it, or its end is torn."""
+    try:
+        return ranks_of(text)
+    except ValueError:
+        return ()
 
 
 def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:

@@ -83,6 +83,11 @@ class Cause:
     world: int
     sources: tuple[int, ...]
 
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks at which it began, where that is not all of them: the sources, else those that saw it."""
+        return _some(self.sources, self.world) or _some(self.ranks, self.world)
+
     def facts(self) -> dict[str, Any]:
         """For programs: the layer, null where only losses tell, what is not finite, the ranks that saw it, and the sources."""
         layer, held = (None, "loss") if self.fault is None else (self.fault.layer, str(self.fault.held))
@@ -193,14 +198,15 @@ class Finiteness:
         first = [finding for finding in seen if finding.step == step]
         faults = {finding.rank: finding.fault for finding in first if finding.fault is not None}
         if faults:
-            text = _first_layer(faults, step, len(findings))
-            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}")
+            text, holders = _first_layer(faults, step, len(findings))
+            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}", ranks=_some(holders, len(findings)))
         # Only a loss: the gradients that it led to tell where it began.
         losses = sorted(finding.rank for finding in first)
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
-        where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
-        return DivergedError(f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}")
+        where = f", and {_first_layer(faults, step, len(findings))[0]}" if faults else ""
+        said = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
+        return DivergedError(said, ranks=_some(losses, len(findings)))
 
     def _gradient_faults(self) -> list[LayerFault]:
         """Faults in gradients, as far as this rank updates their parameters."""
@@ -226,14 +232,19 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:
-    """The first layer of all, and the ranks that saw it."""
+def _some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
+    """Ranks, unless they are all of so many: those are nobody in particular."""
+    return tuple(ranks) if len(ranks) < world else ()
+
+
+def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> tuple[str, list[int]]:
+    """The first layer of all in words, and the ranks that saw it."""
     fault = min(by_rank.values())
     holders = sorted(rank for rank, other in by_rank.items() if other == fault)
     when = f"in step {step + 1}"
     if fault.held is Held.PARAMETERS:
         when = f"after step {step}" if step else "before the first step"
-    return _sentence(fault, when, holders, ranks)
+    return _sentence(fault, when, holders, ranks), holders
 
 
 def _sentence(fault: LayerFault, when: str, holders: Sequence[int], ranks: int) -> str:
