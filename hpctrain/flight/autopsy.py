@@ -79,9 +79,15 @@ def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], 
     for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)
     ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = "; ".join(f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}" for ranks in ordered)
+    said = "; ".join(f"{named(ranks)} {_posted(posted[ranks[0]])}" for ranks in ordered)
     others = [rank for ranks in ordered[1:] for rank in ranks]
     return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {said}.",), tuple(others))
+
+
+def _posted(operation: RecordedOperation) -> str:
+    """An operation with the line of the program that posted it."""
+    line = f" ({operation.line})" if operation.line else ""
+    return f"the {operation.operation} for {operation.purpose}{line}"
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.flight.ring import End, Field, RingWriter, Word, file_name, record_at
+from hpctrain.flight.source_lines import SourceLines
 from hpctrain.rank_spans import spans
 
 
@@ -29,6 +31,7 @@ class FlightRecorder:
         self.beats = 0
         self._clock_ns = clock_ns
         self._ring = RingWriter()
+        self._lines = SourceLines(self._ring.name)
         self._posted = 0
         self._phase, self._step = "", 0
         now = clock_ns()
@@ -64,7 +67,7 @@ class FlightRecorder:
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
     def queued(self, queue: int, purpose: str, sequence: int) -> int:
-        """An operation is queued; gives its number. queue: from `queue_of`."""
+        """An operation is queued, by the line of the program that called; gives its number. queue: from `queue_of`."""
         self._posted = number = self._posted + 1
         words, at = self._ring.words, record_at(number)
         words[at] = 0
@@ -75,6 +78,7 @@ class FlightRecorder:
         words[at + Field.POSTED] = self._clock_ns()
         words[at + Field.STARTED] = 0
         words[at + Field.DONE] = 0
+        words[at + Field.LINE] = self._lines.place(sys._getframe(1))
         words[Word.POSTED] = number
         words[at] = number
         return number

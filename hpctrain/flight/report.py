@@ -85,6 +85,7 @@ def _state(record: FlightRecord) -> dict[str, object]:
                 "number": operation.sequence,
                 "purpose": operation.purpose,
                 "operation": operation.operation,
+                "line": operation.line,
             }
             for operation in unfinished
         ],

@@ -18,12 +18,12 @@ from pathlib import Path
 from hpctrain.errors import DataError
 from hpctrain.rank_spans import ranks_of
 
-MAGIC = int.from_bytes(b"hpcFLY01", "little")
+MAGIC = int.from_bytes(b"hpcFLY02", "little")
 #: operations that a ring holds
 SLOTS = 2048
 
 _HEAD_WORDS = 32
-_RECORD_WORDS = 8
+_RECORD_WORDS = 9
 _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
 _NAMES_AT = _SIZE - _NAME_BYTES
@@ -72,6 +72,7 @@ class Field(IntEnum):
     POSTED = 5
     STARTED = 6
     DONE = 7
+    LINE = 8  # of the program, as a name; 0: not known
 
 
 class End(IntEnum):
@@ -156,6 +157,7 @@ class RecordedOperation:
     """An operation of a queue. Times in nanoseconds of its process's clock; 0: not yet.
 
     number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before that.
+    line: of the program that queued it, "file:number"; "": not known.
     """
 
     number: int
@@ -166,6 +168,7 @@ class RecordedOperation:
     posted_ns: int
     started_ns: int
     done_ns: int
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -303,5 +306,15 @@ def _operations(words: memoryview, text: Callable[[int], str]) -> Iterator[Recor
     for number in range(max(1, posted - SLOTS + 1), posted + 1):
         at = record_at(number)
         if words[at + Field.NUMBER] == number:
-            queue, purpose, sequence, operation, *times = (int(word) for word in words[at + 1 : at + _RECORD_WORDS])
-            yield RecordedOperation(number, text(queue), text(purpose), sequence, text(operation), *times)
+            values = words[at : at + _RECORD_WORDS]
+            yield RecordedOperation(
+                number,
+                text(values[Field.QUEUE]),
+                text(values[Field.PURPOSE]),
+                values[Field.SEQUENCE],
+                text(values[Field.OPERATION]),
+                values[Field.POSTED],
+                values[Field.STARTED],
+                values[Field.DONE],
+                text(values[Field.LINE]),
+            )

@@ -42,6 +42,7 @@ def record(rank: int, *operations: RecordedOperation, ranks: int = 4, **more: An
         "wait_since_ns": 0,
         "wait_number": 0,
         "sentence": "",
+        "blamed": (),
         "deadline_ns": 60 * SECOND,
         "operations": operations,
     }
