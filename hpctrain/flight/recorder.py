@@ -139,6 +139,11 @@ class FlightRecorder:
         words[Word.WAIT_SINCE] = self._clock_ns()
         words[Word.WAIT] = self._ring.name(purpose)
 
+    @property
+    def wait_since_ns(self) -> int:
+        """When the wait that goes on began; 0: the program does not wait."""
+        return self._ring.words[Word.WAIT_SINCE] if self._ring.words[Word.WAIT] else 0
+
     def waited(self) -> None:
         """It is over."""
         self._ring.words[Word.WAIT] = 0

@@ -71,7 +71,7 @@ class Fault:
 
     Attributes:
         name: for people. lines: of Python. words: one of them must be among the findings or the job's last lines.
-        ranks: that have it. overrides: of the configuration. blamed: the autopsy must blame that rank, and no other.
+        ranks: that have it. overrides: of the configuration. blamed: the autopsy must blame that rank, and not all.
     """
 
     name: str
@@ -273,5 +273,5 @@ def is_named(fault: Fault, outcome: Outcome, told: Mapping[str, object]) -> bool
     """Whether the rank and the place are named rightly."""
     sentences = [*told["findings"], outcome.output] if isinstance(told["findings"], Sequence) else [outcome.output]
     blamed = told["blamed"]
-    rightly = not fault.blamed or blamed == [FAULTY]
+    rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed and len(blamed) < RANKS)
     return rightly and any(words in str(sentence) for sentence in sentences for words in fault.words)
