@@ -57,7 +57,8 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
     """The one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
 
     Raises:
-        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that contains itself, a tag of its own.
+        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
+            contains itself, a tag of its own.
     """
     try:
         loader = _YamlLoader(text)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from signal import Signals
 
-from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, silence, silent_seconds
+from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
 from hpctrain.flight.ring import End, FlightRecord, RecordedOperation
 from hpctrain.flight.waits import held_up
 
@@ -85,9 +85,7 @@ def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], 
 
 
 def _posted(operation: RecordedOperation) -> str:
-    """An operation with the line of the program that posted it."""
-    line = f" ({operation.line})" if operation.line else ""
-    return f"the {operation.operation} for {operation.purpose}{line}"
+    return f"the {operation.operation} for {operation.purpose}{posted_at(operation)}"
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:

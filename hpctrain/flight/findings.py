@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.flight.ring import FlightRecord
+from hpctrain.flight.ring import FlightRecord, RecordedOperation
 from hpctrain.rank_spans import spans
 
 # A process that has been silent for so much longer than the latest one is taken for dead, or stopped: its heartbeat looks once a
@@ -31,6 +31,11 @@ def place(record: FlightRecord) -> str:
 def named(ranks: Sequence[int]) -> str:
     """'rank 3', or 'ranks 0-2, 5'."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
+
+
+def posted_at(operation: RecordedOperation) -> str:
+    """The line of the program that posted an operation, as the end of a clause; empty where it is not known."""
+    return f" ({operation.line})" if operation.line else ""
 
 
 def latest_seconds(records: Sequence[FlightRecord]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, silence, silent_seconds
+from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
 from hpctrain.flight.ring import FlightRecord, RecordedOperation
 from hpctrain.rank_spans import ranks_of
 
@@ -107,12 +107,12 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
 
 
 def _text(absence: _Absence, record: FlightRecord) -> str:
-    """The operation that holds a rank up, with its place in its queue."""
+    """The operation that holds a rank up, with its place in its queue, and in the program."""
     operation = absence.operation
     if operation is None:
         return record.wait
     what = f"the {operation.operation} for {operation.purpose}" if operation.operation else operation.purpose
-    return f"{what}, number {operation.sequence} of {operation.queue}"
+    return f"{what}, number {operation.sequence} of {operation.queue}{posted_at(operation)}"
 
 
 def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
