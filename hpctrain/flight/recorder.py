@@ -121,6 +121,11 @@ class FlightRecorder:
         self._step = step
 
     @property
+    def phase_name(self) -> str:
+        """The phase; "" before the first."""
+        return self._phase
+
+    @property
     def doing(self) -> str:
         """The phase, and the step if there is one."""
         phase = self._phase or "its start"

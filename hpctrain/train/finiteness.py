@@ -85,8 +85,8 @@ class Cause:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The ranks at which it began, where that is not all of them: the sources, else those that saw it."""
-        return _some(self.sources, self.world) or _some(self.ranks, self.world)
+        """The ranks at which it began, where that is certain, and not all of them."""
+        return _some(self.sources, self.world)
 
     def facts(self) -> dict[str, Any]:
         """For programs: the layer, null where only losses tell, what is not finite, the ranks that saw it, and the sources."""
@@ -198,15 +198,29 @@ class Finiteness:
         first = [finding for finding in seen if finding.step == step]
         faults = {finding.rank: finding.fault for finding in first if finding.fault is not None}
         if faults:
-            text, holders = _first_layer(faults, step, len(findings))
-            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}", ranks=_some(holders, len(findings)))
+            text = _first_layer(faults, step, len(findings))
+            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}", ranks=self._origin(first, len(findings)))
         # Only a loss: the gradients that it led to tell where it began.
         losses = sorted(finding.rank for finding in first)
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
-        where = f", and {_first_layer(faults, step, len(findings))[0]}" if faults else ""
+        where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
         said = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
-        return DivergedError(said, ranks=_some(losses, len(findings)))
+        return DivergedError(said, ranks=self._origin(first, len(findings)))
+
+    def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
+        """The ranks at which it began, of so many; empty where that is not certain, or all of them.
+
+        An owner's parameters hold what the gradients of any rank have brought. Where every rank makes the same update, one
+        whose parameters alone are not finite has not got that from others.
+        """
+        held = sorted(seen.rank for seen in first if seen.fault is not None and seen.fault.held is Held.PARAMETERS)
+        if held:
+            averagers = self._averagers.values()
+            alike = all(type(one).owned is GradientAverager.owned and one.comm.size == world for one in averagers)
+            return _some(held, world) if alike else ()
+        statistics = {seen.rank for seen in first if seen.fault is not None and seen.fault.held is Held.STATISTICS}
+        return _some(sorted(statistics | {seen.rank for seen in first if seen.loss}), world)
 
     def _gradient_faults(self) -> list[LayerFault]:
         """Faults in gradients, as far as this rank updates their parameters."""
@@ -237,14 +251,14 @@ def _some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
     return tuple(ranks) if len(ranks) < world else ()
 
 
-def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> tuple[str, list[int]]:
-    """The first layer of all in words, and the ranks that saw it."""
+def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:
+    """The first layer of all, and the ranks that saw it."""
     fault = min(by_rank.values())
     holders = sorted(rank for rank, other in by_rank.items() if other == fault)
     when = f"in step {step + 1}"
     if fault.held is Held.PARAMETERS:
         when = f"after step {step}" if step else "before the first step"
-    return _sentence(fault, when, holders, ranks), holders
+    return _sentence(fault, when, holders, ranks)
 
 
 def _sentence(fault: LayerFault, when: str, holders: Sequence[int], ranks: int) -> str:
