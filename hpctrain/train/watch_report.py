@@ -34,7 +34,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """What is wrong, and on which ranks of the world; all that differ where no majority tells. The text has no remedy yet."""
+    """A sentence that lacks its remedy, and the ranks of the world that are wrong; all that differ where no majority tells."""
 
     text: str
     ranks: tuple[int, ...]
