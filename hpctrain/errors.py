@@ -4,9 +4,21 @@ Each message is one full sentence with the value, the rule and the nearest legal
 rank before any communication, so that no rank is left waiting for another.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class HpctrainError(Exception):
-    """Base of all errors that are the user's to mend; the command line prints the sentence and no traceback."""
+    """Base of all errors that are the user's to mend; the command line prints the sentence and no traceback.
+
+    Attributes:
+        ranks: those of the world at which the cause lies, where the ranks know them; empty: it is nobody's in particular.
+    """
+
+    def __init__(self, *arguments: object, ranks: Sequence[int] = ()) -> None:
+        super().__init__(*arguments)
+        self.ranks = tuple(ranks)
 
 
 class ConfigError(HpctrainError):
@@ -19,8 +31,8 @@ class OptionError(ConfigError):
     `option` is its name; empty where the error was raised on another rank.
     """
 
-    def __init__(self, sentence: str, option: str = "") -> None:
-        super().__init__(sentence)
+    def __init__(self, sentence: str, option: str = "", *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(sentence, ranks=ranks)
         self.option = option
 
 

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ BUG = exit_codes.BUG
 # An error that every rank raises is rank 0's to print. A rank that is alone with its error is still alive after this time (rank 0
 # has not ended the job), and prints it itself.
 _ALONE_AFTER_SECONDS = 1.5
+
+#: is told a sentence, and the ranks at which the cause lies where the error knows them
+Failed = Callable[[str, Sequence[int]], None]
 
 # Of an error without a file's name, such as a write to a file that is already open.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,7 +53,7 @@ class Commands(click.Group):
 def user_errors_end_in_sentences(
     rank: Callable[[], int] | None = None,
     abort: Callable[[int], None] = lambda code: None,
-    failed: Callable[[str], None] = lambda sentence: None,
+    failed: Failed = lambda sentence, ranks: None,
 ) -> Iterator[None]:
     """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
 
@@ -64,7 +67,7 @@ def user_errors_end_in_sentences(
         sentences = _sentences(error)
         if not sentences:
             raise
-        failed(" ".join(sentences))
+        failed(" ".join(sentences), error.ranks if isinstance(error, HpctrainError) else ())
         if rank is not None and rank() != 0:
             time.sleep(_ALONE_AFTER_SECONDS)
         if not _is_said_by_another(error, in_job=rank is not None):
@@ -75,7 +78,7 @@ def user_errors_end_in_sentences(
 
 @contextlib.contextmanager
 def job_ends_on_error(
-    rank: Callable[[], int], abort: Callable[[int], None], failed: Callable[[str], None] = lambda sentence: None
+    rank: Callable[[], int], abort: Callable[[int], None], failed: Failed = lambda sentence, ranks: None
 ) -> Iterator[None]:
     """Turn any exception into the end of the whole job with a non-zero exit code.
 
@@ -92,20 +95,20 @@ def job_ends_on_error(
         raise
     except SystemExit as left:
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
-        failed(f"{call} inside of a run")
+        failed(f"{call} inside of a run", ())
         # MPI would wait in this rank for the others to end, and they in a step for this one.
         sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}[rank {rank()}] {call} inside of a run ends the job.\n")
         _leave(abort, BUG)
     except MemoryError as error:
         sentence = _out_of_memory(error, rank())
-        failed(sentence)
+        failed(sentence, ())
         click.echo(f"hpctrain: {sentence}", err=True)
         _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)
     except Exception as error:
-        failed(f"{type(error).__name__}: {error}")
+        failed(f"{type(error).__name__}: {error}", ())
         sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}")
         _leave(abort, BUG)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,9 @@ class _Job:
         if self.world is not None:
             self.world.abort(code)
 
-    def failed(self, sentence: str) -> None:
-        """Keep the error in the flight record, before anybody ends the job for it."""
-        self.flight.ended(End.FAILED, sentence)
+    def failed(self, sentence: str, ranks: Sequence[int]) -> None:
+        """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
+        self.flight.ended(End.FAILED, sentence, ranks)
 
     def finish(self) -> None:
         """The run is over, and well."""

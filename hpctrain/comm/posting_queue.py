@@ -138,7 +138,7 @@ class PostingQueue:
                 self._posted += 1
                 self._waiting.append(ticket)
                 if self._flight is not None:
-                    ticket.flight_number = self._flight.queued(self._flight_queue, purpose, ticket.sequence)
+                    ticket.flight_number = self._flight.queued(self._flight_queue, purpose, ticket.sequence, depth=2)
                 if self._trace is not None:
                     ticket.begun_ns = self._trace.clock_ns()
                 self.start_heads()

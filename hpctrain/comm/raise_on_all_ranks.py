@@ -18,7 +18,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
     Raises:
         HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
-            ranks unless it is all of them.
+            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own.
     """
     failure: HpctrainError | None = None
     try:
@@ -27,14 +27,16 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
         raise
     except HpctrainError as error:
         failure = error
-    outcomes = comm.allgather_object(None if failure is None else (type(failure), str(failure)))
+    outcomes = comm.allgather_object(None if failure is None else (type(failure), str(failure), failure.ranks))
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return result
     if failure is not None and len(failed) == comm.size and comm.rank == 0:
         raise failure
-    kind, message = outcomes[failed[0]]
-    raise kind(message + on_ranks(failed, comm.size)) from failure
+    kind, message, ranks = outcomes[failed[0]]
+    if len(failed) < comm.size:
+        ranks = ranks or [comm.world_ranks[rank] for rank in failed]
+    raise kind(message + on_ranks(failed, comm.size), ranks=ranks) from failure
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:

@@ -57,7 +57,8 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
     """The one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
 
     Raises:
-        ConfigError: no valid YAML, a duplicate key, a key that is no string, an alias that contains itself, a tag of its own.
+        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
+            contains itself, a tag of its own.
     """
     try:
         loader = _YamlLoader(text)
@@ -135,9 +136,15 @@ class _Reader:
 
     def _check_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
         first: dict[str, yaml.Node] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
             if key.tag == _MERGE:
                 continue
+            if node.flow_style and _lacks_blank(key, value):
+                name, _, rest = key.value.partition(":")
+                raise ConfigError(
+                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing behind the colon; '
+                    f"write {name}: {rest}."
+                )
             if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{self._place(key)}: The key {shown} is no string; put it in quotes.")
@@ -148,3 +155,9 @@ class _Reader:
                     f"remove one of them."
                 )
             first[key.value] = key
+
+
+def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:
+    """Whether an entry was meant to be `key: value`: without the blank all of it is the key, and nothing the value."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None and not key.value.endswith(":")
+    return plain and ":" in key.value and isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index

@@ -55,7 +55,8 @@ class Rollback:
         if self._times > self._most:
             raise DivergedError(
                 f"{error} The run has gone back to step {self._step} {self._most} times, each time in another order, without "
-                f"coming to its next checkpoint; change what the first sentence says, or raise on_nonfinite.most."
+                f"coming to its next checkpoint; change what the first sentence says, or raise on_nonfinite.most.",
+                ranks=error.ranks,
             )
         raise_on_all_ranks(self._session.world, partial(self._parts.replica.go_back, start.content))
         number = 1 + max((change.number for change in (*position.reorderings, *there.reorderings)), default=0)

@@ -118,8 +118,7 @@ def _train(
     except CommunicationTimeoutError:
         raise
     except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
-        session.progress.notes.phase("a checkpoint")
-        with contextlib.suppress(CheckpointError):
+        with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
     session.progress.notes.phase("a checkpoint")

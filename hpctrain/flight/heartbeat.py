@@ -52,7 +52,8 @@ class Heartbeat:
         self._deadline_seconds, self._abort, self._rank, self._explain = deadline_seconds, abort, rank, explain
         self._stream, self._pulse = stream, Pulse() if pulse is None else pulse
         self._tick_seconds = min(_LONGEST_TICK_SECONDS, deadline_seconds / _TICKS_OF_A_DEADLINE)
-        self._still_seconds = 0.0
+        self._still_seconds = self._waited_seconds = 0.0
+        self._wait_since_ns = 0
         self._beats = recorder.beats
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-heartbeat", daemon=True)
@@ -77,11 +78,21 @@ class Heartbeat:
         before, self._beats = self._still_seconds, beats
         self._still_seconds = 0.0 if moved else before + self._tick_seconds
         self._recorder.looked(moved=moved)
-        half = self._deadline_seconds / 2
-        if before < half <= self._still_seconds:
+        if self._reaches_half(before, self._still_seconds) or self._reaches_half(*self._waited()):
             self._recorder.flush()  # others may soon want to know, on other nodes, too
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
+
+    def _waited(self) -> tuple[float, float]:
+        """Seconds of the wait that goes on, if any, before this tick and after it."""
+        since_ns, before = self._recorder.wait_since_ns, self._waited_seconds
+        same = since_ns > 0 and since_ns == self._wait_since_ns
+        self._wait_since_ns, self._waited_seconds = since_ns, before + self._tick_seconds if same else 0.0
+        return before, self._waited_seconds
+
+    def _reaches_half(self, before: float, seconds: float) -> bool:
+        """Whether half of the deadline lies between."""
+        return before < self._deadline_seconds / 2 <= seconds
 
     def _run(self) -> None:
         while not self._closed.wait(self._tick_seconds):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from hpctrain.flight.recorder import FlightRecorder
@@ -31,6 +32,17 @@ class FlightNotes:
         """The program does something else from now on."""
         if self._recorder is not None:
             self._recorder.phase(name)
+
+    @contextmanager
+    def meanwhile(self, name: str) -> Iterator[None]:
+        """The program does something else while this lasts, and then again what it did before."""
+        before = None if self._recorder is None else self._recorder.phase_name
+        self.phase(name)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.phase(before)
 
     def step(self, epoch: int, step: int) -> None:
         """A training step begins. epoch, step: from 1 on; of the whole training."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.flight.ring import End, Field, RingWriter, Word, file_name, record_at
+from hpctrain.flight.source_lines import SourceLines
 from hpctrain.rank_spans import spans
 
 
@@ -29,6 +31,7 @@ class FlightRecorder:
         self.beats = 0
         self._clock_ns = clock_ns
         self._ring = RingWriter()
+        self._lines = SourceLines(self._ring.name)
         self._posted = 0
         self._phase, self._step = "", 0
         now = clock_ns()
@@ -63,8 +66,12 @@ class FlightRecorder:
 
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
-    def queued(self, queue: int, purpose: str, sequence: int) -> int:
-        """An operation is queued; gives its number. queue: from `queue_of`."""
+    def queued(self, queue: int, purpose: str, sequence: int, depth: int = 1) -> int:
+        """An operation is queued, by the line of the program that called; gives its number.
+
+        Args:
+            queue: from `queue_of`. depth: of the calls to pass over until that line; 1: this one.
+        """
         self._posted = number = self._posted + 1
         words, at = self._ring.words, record_at(number)
         words[at] = 0
@@ -75,6 +82,7 @@ class FlightRecorder:
         words[at + Field.POSTED] = self._clock_ns()
         words[at + Field.STARTED] = 0
         words[at + Field.DONE] = 0
+        words[at + Field.LINE] = self._lines.place(sys._getframe(depth))
         words[Word.POSTED] = number
         words[at] = number
         return number
@@ -113,6 +121,11 @@ class FlightRecorder:
         self._step = step
 
     @property
+    def phase_name(self) -> str:
+        """The phase; "" before the first."""
+        return self._phase
+
+    @property
     def doing(self) -> str:
         """The phase, and the step if there is one."""
         phase = self._phase or "its start"
@@ -135,6 +148,11 @@ class FlightRecorder:
         words[Word.WAIT_SINCE] = self._clock_ns()
         words[Word.WAIT] = self._ring.name(purpose)
 
+    @property
+    def wait_since_ns(self) -> int:
+        """When the wait that goes on began; 0: the program does not wait."""
+        return self._ring.words[Word.WAIT_SINCE] if self._ring.words[Word.WAIT] else 0
+
     def waited(self) -> None:
         """It is over."""
         self._ring.words[Word.WAIT] = 0
@@ -148,11 +166,16 @@ class FlightRecorder:
         if moved:
             words[Word.ALIVE] = now
 
-    def ended(self, end: End, sentence: str = "") -> None:
-        """The process ends, as it knows itself. The first end stays: what comes after follows from it."""
+    def ended(self, end: End, sentence: str = "", blamed: Sequence[int] = ()) -> None:
+        """The process ends, as it knows itself. The first end stays: what comes after follows from it.
+
+        Args:
+            blamed: the ranks at which the cause lies, where they are known.
+        """
         words = self._ring.words
         if words[Word.ENDED] == End.RUNNING:
             words[Word.SENTENCE] = self._ring.name(sentence)
+            words[Word.BLAMED] = self._ring.name(spans(blamed))
             words[Word.SEEN] = self._clock_ns()
             words[Word.ENDED] = end
             self.flush()

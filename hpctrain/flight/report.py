@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import DataError
-from hpctrain.flight.autopsy import autopsy, newest, place
+from hpctrain.flight.autopsy import autopsy, newest
+from hpctrain.flight.findings import place
 from hpctrain.flight.ring import End, FlightRecord, file_name, read
 
 _ENDS = {
@@ -84,6 +85,7 @@ def _state(record: FlightRecord) -> dict[str, object]:
                 "number": operation.sequence,
                 "purpose": operation.purpose,
                 "operation": operation.operation,
+                "line": operation.line,
             }
             for operation in unfinished
         ],

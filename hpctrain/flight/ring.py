@@ -6,6 +6,7 @@ little-endian words of 8 bytes. A record's first word, its number, is written la
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -16,13 +17,14 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.rank_spans import ranks_of
 
-MAGIC = int.from_bytes(b"hpcFLY01", "little")
+MAGIC = int.from_bytes(b"hpcFLY02", "little")
 #: operations that a ring holds
 SLOTS = 2048
 
 _HEAD_WORDS = 32
-_RECORD_WORDS = 8
+_RECORD_WORDS = 9
 _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
 _NAMES_AT = _SIZE - _NAME_BYTES
@@ -39,7 +41,7 @@ class Word(IntEnum):
     RANK = 2
     RANKS = 3
     PROCESS = 4
-    HOST = 5  # a name's place in the table, as PHASE, WAIT and SENTENCE are
+    HOST = 5  # a name's place in the table, as PHASE, WAIT, SENTENCE and BLAMED are
     ENDED = 6  # an `End`
     SIGNAL = 7  # or the exit code of a process that has left
     CLOCK_AT = 8  # what the clock shows less what the wall clock does
@@ -57,6 +59,7 @@ class Word(IntEnum):
     POSTED = 20  # operations so far
     NAMES = 21  # bytes of the table
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
+    BLAMED = 23  # ranks, as a name: those at which the cause of its end lies, as far as it knows
 
 
 class Field(IntEnum):
@@ -70,6 +73,7 @@ class Field(IntEnum):
     POSTED = 5
     STARTED = 6
     DONE = 7
+    LINE = 8  # of the program, as a name; 0: not known
 
 
 class End(IntEnum):
@@ -135,8 +139,12 @@ class RingWriter:
         return begin
 
     def flush(self) -> None:
-        """Have the system write what is new to the disk, where other nodes can read it; waits for that."""
-        self._map.flush()
+        """Have the system write what is new to the disk, where other nodes can read it; waits for that.
+
+        A disk that refuses keeps what it has: who calls has worse to tell, or goes on.
+        """
+        with contextlib.suppress(OSError):
+            self._map.flush()
 
 
 def record_at(number: int) -> int:
@@ -154,6 +162,7 @@ class RecordedOperation:
     """An operation of a queue. Times in nanoseconds of its process's clock; 0: not yet.
 
     number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before that.
+    line: of the program that queued it, "file:number"; "": not known.
     """
 
     number: int
@@ -164,6 +173,7 @@ class RecordedOperation:
     posted_ns: int
     started_ns: int
     done_ns: int
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,13 +202,19 @@ class FlightRecord:
     wait_since_ns: int
     wait_number: int
     sentence: str
+    blamed: tuple[int, ...]
     deadline_ns: int
     operations: tuple[RecordedOperation, ...]
 
     @property
     def last_ns(self) -> int:
         """The last instant that the process is known to have lived at."""
-        times = [self.begun_ns, self.seen_ns, self.phase_since_ns, self.wait_since_ns]
+        return max(self.moved_ns, self.seen_ns)
+
+    @property
+    def moved_ns(self) -> int:
+        """The last instant at which it is known to have got on. A wait gets on, too."""
+        times = [self.begun_ns, self.alive_ns, self.phase_since_ns, self.wait_since_ns]
         times += [max(recorded.posted_ns, recorded.started_ns, recorded.done_ns) for recorded in self.operations]
         return max(times)
 
@@ -246,6 +262,7 @@ def read(path: Path) -> FlightRecord:
         wait_since_ns=words[Word.WAIT_SINCE],
         wait_number=words[Word.WAIT_RECORD],
         sentence=text(words[Word.SENTENCE]),
+        blamed=_ranks(text(words[Word.BLAMED])),
         deadline_ns=words[Word.DEADLINE],
         operations=tuple(_operations(words, text)),
     )
@@ -272,6 +289,14 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
         os.close(descriptor)
 
 
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks of a name; none where the table had no room for it, or its end is torn."""
+    try:
+        return ranks_of(text)
+    except ValueError:
+        return ()
+
+
 def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:
     place = 0
     while place < min(length, _NAME_BYTES - 8):
@@ -286,5 +311,15 @@ def _operations(words: memoryview, text: Callable[[int], str]) -> Iterator[Recor
     for number in range(max(1, posted - SLOTS + 1), posted + 1):
         at = record_at(number)
         if words[at + Field.NUMBER] == number:
-            queue, purpose, sequence, operation, *times = (int(word) for word in words[at + 1 : at + _RECORD_WORDS])
-            yield RecordedOperation(number, text(queue), text(purpose), sequence, text(operation), *times)
+            values = words[at : at + _RECORD_WORDS]
+            yield RecordedOperation(
+                number,
+                text(values[Field.QUEUE]),
+                text(values[Field.PURPOSE]),
+                values[Field.SEQUENCE],
+                text(values[Field.OPERATION]),
+                values[Field.POSTED],
+                values[Field.STARTED],
+                values[Field.DONE],
+                text(values[Field.LINE]),
+            )

@@ -83,6 +83,11 @@ class Cause:
     world: int
     sources: tuple[int, ...]
 
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks at which it began, where that is certain, and not all of them."""
+        return _some(self.sources, self.world)
+
     def facts(self) -> dict[str, Any]:
         """For programs: the layer, null where only losses tell, what is not finite, the ranks that saw it, and the sources."""
         layer, held = (None, "loss") if self.fault is None else (self.fault.layer, str(self.fault.held))
@@ -194,13 +199,28 @@ class Finiteness:
         faults = {finding.rank: finding.fault for finding in first if finding.fault is not None}
         if faults:
             text = _first_layer(faults, step, len(findings))
-            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}")
+            return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}", ranks=self._origin(first, len(findings)))
         # Only a loss: the gradients that it led to tell where it began.
         losses = sorted(finding.rank for finding in first)
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
         where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
-        return DivergedError(f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}")
+        said = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
+        return DivergedError(said, ranks=self._origin(first, len(findings)))
+
+    def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
+        """The ranks at which it began, of so many; empty where that is not certain, or all of them.
+
+        An owner's parameters hold what the gradients of any rank have brought. Where every rank makes the same update, one
+        whose parameters alone are not finite has not got that from others.
+        """
+        held = sorted(seen.rank for seen in first if seen.fault is not None and seen.fault.held is Held.PARAMETERS)
+        if held:
+            averagers = self._averagers.values()
+            alike = all(type(one).owned is GradientAverager.owned and one.comm.size == world for one in averagers)
+            return _some(held, world) if alike else ()
+        statistics = {seen.rank for seen in first if seen.fault is not None and seen.fault.held is Held.STATISTICS}
+        return _some(sorted(statistics | {seen.rank for seen in first if seen.loss}), world)
 
     def _gradient_faults(self) -> list[LayerFault]:
         """Faults in gradients, as far as this rank updates their parameters."""
@@ -224,6 +244,11 @@ class Finiteness:
 def _layer(name: str) -> str:
     """The layer of a parameter or statistic."""
     return name.rpartition(".")[0] or name
+
+
+def _some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
+    """Ranks, unless they are all of so many: those are nobody in particular."""
+    return tuple(ranks) if len(ranks) < world else ()
 
 
 def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:

@@ -239,7 +239,8 @@ class Trainer:
             raise DivergedError(
                 f"{position.skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step "
                 f"{cause.step}, as {cause}; lower optimizer.lr ({self._replica.lr:g} there), look for broken samples, or raise "
-                f"on_nonfinite.most."
+                f"on_nonfinite.most.",
+                ranks=cause.blamed,
             )
 
     def _last_sample(self, position: Position) -> int:

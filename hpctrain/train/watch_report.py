@@ -32,46 +32,55 @@ class RankReport:
     found: tuple[str, ...] = ()
 
 
-def sentence(
-    reports: Sequence[RankReport],
-    alike: Sequence[Sequence[Sequence[int]]],
-    world_ranks: Sequence[int],
-    step: int,
-    kept_step: int | None,
-) -> str:
-    """The sentence of an error.
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A sentence that lacks its remedy, and the ranks of the world that are wrong; all that differ where no majority tells."""
+
+    text: str
+    ranks: tuple[int, ...]
+
+    def sentence(self, kept_step: int | None) -> str:
+        """The sentence of an error. kept_step: of the newest checkpoint; None where there is none."""
+        remedy = "start again, as this run has no checkpoint yet"
+        if kept_step is not None:
+            remedy = f"resume from the checkpoint of step {kept_step}"
+        return f"{self.text}; {remedy}."
+
+
+def difference(
+    reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
+) -> ReplicaDifference:
+    """The first that is wrong, in what a rank alone holds, then in what several hold.
 
     Args:
-        reports: by position. alike: by kind, the positions that must hold the same. world_ranks: of the positions.
-        step: steps done when the checksums were taken. kept_step: of the newest checkpoint; None where there is none.
+        reports: by position; something in them is wrong. alike: by kind, the positions that must hold the same.
+        world_ranks: of the positions. step: steps done when the checksums were taken.
     """
-    texts = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
+    findings = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
     for kind, classes in enumerate(alike):
         for positions in classes:
             looks = [reports[position].looks[kind] for position in positions]
-            texts.append(_difference(looks, [world_ranks[position] for position in positions], step))
-    remedy = "start again, as this run has no checkpoint yet"
-    if kept_step is not None:
-        remedy = f"resume from the checkpoint of step {kept_step}"
-    return f"{next(text for text in texts if text)}; {remedy}."
+            findings.append(_among(looks, [world_ranks[position] for position in positions], step))
+    return next(finding for finding in findings if finding is not None)
 
 
-def _of_owner(report: RankReport, rank: int, step: int) -> str:
-    """The changes that a rank has found in what it alone holds; empty where there are none."""
+def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | None:
+    """The changes that a rank has found in what it alone holds; None where there are none."""
     if not report.found:
-        return ""
-    return (
+        return None
+    text = (
         f"On rank {rank} {report.found[0]}{_others(report.found)} changed between two updates, as was seen after step {step}, "
         f"though nothing wrote there: that rank's memory is at fault"
     )
+    return ReplicaDifference(text, (rank,))
 
 
-def _difference(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> str:
-    """The first thing that differs among some ranks, and on whom; empty where nothing does."""
+def _among(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
+    """The first thing that differs among some ranks, and on whom; None where nothing does."""
     table = np.array([look.digests for look in looks])
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     if not differing:
-        return ""
+        return None
     names = [looks[0].names[place] for place in differing]
     holders: dict[int, list[int]] = {}
     for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
@@ -81,9 +90,11 @@ def _difference(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> 
     if len(most) * 2 > len(ranks):
         odd = [rank for rank in ranks if rank not in most]
         verb = "holds" if len(odd) == 1 else "hold"
-        return f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}; {since}"
+        text = f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}; {since}"
+        return ReplicaDifference(text, tuple(odd))
     different = " and ".join(_named(members) for members in sorted(holders.values()))
-    return f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"
+    text = f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"
+    return ReplicaDifference(text, tuple(ranks))
 
 
 def _named(ranks: Sequence[int]) -> str:

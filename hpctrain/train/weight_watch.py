@@ -18,7 +18,7 @@ from hpctrain.errors import CorruptedStateError
 from hpctrain.nn.network import ALL, Network
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.watch_report import Checksums, RankReport, sentence
+from hpctrain.train.watch_report import Checksums, RankReport, difference
 from hpctrain.train.watched_parts import Part, WatchedPiece, cut, digests
 
 #: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
@@ -155,14 +155,15 @@ class WeightWatch:
             guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
-        """The sentence about what was compared last, the same on every rank; after a drain.
+        """The sentence about what was compared last, the same on every rank, with the ranks that are wrong; after a drain.
 
         Args:
             kept_step: of the newest checkpoint; None where there is none.
         """
         changed = tuple(name for guard in self._guards.values() for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
-        return CorruptedStateError(sentence(reports, self._alike, self._comm.world_ranks, self._sent_step, kept_step))
+        found = difference(reports, self._alike, self._comm.world_ranks, self._sent_step)
+        return CorruptedStateError(found.sentence(kept_step), ranks=found.ranks)
 
     # -- parts of these --------------------------------------------------------------------------------------------------------
 

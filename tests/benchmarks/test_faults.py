@@ -32,7 +32,7 @@ def test_faults_have_names_of_their_own() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("name", ["SIGKILL", "a wrong dtype"])
+@pytest.mark.parametrize("name", ["SIGKILL", "a wrong dtype", "a rank that is too slow", "a flipped bit of a parameter"])
 def test_a_fault_is_named(name: str) -> None:
     fault = next(fault for fault in FAULTS if fault.name == name)
     values = faults.measure(fault)

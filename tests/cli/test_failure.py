@@ -251,7 +251,10 @@ def test_an_exit_inside_of_a_run_ends_the_job(code: object, call: str, capsys: p
     """Also one that says it is an error: this process would end, and the others wait for it."""
     aborted: list[int] = []
     failed: list[str] = []
-    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 2, aborted.append, failed.append):
+    with (
+        pytest.raises(SystemExit) as end,
+        job_ends_on_error(lambda: 2, aborted.append, lambda sentence, ranks: failed.append(sentence)),
+    ):
         sys.exit(code)  # type: ignore[arg-type]
     assert (end.value.code, aborted, failed) == (1, [1], [f"{call} inside of a run"])
     assert f"[rank 2] {call} inside of a run ends the job." in capsys.readouterr().err
@@ -269,7 +272,10 @@ def test_a_users_error_aborts_once(capsys: pytest.CaptureFixture) -> None:
 def test_memory_that_runs_out_is_one_sentence(text: str, capsys: pytest.CaptureFixture) -> None:
     aborted: list[int] = []
     failed: list[str] = []
-    with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 2, aborted.append, failed.append):
+    with (
+        pytest.raises(SystemExit) as end,
+        job_ends_on_error(lambda: 2, aborted.append, lambda sentence, ranks: failed.append(sentence)),
+    ):
         raise MemoryError(text)
     assert (end.value.code, aborted) == (USER_ERROR, [USER_ERROR])
     error = capsys.readouterr().err

@@ -81,6 +81,19 @@ def test_the_first_finding_and_the_node_of_who_is_to_blame(
     assert traces.look() == Traces(None, None, 7, "The job finished: ranks 0-2 ended in good order.", "")
 
 
+def test_the_node_of_a_damaged_rank_is_to_blame_for_the_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, run = RunTraces(tmp_path, "a"), _run(tmp_path, "20260102-120000")
+    for rank, host in enumerate(("n1", "n2", "n3")):
+        monkeypatch.setattr("platform.node", lambda host=host: host)
+        recorder = FlightRecorder()
+        recorder.join(rank, 3, 5, 10.0)
+        recorder.keep_in(run / "flight")
+        recorder.ended(End.FAILED, "Rank 2 holds other bits.", (2,))
+    look = traces.look()
+    assert look.node == "n3"
+    assert look.finding == "Ranks 0-2 failed first, because of rank 2: Rank 2 holds other bits (its start)."
+
+
 def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     traces = RunTraces(tmp_path, "a")
     run = _run(tmp_path, "20260102-120000")

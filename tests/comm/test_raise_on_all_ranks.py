@@ -15,6 +15,7 @@ class Scripted(SingleCommunicator):
     def __init__(self, rank: int, outcomes: list) -> None:
         super().__init__()
         self.rank, self.size, self._outcomes = rank, len(outcomes), outcomes
+        self.world_ranks = tuple(10 + each for each in range(len(outcomes)))
 
     def allgather_object(self, value: object) -> list:
         assert value == self._outcomes[self.rank]
@@ -23,18 +24,18 @@ class Scripted(SingleCommunicator):
 
 def _work(outcome: tuple | None) -> str:
     if outcome is not None:
-        raise outcome[0](outcome[1])
+        raise outcome[0](outcome[1], ranks=outcome[2])
     return "result"
 
 
 @pytest.mark.parametrize(
     ("outcomes", "kind", "message"),
     [
-        ([(DataError, "a"), (DataError, "a")], DataError, "a"),
-        ([None, (DataError, "bad"), None], DataError, "bad (on rank 1 of 3)"),
-        ([None, (ShapeError, "s"), (DataError, "d")], ShapeError, "s (on ranks 1 and 2 of 3)"),
-        ([(DataError, "x")] * 3 + [None], DataError, "x (on ranks 0, 1 and 2 of 4)"),
-        ([(DataError, "x")] * 12 + [None], DataError, "x (on 12 of 13 ranks, the first is 0)"),
+        ([(DataError, "a", ()), (DataError, "a", ())], DataError, "a"),
+        ([None, (DataError, "bad", ()), None], DataError, "bad (on rank 1 of 3)"),
+        ([None, (ShapeError, "s", ()), (DataError, "d", ())], ShapeError, "s (on ranks 1 and 2 of 3)"),
+        ([(DataError, "x", ())] * 3 + [None], DataError, "x (on ranks 0, 1 and 2 of 4)"),
+        ([(DataError, "x", ())] * 12 + [None], DataError, "x (on 12 of 13 ranks, the first is 0)"),
     ],
 )
 def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, message: str) -> None:
@@ -45,14 +46,31 @@ def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, me
         assert str(caught.value) == message
 
 
-def _kinds(kind: type[Exception]) -> list[type[Exception]]:
+@pytest.mark.parametrize(
+    ("outcomes", "ranks"),
+    [
+        ([(DataError, "a", ())] * 2, ()),
+        ([None, (DataError, "bad", ()), (DataError, "bad", ())], (11, 12)),
+        ([None, (DataError, "bad", (3, 4))], (3, 4)),
+        ([(DataError, "bad", (3,))] * 2, (3,)),
+    ],
+)
+def test_the_error_knows_the_ranks_of_the_world(outcomes: list, ranks: tuple[int, ...]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        with pytest.raises(DataError) as caught:
+            raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
+        assert tuple(caught.value.ranks) == ranks
+
+
+def _kinds(kind: type[HpctrainError]) -> list[type[HpctrainError]]:
     return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
 
 
 @pytest.mark.parametrize("kind", _kinds(HpctrainError))
-def test_every_kind_of_error_is_made_from_its_sentence_alone(kind: type[Exception]) -> None:
-    """Other ranks raise it from that."""
-    assert str(kind("a sentence")) == "a sentence"
+def test_every_kind_of_error_is_made_from_its_sentence_and_its_ranks(kind: type[HpctrainError]) -> None:
+    """Other ranks raise it from these."""
+    error = kind("a sentence", ranks=[2])
+    assert (str(error), error.ranks) == ("a sentence", (2,))
 
 
 def test_without_errors_everyone_has_its_result() -> None:

@@ -87,6 +87,13 @@ def test_merge_keys_and_aliases():
         ("a: 1\nb: !mine [1]\n", 2, ["tag", "!mine"]),
         ("a: 1\nb: &b\n  - *b\n", 2, ["b.0", "contains itself"]),
         ("a: 1\nb: !!int x\n", 2, ["'x'"]),
+        (
+            "a: 1\nb: {name:sparse, ratio: 0.1}\n",
+            2,
+            ['"name:sparse"', "a blank is missing behind the colon; write name: sparse."],
+        ),
+        ("a: 1\nb: [{c: 2,\n  padding:2}]\n", 3, ['"padding:2"', "write padding: 2."]),
+        ("a: 1\nb: {1:2}\n", 2, ['"1:2"', "write 1: 2."]),
     ],
 )
 def test_refused_with_the_line(text, line, words):
@@ -96,6 +103,11 @@ def test_refused_with_the_line(text, line, words):
     assert message.startswith(f"dir/f.yaml:{line}: ")
     assert message.endswith(".")
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("text", ["{'a:b': }", "{a:b: 1}", "{a: }", "{a}", "{a:b: ''}", "a:b: \n"])
+def test_a_key_with_a_colon_of_its_own_is_read(text):
+    assert read_yaml(text, "f")[0] == yaml.safe_load(text)
 
 
 def test_control_characters_are_refused():

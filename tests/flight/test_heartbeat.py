@@ -57,6 +57,29 @@ def test_one_that_stands_still_is_ended_with_its_place(tmp_path: Path) -> None:
     assert (found.end, found.sentence) == (End.DEADLINE, "nothing has moved for the deadline of 4 s, in data loading")
 
 
+def test_what_others_need_to_know_is_written_at_half_the_deadline(tmp_path: Path) -> None:
+    """On other nodes: of a process that stands still, and of one that waits, which moves."""
+    flushed: list[int] = []
+
+    class Counting(FlightRecorder):
+        def flush(self) -> None:
+            flushed.append(self.beats)
+
+    recorder = Counting()
+    heartbeat = _heartbeat(recorder)
+    for wait in ("a.weight", "b.weight", "c.weight"):  # the first two are shorter
+        with recorder.waiting(wait):
+            for _ in range(9 if wait != "c.weight" else 15):
+                recorder.beats += 1
+                heartbeat.look()
+        recorder.beats += 1
+        heartbeat.look()
+    assert len(flushed) == 1
+    for _ in range(12):
+        heartbeat.look()
+    assert len(flushed) == 2
+
+
 # The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
 @pytest.mark.job
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])

@@ -10,6 +10,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import SLOTS, End, FlightRecord, file_name, read
+from tests.support.source_lines import line
 
 
 class Later:
@@ -92,7 +93,27 @@ def test_the_first_end_stays(tmp_path: Path) -> None:
     recorder.ended(End.FAILED, "ValueError: no such luck")
     recorder.ended(End.DEADLINE, "what follows from it")
     found = kept(recorder, tmp_path)
-    assert (found.end, found.sentence) == (End.FAILED, "ValueError: no such luck")
+    assert (found.end, found.sentence, found.blamed) == (End.FAILED, "ValueError: no such luck", ())
+
+
+def test_an_end_has_the_ranks_that_it_comes_from(tmp_path: Path) -> None:
+    recorder = FlightRecorder()
+    recorder.ended(End.FAILED, "other bits", (1, 2, 5))
+    assert kept(recorder, tmp_path).blamed == (1, 2, 5)
+
+
+def test_an_operation_has_the_line_that_queued_it(tmp_path: Path) -> None:
+    """Not that of the queue, or of an engine that starts it later."""
+    recorder = FlightRecorder()
+    queue = PostingQueue("gradients", flight=recorder)
+    first, at_first = queue.post(Later, "a.weight"), line()
+    at_second = line(1)
+    queue.post(Later, "b.weight", after=[first])
+    for _ in range(4):
+        queue.collect()
+        queue.start_heads()
+    lines = [each.line for each in kept(recorder, tmp_path).operations]
+    assert lines == [f"{Path(__file__).parent}/{at}" for at in (at_first, at_second)]
 
 
 def test_waits_of_an_engine_are_told(tmp_path: Path) -> None:

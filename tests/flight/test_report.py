@@ -13,13 +13,20 @@ from hpctrain.flight.report import as_json, explanation, records_in, table
 from hpctrain.flight.ring import End
 
 
+def _post(recorder: FlightRecorder, queue: int) -> int:
+    return recorder.queued(queue, "a.weight", 0)
+
+
+_POSTED_AT = f"{__file__}:{_post.__code__.co_firstlineno + 1}"
+
+
 def _write(folder: Path, rank: int, job: int = 1, *, posts: bool = True) -> None:
     recorder = FlightRecorder()
     recorder.join(rank, 2, job, 30.0)
     recorder.step(1, 5)
     recorder.phase("a training step" if posts else "data loading")
     queue = recorder.queue_of("gradients", (0, 1))
-    number = recorder.queued(queue, "a.weight", 0)
+    number = _post(recorder, queue)
     if posts:
         recorder.started(number, "allreduce of 8 float32 elements")
         recorder.wait("a.weight", number)
@@ -44,6 +51,7 @@ def test_a_directory_tells_its_latest_start(tmp_path: Path) -> None:
         "number": 0,
         "purpose": "a.weight",
         "operation": "allreduce of 8 float32 elements",
+        "line": _POSTED_AT,
     }
 
 

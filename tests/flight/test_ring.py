@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -70,6 +71,30 @@ def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.flight").write_bytes(content)
     with pytest.raises(DataError, match=r"x.flight is no flight record of this version"):
         read(tmp_path / "x.flight")
+
+
+class _Refusing:
+    def flush(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_disk_that_refuses_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the heartbeat, which flushes, nor the report of an error, which ends a record."""
+    recorder = FlightRecorder()
+    path = recorder.keep_in(tmp_path)
+    monkeypatch.setattr(recorder._ring, "_map", _Refusing())
+    recorder.flush()
+    monkeypatch.undo()
+    recorder.ended(End.FAILED, "why")
+    assert read(path).sentence == "why"
+
+
+@pytest.mark.parametrize("text", ["x-", "(name left out: the table is full)"])
+def test_ranks_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+    ring = RingWriter()
+    ring.words[Word.BLAMED] = ring.name(text)
+    ring.move(tmp_path / "x.flight")
+    assert read(tmp_path / "x.flight").blamed == ()
 
 
 @pytest.mark.job

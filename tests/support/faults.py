@@ -71,7 +71,7 @@ class Fault:
 
     Attributes:
         name: for people. lines: of Python. words: one of them must be among the findings or the job's last lines.
-        ranks: that have it. overrides: of the configuration. blamed: the rank must be among those that the autopsy names.
+        ranks: that have it. overrides: of the configuration. blamed: the autopsy must blame that rank, and not all.
     """
 
     name: str
@@ -200,7 +200,6 @@ FAULTS: tuple[Fault, ...] = (
         once(TrainingStep, "run", poison, in_step_2)
         """,
         ("is not finite", "are not finite"),
-        blamed=False,
     ),
     Fault("another configuration", "", ("Rank 1 has another configuration than rank 0: seed is 8, not 7",), blamed=False),
     Fault(
@@ -216,21 +215,18 @@ FAULTS: tuple[Fault, ...] = (
         _FLIPPED.format("averager.group.data"),
         ("rank 1 holds other bits of parameter stage1.conv.weight",),
         overrides=_CHECKS,
-        blamed=False,
     ),
     Fault(
         "a flipped bit of the optimizer's state, which every rank holds",
         _FLIPPED.format('averager.optimizer.state(averager.owned()[0])["momentum"]'),
         ("rank 1 holds other bits of the momentum of stage1.conv.weight",),
         overrides=_CHECKS,
-        blamed=False,
     ),
     Fault(
         "a flipped bit of the optimizer's state, which its owner holds",
         _FLIPPED.format('averager.optimizer.state(averager.owned()[0])["momentum"]'),
         ("On rank 1 the momentum of ",),
         overrides=(*_CHECKS, "averager=sharded"),
-        blamed=False,
     ),
     Fault("no memory", _STEP.format("__import__('numpy').empty(1 << 59)"), ("Rank 1 failed first: Memory ran out on rank 1",)),
 )
@@ -277,5 +273,5 @@ def is_named(fault: Fault, outcome: Outcome, told: Mapping[str, object]) -> bool
     """Whether the rank and the place are named rightly."""
     sentences = [*told["findings"], outcome.output] if isinstance(told["findings"], Sequence) else [outcome.output]
     blamed = told["blamed"]
-    rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed)
+    rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed and len(blamed) < RANKS)
     return rightly and any(words in str(sentence) for sentence in sentences for words in fault.words)

@@ -74,6 +74,7 @@ class Run:
     """What one rank saw of a training that should stop."""
 
     error: str = ""
+    ranks: tuple[int, ...] = ()
     steps: int = 0
     kept: int = 0
     kept_poison: list[str] = field(default_factory=list)
@@ -135,7 +136,7 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
     try:
         trainer.run(Position())
     except DivergedError as error:
-        run.error = str(error)
+        run.error, run.ranks = str(error), error.ranks
     return run
 
 
@@ -205,6 +206,17 @@ def test_batch_statistics_count(kernels: KernelSet, ranks: int) -> None:
     _stops(runs, "bn1")
     assert "batch statistics are not finite in step 4" in runs[0].error
     assert (f"(on rank {ranks - 1} of {ranks})" in runs[0].error) == (ranks > 1)
+    assert {run.ranks for run in runs} == {(2,) if ranks > 1 else ()}
+
+
+@pytest.mark.parametrize("strategy", ["blocking", "sharded"])
+@pytest.mark.parametrize("poison", [replace(WEIGHT[0], everywhere=False), GRADIENT[0], IMAGE[0]], ids=lambda poison: poison.place)
+def test_a_rank_is_blamed_where_it_certainly_began(kernels: KernelSet, strategy: str, poison: Poison) -> None:
+    """A gradient travels before anybody looks at it. A loss tells, where kernels do not make a number of NaN."""
+    runs = _runs(3, _task(kernels), strategy, poison, 0)
+    certain = isinstance(kernels, NumpyKernelSet) or (poison.place, strategy) == ("weight", "blocking")
+    (ranks,) = {run.ranks for run in runs}
+    assert ranks == ((2,) if certain and poison.place != "gradient" else ())
 
 
 def test_the_last_step_counts(kernels: KernelSet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.train.watch_report import Checksums, RankReport, sentence
+from hpctrain.train.watch_report import Checksums, RankReport, ReplicaDifference, difference
 
 NAMES = ("parameter conv.weight", "the momentum of conv.weight", "parameter fc.weight")
 
@@ -15,52 +15,61 @@ def _report(*digests: int, split: int = 0, found: tuple[str, ...] = ()) -> RankR
     return RankReport((Checksums(NAMES, np.array(digests, np.uint32), 3), of_split), found)
 
 
-def _sentence(*reports: RankReport, splits: int = 1, kept: int | None = 5) -> str:
+def _difference(*reports: RankReport, splits: int = 1) -> ReplicaDifference:
     ranks = range(len(reports))
     classes = [ranks[split::splits] for split in range(splits)]
-    return sentence(reports, ([ranks], classes), [rank + 10 for rank in ranks], 9, kept)
+    return difference(reports, ([ranks], classes), [rank + 10 for rank in ranks], 9)
 
 
 @pytest.mark.parametrize(
-    ("reports", "text"),
+    ("reports", "ranks", "text"),
     [
         (
             [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3)],
+            (11,),
             "After step 9 rank 11 holds other bits of parameter fc.weight than ranks 10, 12; all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 4, 4), _report(1, 2, 3)],
+            (11,),
             "After step 9 rank 11 holds other bits of the momentum of conv.weight (and 1 more) than ranks 10, 12; "
             "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(2, 2, 3), _report(1, 2, 3), _report(3, 2, 3), _report(1, 2, 3)],
+            (11, 13),
             "After step 9 ranks 11, 13 hold other bits of parameter conv.weight than ranks 10, 12, 14; "
             "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(2, 2, 3)],
+            (10, 11),
             "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and no majority tells who is wrong; "
             "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 3), _report(2, 2, 3), _report(2, 2, 3)],
+            (10, 11, 12, 13),
             "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and no majority tells who is "
             "wrong; all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3, found=("the momentum of fc.weight", "parameter fc.weight"))],
+            (12,),
             "On rank 12 the momentum of fc.weight (and 1 more) changed between two updates, as was seen after step 9, "
             "though nothing wrote there: that rank's memory is at fault",
         ),
     ],
 )
-def test_what_is_said(reports: list[RankReport], text: str) -> None:
-    assert _sentence(*reports) == f"{text}; resume from the checkpoint of step 5."
-    assert _sentence(*reports, kept=None) == f"{text}; start again, as this run has no checkpoint yet."
+def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: str) -> None:
+    found = _difference(*reports)
+    assert found.sentence(5) == f"{text}; resume from the checkpoint of step 5."
+    assert found.sentence(None) == f"{text}; start again, as this run has no checkpoint yet."
+    assert found.ranks == ranks
 
 
 def test_split_parameters_are_compared_among_those_that_hold_the_same_part() -> None:
     reports = [_report(1, 2, 3, split=number) for number in (1, 2, 1, 2, 1, 3)]
     text = "After step 9 rank 15 holds other bits of parameter fc2.weight than ranks 11, 13; all had the same after step 7"
-    assert _sentence(*reports, splits=2).startswith(text)
+    found = _difference(*reports, splits=2)
+    assert (found.text, found.ranks) == (text, (15,))

@@ -240,16 +240,17 @@ def test_split_parameters_are_compared_with_the_same_part(rank: int) -> None:
 
 
 def test_first_values_are_compared_before_the_first_step() -> None:
-    def program(comm: ThreadCommunicator) -> str:
+    def program(comm: ThreadCommunicator) -> tuple[str, tuple[int, ...]]:
         replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
         if comm.rank == 2:
             _parameter(replica, "fc1.bias")
         with pytest.raises(CorruptedStateError) as error:
             replica.require_alike(schedules=True)
-        return str(error.value)
+        return str(error.value), error.value.ranks
 
-    (text,) = set(run_virtual(3, program))
+    ((text, ranks),) = set(run_virtual(3, program))
     assert text.startswith("After step 0 rank 2 holds other bits of parameter fc1.bias than ranks 0-1;")
+    assert ranks == (2,)
 
 
 def test_schedules_are_compared_before_the_first_step() -> None:
