@@ -118,15 +118,18 @@ class BestCheckpoint:
         self._evaluations: dict[int, StepEvaluation] = {}
         self._bookkeeping = Bookkeeping()
         self._unsettled = False
+        self._unchecked_start: Path | None = None
 
     def evaluated(self, position: Position, sums: RunningSums) -> None:
         """Take note of an evaluation; a second one of a step, as of a run that was finished, changes nothing."""
         if position.global_step not in self._evaluations:
             self._evaluations[position.global_step] = StepEvaluation.of(position, sums)
             self._unsettled = True
+        self._leave_out_lost()
 
     def to_meta(self, step: int) -> dict[str, Any]:
         """For the metadata of a checkpoint of `step`, before which none is being written: what is known of all there are."""
+        self._leave_out_lost()
         there = {step, *self._steps()}
         self._evaluations = {number: each for number, each in self._evaluations.items() if number in there}
         entries = [asdict(self._evaluations[number]) for number in sorted(self._evaluations)]
@@ -149,19 +152,21 @@ class BestCheckpoint:
         if self._unsettled:
             self._retain(tuple(self._evaluations.values()))
 
-    def go_on(self, start: Path, meta: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+    def go_on(self, start: Path, meta: Mapping[str, Any], changed: Collection[str] = (), *, evaluates: bool = False) -> None:
         """Go on from a checkpoint, once those behind it are set aside. Reads the best one, to see whether it is whole.
 
         Args:
             start: the checkpoint, which is known to be whole. meta: its metadata. changed: keys that have other values now.
+            evaluates: its own evaluation may come first, as it was written before it; the best until then may be gone by rights.
         """
         entries = [StepEvaluation(**entry) for entry in meta.get(META, ())]
         others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if self._measure == _LOSS else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
             self._reporter.say(f"the best checkpoint is sought from here on, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
-        self._leave_out_lost(start)
-        self._unsettled = False
+        self._unsettled, self._unchecked_start = False, start
+        if not evaluates:
+            self._leave_out_lost()
         self._write_record(tuple(self._evaluations.values()))
 
     def line(self) -> str | None:
@@ -173,8 +178,11 @@ class BestCheckpoint:
     def _steps(self) -> set[int]:
         return {step for step, _ in checkpoint.checkpoints(self._directory)}
 
-    def _leave_out_lost(self, start: Path) -> None:
-        """Forget evaluations of best checkpoints that are gone or damaged, and tell each."""
+    def _leave_out_lost(self) -> None:
+        """Once after the run has gone on: forget evaluations of best checkpoints that are gone or damaged, and tell each."""
+        start, self._unchecked_start = self._unchecked_start, None
+        if start is None:
+            return
         while (best := best_of(self._evaluations.values(), self._measure, self._evaluations)) is not None:
             lost = self._fault(best.step, start)
             if lost is None:

@@ -55,9 +55,13 @@ class RunCheckpoints:
 
     def go_on(self, start: Start, changed: Collection[str] = ()) -> None:
         """Take what is known of earlier checkpoints from the one that the run goes on from. changed: keys, since then."""
-        best = self.best
-        work = (lambda: best.go_on(start.path, start.content.meta, changed)) if best is not None else _nothing
-        raise_on_all_ranks(self._session.world, work)
+        best, complete = self.best, start.position.samples == self._parts.loader.sampler.samples
+
+        def take() -> None:
+            if best is not None:
+                best.go_on(start.path, start.content.meta, changed, evaluates=complete)
+
+        raise_on_all_ranks(self._session.world, take)
 
     def evaluated(self, position: Position, sums: RunningSums) -> None:
         """Take note of an evaluation, by which checkpoints are kept."""

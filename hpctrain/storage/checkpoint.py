@@ -182,6 +182,8 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in behind:
+            if other.exists() and is_sharded(other):  # a run that went back twice: a directory cannot be replaced
+                delete(other)
             os.replace(path, other)
         synchronise_directory(directory)
     except OSError as error:
