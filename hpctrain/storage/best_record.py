@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.atomic_write import PARTIAL, write_json
 from hpctrain.storage.run_directory import runs
 
 #: in the directory of checkpoints
@@ -43,10 +43,12 @@ def write(directory: Path, best: BestRecord | None) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    if best is not None and _written(directory) != asdict(best):
+        write_json(directory / NAME, asdict(best))
+        return
+    (directory / f"{NAME}{PARTIAL}").unlink(missing_ok=True)  # that a kill has left
     if best is None:
         (directory / NAME).unlink(missing_ok=True)
-    elif _written(directory) != asdict(best):
-        write_json(directory / NAME, asdict(best))
 
 
 def read(directory: Path) -> BestRecord | None:

@@ -395,6 +395,8 @@ def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: 
         assert record is not None
         assert record.step in there
         outcomes.add(tuple(there))
+        _save(directory, best, 5, 3)
+        assert not list(directory.glob("*.partial"))
         shutil.rmtree(directory)
         call += 1
     assert outcomes >= {(2, 3), (2, 3, 4), (2, 4) if right == 2 else (4,)}

@@ -40,7 +40,9 @@ def test_it_is_told_in_a_few_words() -> None:
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     best_record.write(tmp_path, BEST)
     before = os.stat(tmp_path / best_record.NAME).st_ino
+    (tmp_path / f"{best_record.NAME}.partial").write_text("as a kill leaves it")
     best_record.write(tmp_path, BestRecord(**vars(BEST)))
+    assert [path.name for path in tmp_path.iterdir()] == [best_record.NAME]
     assert os.stat(tmp_path / best_record.NAME).st_ino == before
 
 

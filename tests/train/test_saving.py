@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.errors import CheckpointError
 from hpctrain.flight.notes import FlightNotes
+from hpctrain.storage.background_writer import BackgroundWriter
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.saving import Saver, Writing
 from hpctrain.virtual.communicator import ThreadCommunicator
@@ -82,6 +83,28 @@ def test_it_is_published_once_every_rank_has_written_its_part(asynchronous: bool
 
     assert on_each(work) == [0] * RANKS
     assert published == [[0, 1, 2]]
+
+
+def test_one_whose_parts_are_written_at_once_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fast disk work is done before anybody asks how it goes on."""
+    published, start = [], BackgroundWriter.start
+
+    def start_and_end(writer: BackgroundWriter, work: Callable[[], Any]) -> None:
+        start(writer, work)
+        assert writer.wait(30)
+
+    monkeypatch.setattr(BackgroundWriter, "start", start_and_end)
+
+    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
+        saver = saver_of(comm, told)
+        for number in (5, 6):
+            assert saver.ready(number)
+            saver.begin(Writing(number, Path("c"), lambda: comm.rank, lambda results: published.append(results)))
+        saver.finish()
+        return told.lines
+
+    assert on_each(work) == [[]] * RANKS
+    assert published == [[0, 1, 2]] * 2
 
 
 def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
