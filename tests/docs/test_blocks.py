@@ -69,6 +69,7 @@ TEXTS = {
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
+    ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
     ("README.md", "batch, classifier.* model; averager sharded."): "simulated figures, which change with the model of a step",
     ("README.md", "averager sharded, simulated:"): "the same",
