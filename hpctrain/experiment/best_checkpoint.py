@@ -70,14 +70,17 @@ def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collecti
     return max(values, key=lambda entry: (sign * entry[0], -entry[1].step), default=(0.0, None))[1]
 
 
-def spared(evaluations: Iterable[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> StepEvaluation | None:
-    """The evaluation whose checkpoint stays, however old it is: the best as of the oldest of the `keep` newest checkpoints.
+def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
+    """Steps whose checkpoints stay, however old they are: the best, and the best as of the oldest of the `keep` newest ones.
+
+    The first is one of the newest, or the second, unless files have got other times, as in a directory that was copied.
 
     Args:
         by_age: steps of all checkpoints that there are, the one written first at first.
     """
     oldest = min(by_age[-keep:], default=-1)
-    return best_of(evaluations, measure, [step for step in by_age if step <= oldest])
+    until = [step for step in by_age if step <= oldest]
+    return {best.step for steps in (by_age, until) if (best := best_of(evaluations, measure, steps)) is not None}
 
 
 def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
@@ -211,9 +214,8 @@ class BestCheckpoint:
         """
         self._write_record(evaluations)
         by_age = [step for step, _ in checkpoint.by_age(self._directory)]
-        stays = spared(evaluations, self._measure, by_age, self._keep)
         try:
-            checkpoint.prune(self._directory, self._keep, () if stays is None else {stays.step})
+            checkpoint.prune(self._directory, self._keep, spared(evaluations, self._measure, by_age, self._keep))
         except OSError as error:
             raise CheckpointError(
                 f"Old checkpoints in {self._directory} cannot be deleted ({error.strerror}); allow it."

@@ -212,6 +212,11 @@ KINDS = (
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
+    Kind(
+        r"hpctrain (eval|train) .*(checkpoint|resume) best",
+        takes,
+        "needs a run with evaluations; tests/cli/test_best.py has some",
+    ),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
     Kind(r"hpctrain run ", takes, "trains until it is done; tests/cli/test_run_command.py does"),

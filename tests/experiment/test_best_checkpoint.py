@@ -56,13 +56,21 @@ def test_beside_each_of_the_newest_is_the_best_until_then(values: list[float | N
     there: list[int] = []
     for step in range(len(values)):
         there.append(step)
-        stays = spared(evaluations[: step + 1], measure, there, keep)
+        stay = spared(evaluations[: step + 1], measure, there, keep)
         newest = there[-keep:]
-        there = [each for each in there if each in newest or (stays is not None and each == stays.step)]
+        there = [each for each in there if each in newest or each in stay]
         assert len(there) <= keep + 1
         for each in newest:
             best = best_of(evaluations, measure, range(each + 1))
             assert best is None or best.step in there
+
+
+@given(values=st.lists(_FINITE, min_size=1, max_size=9), keep=st.integers(1, 4), data=st.data())
+def test_the_best_stays_whatever_times_files_have(values: list[float | None], keep: int, data: Any) -> None:
+    evaluations = _evaluations(dict(enumerate(values)))
+    by_age = data.draw(st.permutations(range(len(values))))
+    best = best_of(evaluations, "top1", by_age)
+    assert best is None or best.step in spared(evaluations, "top1", by_age, keep)
 
 
 def test_values_that_are_not_finite_are_no_candidates_and_fit_json() -> None:
