@@ -188,6 +188,29 @@ def test_a_finished_run_that_is_resumed_keeps_it_and_goes_on_with_it(folder: Pat
     assert _there(folder) == [15]
 
 
+def test_an_older_checkpoint_still_has_the_best_until_then(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best until step 6 stays although there is a better one, which is set aside when the run goes on from there."""
+    _whole(folder, "checkpoint.keep=2", accuracies=(5, 3, 9))
+    assert _there(folder) == [3, 6, 9]
+    _whole(folder, "checkpoint.keep=2", accuracies=(5, 3, 4), resume=str(checkpoint_path(_directory(folder), 6)))
+    assert _there(folder) == [3, 6, 9]
+    output = capsys.readouterr().out
+    assert "warning" not in output
+    assert "\nbest test accuracy 25.00% after epoch 1: " in output.split("resumed at")[1]
+
+
+def test_a_checkpoint_before_its_own_evaluation_does_not_miss_the_best_until_then(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last checkpoint turns out to be the best, so the one before it goes, which it still speaks of."""
+    options = ("checkpoint={keep: 1, every_epochs: 0, every_steps: 3}",)
+    _whole(folder, *options, accuracies=(5, 9))
+    assert _there(folder) == [6]
+    _whole(folder, *options, accuracies=(5, 9, 4), resume="auto")
+    assert _there(folder) == [6, 9]
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("harm", ["removed", "damaged"])
 def test_a_lost_best_is_told_and_another_takes_its_place(folder: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "checkpoint.keep=2", accuracies=(3, 9, 4, 5))
