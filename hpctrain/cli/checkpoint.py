@@ -31,13 +31,23 @@ def checkpoint() -> None:
 def listing(path: Path) -> None:
     """List the checkpoints of a run, oldest step first.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. Nothing is read but the names and sizes.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The one with the best evaluation is marked. No
+    checkpoint is read, only names and sizes, and the record of the best one.
     """
-    for step, file in _files(path):
+    from hpctrain.storage import best_record
+
+    files = _files(path)
+    best = best_record.read(files[0][1].parent)
+    mark = "" if best is None else f"best: {best}"
+    for step, file in files:
         status = file.stat()
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
         size = sum(part.stat().st_size for part in file.iterdir()) if file.is_dir() else status.st_size
-        click.echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {file}")
+        is_best = best is not None and best.checkpoint == file.name
+        column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
+        click.echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {column}{file}")
+    if best is not None and not (files[0][1].parent / best.checkpoint).exists():
+        click.echo(f"the best checkpoint, {best.checkpoint} ({best}), is not there any more")
 
 
 @checkpoint.command()
@@ -95,19 +105,24 @@ def show(path: Path, as_json: bool) -> None:
 @checkpoint.command()
 @_PATH
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep this many, those that were written last.")
-def prune(path: Path, keep: int) -> None:
-    """Delete all checkpoints of a run but the latest.
+@click.option("--drop-best", is_flag=True, help="Delete the one with the best evaluation, too, unless it is among the latest.")
+def prune(path: Path, keep: int, drop_best: bool) -> None:
+    """Delete all checkpoints of a run but the latest, and the best.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them. PATH is a run directory or its directory of checkpoints.
+    them, and so is the one with the best evaluation. PATH is a run directory or its directory of checkpoints.
     """
+    from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
 
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
-    for file in storage.prune(directory, keep):
+    best = best_record.read(directory)
+    for file in storage.prune(directory, keep, () if best is None or drop_best else {best.step}):
         click.echo(f"deleted {file}")
+    if best is not None and not (directory / best.checkpoint).exists():
+        best_record.write(directory, None)
 
 
 def _files(path: Path) -> list[tuple[int, Path]]:

@@ -14,7 +14,7 @@ from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.supervisor import Traces
 from hpctrain.storage.run_directory import runs
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5)?")
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)?")
 # An attempt has one run: its own, or the one that it resumed, which is seldom an old one.
 _MOST_RUNS = 8
 

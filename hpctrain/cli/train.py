@@ -142,8 +142,9 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
 @_OVERRIDES
 @click.option(
     "--resume",
-    metavar="auto|PATH",
-    help="Go on from this run directory or checkpoint file; auto takes the newest valid one of the newest run of this name.",
+    metavar="auto|best|PATH",
+    help="Go on from this run directory or checkpoint file; auto takes the newest valid one of the newest run of this name, best "
+    "goes back to the best one.",
 )
 @click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps; 0 trains all epochs.")
 @click.option(
@@ -205,8 +206,9 @@ def train(
 @click.option(
     "--checkpoint",
     default="auto",
-    metavar="auto|PATH",
-    help="Checkpoint file or run directory to evaluate; auto takes the newest run of this name.",
+    metavar="auto|best|PATH",
+    help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
+    "the one with the best evaluation.",
 )
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""

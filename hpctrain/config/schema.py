@@ -154,6 +154,11 @@ class CheckpointConfig(Section):
     keep: Integer = Field(
         default=2, ge=1, description="Number of checkpoints that are kept, the newest ones; older ones are deleted."
     )
+    best: Literal["top1", "top5", "loss", "none"] = Field(
+        default="top1",
+        description="Measure by which the checkpoint with the best evaluation is kept beside the newest ones: the highest top1 "
+        "or top5, or the lowest loss, the earlier one where two are equal; none keeps the newest ones only.",
+    )
     layout: Literal["auto", "single", "sharded"] = Field(
         default="auto",
         description="One file that rank 0 writes (single), or a directory with a file of each rank (sharded); auto takes sharded "

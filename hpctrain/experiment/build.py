@@ -24,7 +24,7 @@ from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.memory_check import check_memory
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver
@@ -150,6 +150,7 @@ def build_trainer(
     sample: OperatorSample | None = None,
     epoch_ended: Callable[[Position], None] = lambda position: None,
     saver: Saver | None = None,
+    evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
 ) -> Trainer:
     """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
@@ -174,4 +175,5 @@ def build_trainer(
         sample=sample,
         epoch_ended=epoch_ended,
         saver=saver,
+        evaluated=evaluated,
     )

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpctrain import user_code
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
-from hpctrain.errors import CheckpointError
 from hpctrain.experiment import automatic, collective_schedules
+from hpctrain.experiment.best_checkpoint import BestCheckpoint
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.storage.shard_file import ShardFacts, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, remove_left, unfinished
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.saving import Saver, Writing
 from hpctrain.train.snapshot import Position
 
@@ -32,7 +34,11 @@ _LARGE_BYTES = 1 << 27
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of a run into its directory. `save` and `saver.finish` are collective."""
+    """Writes the checkpoints of a run into its directory, and keeps the best. All methods but `evaluated` are collective.
+
+    Attributes:
+        saver: writes them. best: on the rank that writes files; None on others. last: that was begun last.
+    """
 
     def __init__(self, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
         config = session.config
@@ -44,7 +50,32 @@ class RunCheckpoints:
             asynchronous=config.checkpoint.asynchronous,
             deadline_seconds=config.deadline_seconds,
         )
+        self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter) if session.is_root else None
         self.last: Path | None = None
+
+    def go_on(self, start: Start, changed: Collection[str] = ()) -> None:
+        """Take what is known of earlier checkpoints from the one that the run goes on from. changed: keys, since then."""
+        best, complete = self.best, start.position.samples == self._parts.loader.sampler.samples
+
+        def take() -> None:
+            if best is not None:
+                best.go_on(start.path, start.content.meta, changed, evaluates=complete)
+
+        raise_on_all_ranks(self._session.world, take)
+
+    def evaluated(self, position: Position, sums: RunningSums) -> None:
+        """Take note of an evaluation, by which checkpoints are kept."""
+        if self.best is not None:
+            self.best.evaluated(position, sums)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and delete old ones for the last time.
+
+        Raises:
+            CheckpointError: it cannot be written, or they cannot be deleted.
+        """
+        self.saver.finish()
+        raise_on_all_ranks(self._session.world, _nothing if self.best is None else self.best.settle)
 
     def save(self, position: Position) -> None:
         """Write a checkpoint, or begin to, where the configuration says so. Collective.
@@ -63,14 +94,15 @@ class RunCheckpoints:
         """One file, of rank 0."""
         config, is_root = self._session.config.checkpoint, self._session.is_root
         content = self._parts.replica.state(position, self._meta(position), keep=is_root, copied=config.asynchronous)
-        return Writing(position.global_step, path, (lambda: _write(path, content, config.keep)) if is_root else None)
+        retain = self._retention()
+        return Writing(position.global_step, path, (lambda: _write(path, content, retain)) if is_root else None)
 
     def _sharded(self, position: Position, path: Path) -> Writing:
         """A shard of each rank, and rank 0's manifest once all of them are there."""
-        session, keep = self._session, self._session.config.checkpoint.keep
-        rank = session.world.rank
+        session, rank = self._session, self._session.world.rank
         partial = unfinished(path, session.world.broadcast_object(secrets.token_hex(4)))
         parts, meta = self._parts.replica.own_parts(position, self._meta(position))
+        retain = self._retention()
 
         def own() -> ShardFacts:
             if session.is_root:
@@ -80,9 +112,12 @@ class RunCheckpoints:
         def publish_all(shards: Sequence[ShardFacts]) -> None:
             if partial.exists():  # not where it was published, but old ones could not be deleted
                 publish(partial, path, shards, meta)
-            prune(path.parent, keep)
+            retain()
 
         return Writing(position.global_step, path, own, publish_all)
+
+    def _retention(self) -> Callable[[], None]:
+        return _nothing if self.best is None else self.best.retention()
 
     def _meta(self, position: Position) -> dict[str, Any]:
         """The metadata of a checkpoint. Collective."""
@@ -98,6 +133,8 @@ class RunCheckpoints:
             "grid": describe(parallel_plan(session.config, session.grid.cols)),
             **collective_schedules.keep(session, parts, self._directory),
         }
+        if self.best is not None:
+            meta |= self.best.to_meta(position.global_step)
         if session.resolved.choice is not None:
             meta[automatic.META] = session.resolved.choice.to_meta()
         if digests := user_code.digests():
@@ -115,18 +152,10 @@ def is_sharded(session: Session, parts: Parts) -> bool:
     return max(session.grid.node_of) > 0 and count * np.dtype(network.parameter_dtype).itemsize >= _LARGE_BYTES
 
 
-def _write(path: Path, content: CheckpointContent, keep: int) -> None:
+def _write(path: Path, content: CheckpointContent, retain: Callable[[], None]) -> None:
     checkpoint.write(path, content)
-    prune(path.parent, keep)
+    retain()
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete old checkpoints.
-
-    Raises:
-        CheckpointError: they cannot be deleted.
-    """
-    try:
-        checkpoint.prune(directory, keep)
-    except OSError as error:
-        raise CheckpointError(f"Old checkpoints in {directory} cannot be deleted ({error.strerror}); allow it.") from error
+def _nothing() -> None:
+    return None

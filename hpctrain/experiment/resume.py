@@ -25,13 +25,13 @@ from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.user_code import is_trusted
-from hpctrain.storage import checkpoint
+from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory, resumable, runs
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 
-AUTO = "auto"
+AUTO, BEST = "auto", "best"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_start(session: Session, source: str) -> Start | None:
     """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
 
     Args:
-        source: "auto", a run directory or a checkpoint file.
+        source: "auto", "best", a run directory or a checkpoint file.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
@@ -89,6 +89,9 @@ def locate(output: str, name: str, source: str) -> tuple[Path, CheckpointContent
     Raises:
         CheckpointError: as `find_start`.
     """
+    if source == BEST:
+        path = best_record.find(Path(output), name)
+        return path, checkpoint.read(path)
     if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
         return Path(source), checkpoint.read(Path(source))
     if source != AUTO:

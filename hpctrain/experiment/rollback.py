@@ -15,7 +15,6 @@ from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
 
 
@@ -24,15 +23,21 @@ class Rollback:
 
     Args:
         directory: of the run, which has a checkpoint from its first step on. reporter: is told of each time.
-        saver: of its checkpoints; what it is writing is waited for.
+        checkpoints: of the run; the one that is being written is waited for.
         most: times that the run may go back to one checkpoint.
     """
 
     def __init__(
-        self, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter, saver: Saver, most: int
+        self,
+        session: Session,
+        parts: Parts,
+        directory: RunDirectory,
+        reporter: Reporter,
+        checkpoints: RunCheckpoints,
+        most: int,
     ) -> None:
         self._session, self._parts, self._directory, self._reporter = session, parts, directory, reporter
-        self._saver = saver
+        self._checkpoints = checkpoints
         self._most = most
         self._step, self._times = -1, 0
 
@@ -46,7 +51,7 @@ class Rollback:
             DivergedError: the run has come here too often. CheckpointError: no checkpoint can be read.
         """
         self._session.progress.notes.phase("a checkpoint")
-        self._saver.settle()
+        self._checkpoints.saver.settle()
         start = find_start(self._session, str(self._directory.path))
         assert start is not None, "a directory was named"
         there = start.position
@@ -62,6 +67,7 @@ class Rollback:
         number = 1 + max((change.number for change in (*position.reorderings, *there.reorderings)), default=0)
         there = replace(there, reorderings=(*there.reorderings, Reordering(there.epoch, there.samples, number)))
         self._cut_records(there)
+        self._checkpoints.go_on(start.without_tensors())
         self._report(error, position.global_step, there, number)
         return there
 
@@ -95,4 +101,4 @@ def rollback(
         return None
     if fresh:
         checkpoints.save(Position())
-    return Rollback(session, parts, directory, reporter, checkpoints.saver, answer.most)
+    return Rollback(session, parts, directory, reporter, checkpoints, answer.most)

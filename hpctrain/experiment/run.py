@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError
 from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records
+from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
@@ -70,7 +72,7 @@ def run_training(
     directory = directory or _new_directory(session, parts)
     reporter = _reporter(session, directory, style, position.global_step)
     try:
-        _introduce(session, parts, reporter, limit.sentence)
+        _introduce(session, parts, reporter, (nothing_to_choose(session.config, len(parts.loader)), limit.sentence))
         _introduce_start(session, parts, reporter, start, resume)
         reporter.say(f"run directory {directory.path}")
         watch.keeps(partial(kept_clause, directory))
@@ -81,8 +83,12 @@ def run_training(
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
         gaps = UnreadableReport(session, parts.files, reporter)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
+        if start is not None:
+            checkpoints.go_on(start, [change.key for change in start.changes])
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
-        asked = partial(trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell)
+        asked = partial(
+            trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell, evaluated=checkpoints.evaluated
+        )
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
         trainer = asked(go_back=go_back, sample=account.sample)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position)
@@ -94,7 +100,7 @@ def run_training(
         reporter.close()
     reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
     if session.is_root:
-        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints.last)
+        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
     return reason is not None
 
 
@@ -122,7 +128,7 @@ def _train(
             checkpoints.saver.finish()
         raise
     session.progress.notes.phase("a checkpoint")
-    checkpoints.saver.finish()
+    checkpoints.finish()
     return outcome, evaluation
 
 
@@ -207,8 +213,8 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     return raise_on_all_ranks(session.world, make)
 
 
-def _introduce(session: Session, parts: Parts, reporter: Reporter, limit: str = "") -> None:
-    """Say where the run runs, with which parts and on which data, and the sentence on its limit, if it has one. Collective."""
+def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
+    """Say where the run runs, with which parts and on which data, and the notes that are not empty. Collective."""
     config, network = session.config, parts.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
@@ -227,7 +233,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter, limit: str = 
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
-    for note in (*parts.notes, *([limit] if limit else [])):
+    for note in filter(None, (*parts.notes, *notes)):
         reporter.say(note)
 
 
@@ -266,11 +272,11 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
 
 
 def _conclude(
-    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, written: Path | None
+    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, checkpoints: RunCheckpoints
 ) -> None:
     epochs, evaluation = session.config.epochs, outcome.evaluation
     if reason is not None:
-        written = written or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
+        written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
         print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
     elif outcome.steps_reached:
         print(_steps_reached(outcome, epochs, directory))
@@ -282,6 +288,8 @@ def _conclude(
             f"test accuracy{then} {means['top1']:.2%} "
             f"(top5 {means['top5']:.2%}, loss {loss_text(means['loss'])}, {evaluation.count} images)"
         )
+    if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
+        print(best)
     print(f"files of this run: {directory.path}", flush=True)
 
 

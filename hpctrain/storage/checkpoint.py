@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,16 +140,26 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
     return None
 
 
-def prune(directory: Path, keep: int) -> list[Path]:
+def by_age(directory: Path) -> list[tuple[int, Path]]:
+    """As `checkpoints`, but the one that was written first comes first, whatever its step."""
+    return _by_age(_matching(directory, _NAME))
+
+
+def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    return sorted(entries, key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
+
+
+def prune(directory: Path, keep: int, spared: Collection[int] = ()) -> list[Path]:
     """Delete all but the `keep` checkpoints that were written last, and all but as many set-aside ones; give what was deleted.
 
     Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones.
+
+    Args:
+        spared: steps whose checkpoints stay, too, however old they are.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
-    deleted = []
-    for name in (_NAME, _SET_ASIDE):
-        by_age = sorted(_matching(directory, name), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
-        deleted += [path for _, path in by_age[:-keep]]
+    deleted = [path for step, path in by_age(directory)[:-keep] if step not in spared]
+    deleted += [path for _, path in _by_age(_matching(directory, _SET_ASIDE))[:-keep]]
     for path in deleted:
         if is_sharded(path):
             delete(path)
@@ -172,6 +182,8 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in behind:
+            if other.exists() and is_sharded(other):  # a run that went back twice: a directory cannot be replaced
+                delete(other)
             os.replace(path, other)
         synchronise_directory(directory)
     except OSError as error:

@@ -210,13 +210,14 @@ class Saver:
             return _State(False, None, str(error), seconds)
 
     def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
-        """Wait until nothing is under way, or until that time on rank 0; whether the checkpoint is written, and the states."""
+        """Wait until it is written, or cannot be for now, or until that time on rank 0; whether it is written, and the states."""
         while True:
             self._writer.wait(_LOOK_SECONDS)
             self._notes.alive()
             over = self._world.broadcast_object(time.monotonic() >= until_seconds)
             states = self._look()
-            if self._writing is None or over or not any(state.busy for state in states):
+            stands = not any(state.busy for state in states) and not all(state.done for state in states)
+            if self._writing is None or over or stands:
                 return self._writing is None, states
 
     def _look(self) -> Sequence[_State]:

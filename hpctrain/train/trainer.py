@@ -65,6 +65,7 @@ class Trainer:
         sample: records operators of a few steps; None: none are recorded.
         epoch_ended: called with the position behind every epoch, on every rank, before its evaluation; may communicate.
         saver: what `save` begins goes on in it; None: nothing does.
+        evaluated: called with the position and the sums of every evaluation, on every rank.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -86,6 +87,7 @@ class Trainer:
         sample: OperatorSample | None = None,
         epoch_ended: Callable[[Position], None] = lambda position: None,
         saver: Saver | None = None,
+        evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
@@ -94,7 +96,7 @@ class Trainer:
         self._go_back = go_back
         self._notes = replica.progress.notes
         self._trace = replica.progress.trace
-        self._sample, self._saver, self._epoch_ended = sample, saver, epoch_ended
+        self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
         self._news = 0
         self._rate = Rate()
         self.step_times = StepTimes(replica.progress)
@@ -155,6 +157,7 @@ class Trainer:
         self._notes.phase("evaluation")
         with self._limit.evaluating():
             sums = self._replica.evaluate(self._test_loader)
+        self._evaluated(position, sums)
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
         self._rate.restart()
         return sums

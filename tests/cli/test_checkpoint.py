@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
+from hpctrain.storage import best_record
+from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, write
 
 
@@ -74,3 +76,40 @@ def test_all_but_the_last_are_pruned(run: Path) -> None:
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-00000003.h5"]
     assert _call("prune", str(run), "--keep", "1").output == ""
     assert _call("prune", str(run)).exit_code == 2
+
+
+@pytest.fixture
+def best(run: Path) -> Path:
+    """The checkpoint after 1 step, which the run says is the best."""
+    best_record.write(run / "checkpoints", BestRecord("checkpoint-00000001.h5", 1, 1, "top1", 0.5))
+    return checkpoint_path(run / "checkpoints", 1)
+
+
+def test_the_best_is_marked(run: Path, best: Path) -> None:
+    for path in (run, best):
+        (line,) = [line for line in _call("list", str(path)).output.splitlines() if "  best: " in line]
+        assert line.endswith(f"  best: top1 50.00% after epoch 1  {best}")
+    lines = _call("list", str(run)).output.splitlines()
+    assert len({line.index(str(run)) for line in lines}) == 1, "the paths stand below each other"
+    best.unlink()
+    last = _call("list", str(run)).output.splitlines()[-1]
+    assert last == "the best checkpoint, checkpoint-00000001.h5 (top1 50.00% after epoch 1), is not there any more"
+
+
+def test_the_best_is_pruned_on_request_only(run: Path, best: Path) -> None:
+    result = _call("prune", str(run), "--keep", "1")
+    assert (result.exit_code, result.output.count("deleted ")) == (0, 1)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        best_record.NAME,
+        best.name,
+        "checkpoint-00000003.h5",
+    ]
+    assert _call("prune", str(run), "--keep", "1", "--drop-best").output == f"deleted {best}\n"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-00000003.h5"]
+
+
+def test_the_best_among_the_latest_is_pruned_by_no_request(run: Path, best: Path) -> None:
+    os.utime(best, (2e9, 2e9))
+    assert _call("prune", str(run), "--keep", "1", "--drop-best").exit_code == 0
+    assert best_record.read(run / "checkpoints") is not None
+    assert best.exists()

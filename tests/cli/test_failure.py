@@ -39,6 +39,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
         ([CONFIG], "has a checkpoint; train one first"),
+        ([CONFIG, "--checkpoint", "best"], "has a best checkpoint: with checkpoint.best one is kept where an evaluation and"),
     ],
     "autopsy": [
         (["nowhere"], "There is no directory nowhere; give that of a run."),

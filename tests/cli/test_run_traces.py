@@ -63,6 +63,10 @@ def test_the_newest_checkpoint_that_was_written_counts(tmp_path: Path) -> None:
     _checkpoint(_run(tmp_path, "20260103-120000", name="other"), 70)
     assert traces.look() == Traces(run, newest, 6)
     assert traces.look() == Traces()
+    shards = _checkpoint(run, 12, suffix=".shards", written=3_500_000_000)
+    _checkpoint(run, 15, suffix=".shards.12ab34cd.partial")
+    _checkpoint(run, 15, suffix="-set-aside.shards")
+    assert traces.look() == Traces(run, shards, 12)
     again = _checkpoint(run, 3, written=4_000_000_000)  # a run that went on from before, and came by here once more
     assert traces.look() == Traces(run, again, 3)
 

@@ -16,6 +16,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.storage import checkpoint as module
 from hpctrain.storage.checkpoint import (
     CheckpointContent,
+    by_age,
     checkpoint_path,
     checkpoints,
     optimizer_key,
@@ -131,6 +132,18 @@ def test_prune_keeps_what_was_written_last(tmp_path):
     assert listing(tmp_path) == ["checkpoint-00000011.h5"]
     with pytest.raises(AssertionError):
         prune(tmp_path, 0)
+
+
+def test_prune_spares_a_step_however_old_it_is(tmp_path):
+    for step in (5, 7, 9, 25):
+        write(checkpoint_path(tmp_path, step), content(step))
+        os.utime(checkpoint_path(tmp_path, step), (100 - step, 100 - step))
+    assert [step for step, _ in by_age(tmp_path)] == [25, 9, 7, 5]
+    set_aside(tmp_path, 9)
+    write(checkpoint_path(tmp_path, 25), content(25))
+    os.utime(checkpoint_path(tmp_path, 25), (1, 1))
+    assert prune(tmp_path, 1, {25, 4}) == [checkpoint_path(tmp_path, 9), checkpoint_path(tmp_path, 7)]
+    assert [step for step, _ in by_age(tmp_path)] == [25, 5]
 
 
 def test_prune_keeps_as_many_of_those_that_are_set_aside(tmp_path):

@@ -144,6 +144,15 @@ def test_old_ones_are_pruned_and_later_ones_set_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000007.h5", aside[1].name]
 
 
+def test_a_step_is_set_aside_once_more(tmp_path: Path) -> None:
+    """As in a run that goes back twice: the later one takes the place of the earlier one."""
+    for kind in ("sharded", "single", "sharded"):
+        WRITERS[kind](tmp_path, 9)
+        (aside,) = set_aside(tmp_path, 7)
+        assert_is(read(aside), 9)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_the_same_step_once_more(tmp_path: Path) -> None:
     path = write_sharded(tmp_path, 7)
     (path / "shard-00000.h5").write_bytes(b"damaged")
