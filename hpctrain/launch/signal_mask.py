@@ -17,13 +17,13 @@ _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
 
 
-def hold() -> frozenset[Signals]:
+def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:
     """Block the signals in this thread and all that it starts; give those that are blocked.
 
     What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
     be kept for the thread that waits.
     """
-    held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
+    held = frozenset(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     return held
 

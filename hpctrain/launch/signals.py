@@ -7,12 +7,13 @@ every thread inherits it. A thread that waits in `sigwaitinfo` costs a step noth
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from signal import Signals
 
 from hpctrain.launch.exit_codes import SIGNALLED
@@ -29,6 +30,30 @@ _AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
 
 
+#: what a program of the user's own has taken: the others may mean something to it
+_OF_PROGRAMS = (*STOPS, STACKS)
+
+
+@contextlib.contextmanager
+def taken_signals(rank: int) -> Iterator[SignalWatch]:
+    """While this lasts, requests to stop are remembered. In the main thread, before the threads that compute are made.
+
+    rank: of this process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in _OF_PROGRAMS}
+    held = hold(_OF_PROGRAMS)
+    watch = SignalWatch(held, rank=rank, answer="the program is asked to save a checkpoint and to end").start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+        for number in held:
+            if handlers[number] is not None:  # one that Python has not set
+                signal.signal(number, handlers[number])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class SignalWatch:
     """Takes signals, and remembers which request they have made of this process.
 
@@ -36,10 +61,19 @@ class SignalWatch:
         held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.
         at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered. Then
             an interrupt AGAIN_SECONDS after the first request, or later, ends the process; nothing else loses the checkpoint.
+        answer: to the first request, for people: what the process will do.
     """
 
-    def __init__(self, held: frozenset[Signals] = frozenset(), *, rank: int | None = None, at_once: bool = False) -> None:
+    def __init__(
+        self,
+        held: frozenset[Signals] = frozenset(),
+        *,
+        rank: int | None = None,
+        at_once: bool = False,
+        answer: str = "the run ends after this step with a checkpoint",
+    ) -> None:
         self.request: Signals | None = None
+        self._answer = answer
         self._kept: Callable[[], str] = lambda: ""
         self._held, self._rank, self._at_once = held, rank, at_once
         self._since = self._stacks_at = float("-inf")
@@ -101,8 +135,8 @@ class SignalWatch:
             return
         if first:
             self._say(
-                f"{number.name} received: the run ends after this step with a checkpoint; SIGINT (Ctrl-C) after "
-                f"{AGAIN_SECONDS:g} s more ends it at once, without one."
+                f"{number.name} received: {self._answer}; SIGINT (Ctrl-C) after {AGAIN_SECONDS:g} s more ends it at once, "
+                f"without one."
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True

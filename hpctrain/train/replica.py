@@ -25,6 +25,7 @@ from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
+from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica_averagers import make_averagers, slices_of, usable
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
@@ -61,11 +62,13 @@ class Replica:
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks nothing but steps
             and loading may write to parameters and to the optimiser's state.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
+        loop: what `step` does beside its three parts; by default one that is asked for nothing.
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
+        loop: what a loop of the program's own is told of its steps.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -85,10 +88,12 @@ class Replica:
         micro_batches: int = 1,
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
+        loop: OwnLoop | None = None,
     ) -> None:
         if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
             groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
         self.network, self.groups, self.progress = network, groups, progress
+        self.loop = OwnLoop(progress.notes) if loop is None else loop
         distribution = network.distribution
         self.distribution = distribution if isinstance(distribution, GridDistribution) else None
         self.tiles: TileOfRank | None = None
@@ -180,12 +185,15 @@ class Replica:
             The sums over all ranks of the step before; None where `settle` gave them.
 
         Raises:
-            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite; on every rank.
+            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite, or more steps were skipped,
+                one after another, than may be; on every rank.
             CorruptedStateError: with checks, something that ranks hold differs; on every rank.
         """
-        self.update(batch, lr)
+        self.loop.begin(batch.epoch, self.global_step)
+        cause = self.update(batch, lr)
         totals = self.settle()
-        self.post()
+        self.post(stop=self.loop.stop_asked(), news=self.loop.news())
+        self.loop.end(cause, lr, self.drain)
         return totals
 
     @_without_warnings
@@ -225,6 +233,7 @@ class Replica:
             self._raise_diverged()
         if not well:
             self._raise_corrupted()
+        self.loop.heard(totals)
         self.network.statistics.blend(totals.statistics, totals.count)
         return totals
 
@@ -308,20 +317,28 @@ class Replica:
     def load(self, content: CheckpointContent) -> Position:
         """Restore what `state` gave, on whatever grid; give the position in it. After `agree`; not collective.
 
+        Also in the middle of a training that has raised `DivergedError`, which goes on from there.
+
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards)
+        self._step.finiteness.forget()
+        self._finite_at_step = -1
         if self.watch is not None:
             self.watch.forget()
+        self.loop.restore(position)
         self.global_step = position.global_step
         return position
 
-    def go_back(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, in the middle of a training that has raised `DivergedError`. Not collective."""
-        self._step.finiteness.forget()
-        self._finite_at_step = -1
-        return self.load(content)
+    def parameters_written(self) -> None:
+        """Tell that the program has written to parameters or to the optimiser's state, after `drain` and alike on all ranks.
+
+        Not collective. What is computed from parameters is made again, and checks take the new values for right.
+        """
+        self.network.parameters_changed()
+        if self.watch is not None:
+            self.watch.forget()
 
     def load_weights(self, content: CheckpointContent) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
