@@ -171,8 +171,11 @@ def _finishing(job: Job) -> Iterator[None]:
     try:
         yield
         job.checkpoints.finish()
-    except (DivergedError, CorruptedStateError):  # of all ranks; the checkpoint on its way is what a user goes on from
-        job.checkpoints.finish_after_error()
+    except BaseException as error:
+        # These two are of all ranks, and the checkpoint on its way is what a user goes on from; of other errors the rest may not
+        # know. One rank can wait in any case, and has to: Python may crash where it ends under a thread that writes.
+        if job.size == 1 or isinstance(error, DivergedError | CorruptedStateError):
+            job.checkpoints.finish_after_error()
         raise
     finally:
         job.progress.stop_thread()

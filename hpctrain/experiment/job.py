@@ -41,6 +41,7 @@ from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
 
 _AUTO = "auto"
+_WRITTEN = "Where the program itself has written there, alike on all ranks, let it say so by replica.parameters_written()."
 
 
 class Stopped(BaseException):
@@ -160,7 +161,7 @@ class Job(StartedRank):
                 optimizer=optimizer_of(optimizer),
                 nominal_batch=self.batch,
                 micro_batches=micro_batches,
-                checks=CheckCadence(checks_every_steps),
+                checks=CheckCadence(checks_every_steps, hint=_WRITTEN),
                 skips=answer.action == "skip",
                 loop=self._loop(answer.most),
             )
