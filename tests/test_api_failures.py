@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import numpy as np
@@ -133,27 +134,26 @@ def test_a_signal_that_nobody_asked_for_ends_a_process_as_usual(job: Job, tmp_pa
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 def test_a_checkpoint_on_its_way_survives_the_divergence_of_all(job: Job, ranks: int, tmp_path: Path) -> None:
     """Writing is slow, and under way when the error comes."""
-    slow = "\n".join(
-        [
-            "import threading",
-            "original = os.pwrite",
-            "def pwrite(*arguments):",
-            "    if threading.current_thread().name == 'hpctrain-checkpoint': time.sleep(0.05)",
-            "    return original(*arguments)",
-            "os.pwrite = pwrite",
-        ]
-    )
-    end = "if replica.global_step == 4: job.save(replica, 'good.h5', background=True); images[...] = np.nan; loader._images[...] = np.nan"
-    text = PROGRAM.replace("@KEYWORDS@", "").replace("@FAULT@", "pass").replace("@END@", end).replace("import numpy", f"{slow}\nimport numpy")
-    (tmp_path / "program.py").write_text(text)
-    outcome = job(ranks, ["program.py"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    writes = """
+        import threading
+        original = os.pwrite
+        def slow(*arguments):
+            if threading.current_thread().name == "hpctrain-checkpoint":
+                time.sleep(0.05)
+            return original(*arguments)
+        os.pwrite = slow
+        job.save(replica, "good.h5", background=True)
+        loader._images[...] = np.nan
+    """
+    end = f"if replica.global_step == 4:\n{indent(dedent(writes).strip(), ' ' * 16)}"
+    outcome = run(job, ranks, tmp_path, end=end)
     assert outcome.code == 2, outcome.output
     assert "not finite" in outcome.stderr
     assert checkpoint.read(tmp_path / "good.h5").meta["position"]["global_step"] == 4  # type: ignore[index]
 
 
 def test_a_lone_process_that_fails_waits_for_its_checkpoint(job: Job, tmp_path: Path) -> None:
-    outcome = run(job, 0, tmp_path, end=f"job.save(replica, 'good.h5', background=True); {FAILS.replace('raise ', 'raise ')}")
+    outcome = run(job, 0, tmp_path, end=f"job.save(replica, 'good.h5', background=True); {FAILS}")
     assert outcome.code == 1, outcome.output
     assert checkpoint.read(tmp_path / "good.h5").meta["position"]["global_step"] == 1  # type: ignore[index]
 
@@ -186,10 +186,15 @@ def test_ranks_that_are_asked_for_different_things_are_refused(job: Job, differs
 def test_nothing_is_left_of_a_lone_process_that_fails(tmp_path: Path) -> None:
     """As in a notebook, which goes on: no heartbeat, and signals as they were."""
     handlers = {number: signal.getsignal(number) for number in STOPS}
-    with pytest.raises(SystemExit), hpctrain.start(batch=8, flight=tmp_path, signals=True):
-        assert any(thread.name == "hpctrain-heartbeat" for thread in threading.enumerate())
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOPS)
-        raise ZeroDivisionError
+
+    def fails() -> None:
+        with hpctrain.start(batch=8, flight=tmp_path, signals=True):
+            assert any(thread.name == "hpctrain-heartbeat" for thread in threading.enumerate())
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOPS)
+            raise ZeroDivisionError
+
+    with pytest.raises(SystemExit):
+        fails()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpctrain-")]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOPS)
     assert {number: signal.getsignal(number) for number in STOPS} == handlers

@@ -15,6 +15,8 @@ STACKS = Signals.SIGUSR2
 # Mean nothing to a run, and must not end it either.
 _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
+#: in a program of the user's own, to which the others may mean something
+OF_PROGRAMS = (*STOPS, STACKS)
 
 
 def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:

@@ -18,6 +18,7 @@ from signal import Signals
 
 from hpctrain.launch.exit_codes import SIGNALLED
 from hpctrain.launch.signal_mask import HELD as HELD
+from hpctrain.launch.signal_mask import OF_PROGRAMS as OF_PROGRAMS
 from hpctrain.launch.signal_mask import STACKS as STACKS
 from hpctrain.launch.signal_mask import STOPS as STOPS
 from hpctrain.launch.signal_mask import hold as hold
@@ -29,9 +30,12 @@ AGAIN_SECONDS = 3.0
 _AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
 
+_OF_PROCESS: list[SignalWatch] = []
 
-#: what a program of the user's own has taken: the others may mean something to it
-_OF_PROGRAMS = (*STOPS, STACKS)
+
+def of_process(watch: SignalWatch) -> None:
+    """From now on this watch takes the process's signals: `taken_signals` finds it."""
+    _OF_PROCESS[:] = [watch]
 
 
 @contextlib.contextmanager
@@ -40,10 +44,15 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
 
     rank: of this process.
     """
+    answer = "the program is asked to save a checkpoint and to end"
+    if _OF_PROCESS:
+        _OF_PROCESS[0].remember(answer)
+        yield _OF_PROCESS[0]
+        return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    handlers = {number: signal.getsignal(number) for number in _OF_PROGRAMS}
-    held = hold(_OF_PROGRAMS)
-    watch = SignalWatch(held, rank=rank, answer="the program is asked to save a checkpoint and to end").start()
+    handlers = {number: signal.getsignal(number) for number in OF_PROGRAMS}
+    held = hold(OF_PROGRAMS)
+    watch = SignalWatch(held, rank=rank, answer=answer).start()
     try:
         yield watch
     finally:
@@ -108,6 +117,10 @@ class SignalWatch:
         self._at_once = True
         if self.request is not None:
             self._end(self.request)
+
+    def remember(self, answer: str) -> None:
+        """From here on there is somebody who saves: a request is remembered. answer: to the first one."""
+        self._at_once, self._answer = False, answer
 
     def take(self, number: Signals) -> None:
         """Act on one signal. Returns, unless it ends the process."""
