@@ -20,7 +20,6 @@ from hpctrain.flight.ring import End, file_name, read
 from hpctrain.launch.exit_codes import DEADLINE, STOPPED
 from hpctrain.launch.signals import STOPS
 from hpctrain.storage import checkpoint
-from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 
@@ -32,7 +31,6 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import hpctrain
-from tests.support import nets
 images, labels = np.random.default_rng(0).standard_normal((24, 9, 7, 3)), np.arange(24) % 4
 with hpctrain.start(batch=8, progress="test", @KEYWORDS@) as job:
     replica = job.replica(nets.plain(), (9, 7, 3), optimizer={"name": "sgd", "momentum": 0.9}, backend="numpy")
@@ -214,28 +212,6 @@ def test_records_without_room_do_not_end_a_program(tmp_path: Path, capsys: pytes
     with hpctrain.start(batch=8, flight=tmp_path / "file"):
         pass
     assert "no flight records: " in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("alone_without_a_launcher")
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be 0 or more; 10 is usual"),
-        ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp', but must be"),
-        ({"on_nonfinite": {"action": "skip", "most": 0}}, "where most is 1 or more"),
-        ({"on_nonfinite": "rollback"}, "catch DivergedError and `load` a checkpoint"),
-    ],
-)
-def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence: str) -> None:
-    with hpctrain.start(batch=8) as job, pytest.raises(hpctrain.HpctrainError, match=sentence):
-        job.replica(nets.plain(), (9, 7, 3), **given)
-
-
-@pytest.mark.usefixtures("alone_without_a_launcher")
-def test_nobody_asks_to_stop_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
-        _ = job.stop_requested
-    assert "give `start` signals=True" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("alone_without_a_launcher")

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.schema import NonFiniteConfig
 from hpctrain.data.arrays import ArrayLoader
@@ -32,6 +32,7 @@ from hpctrain.experiment.start_search import BestCandidate
 from hpctrain.experiment.user_code import check_alike
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
@@ -142,19 +143,8 @@ class Job(StartedRank):
         def make() -> Replica:
             answer = _answer(on_nonfinite, checks_every_steps)
             chosen = make_backend(backend, dtype, precision, self.place)
-            network = make_network(
-                model,
-                image_shape,
-                chosen.kernels,
-                groups=self.groups,
-                progress=self.progress,
-                plan=self._plan(plan, tiles),
-                dtype=chosen.dtype,
-                seed=seed,
-                smoothing=label_smoothing,
-            )
             return Replica(
-                network,
+                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, label_smoothing),
                 groups=self.groups,
                 progress=self.progress,
                 strategy=self._strategy(averager),
@@ -167,13 +157,38 @@ class Job(StartedRank):
             )
 
         replica = raise_on_all_ranks(self.world, make)
+        self._agree(replica, arguments, -(-self.batch // self.size // micro_batches))
+        return replica
+
+    def _agree(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> None:
+        """The ranks agree on a replica. samples: of a rank's pass, at most. Collective."""
         check_alike(self.world)
         check_same_replica(self.world, _texts(arguments))
         replica.agree()
-        set_progress(self, replica.network, self.progress_mode, -(-self.batch // self.size // micro_batches))
+        set_progress(self, replica.network, self.progress_mode, samples)
         replica.require_alike(schedules=True)
         self.loops.append(replica.loop)
-        return replica
+
+    def _network(
+        self,
+        model: Layer,
+        image_shape: tuple[int, int, int],
+        backend: Backend,
+        plan: ParallelPlan,
+        seed: int,
+        label_smoothing: float,
+    ) -> Network:
+        return make_network(
+            model,
+            image_shape,
+            backend.kernels,
+            groups=self.groups,
+            progress=self.progress,
+            plan=plan,
+            dtype=backend.dtype,
+            seed=seed,
+            smoothing=label_smoothing,
+        )
 
     def _loop(self, most_skips: int) -> OwnLoop:
         asked = self.watch.asked if self.watch is not None else lambda: False
