@@ -188,7 +188,7 @@ def _program() -> Path | None:
 
 
 def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
-    """What ends a process that is alone in good order, whatever leaves the block; under a launcher an abort does."""
+    """A context that ends a lone process in good order, whatever leaves the block; under a launcher an abort does."""
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
 

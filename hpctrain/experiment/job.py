@@ -316,7 +316,7 @@ def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:
-    """What is to be done about values that are not finite.
+    """The answer to values that are not finite.
 
     Raises:
         ConfigError: an argument is wrong.

@@ -103,6 +103,7 @@ class LoopCheckpoints:
         """
         self._notes.phase("a checkpoint")
         self.saver.finish()
+        self._notes.phase(BETWEEN)
 
     def finish_after_error(self) -> None:
         """The same after an error that all ranks have raised; what cannot be written is not told any more."""

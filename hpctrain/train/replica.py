@@ -13,7 +13,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
-from hpctrain.nn.network import MODEL, Network
+from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
@@ -26,7 +26,7 @@ from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.own_loop import OwnLoop
-from hpctrain.train.replica_averagers import make_averagers, slices_of, usable
+from hpctrain.train.replica_averagers import make_averagers, planned_group, slices_of, usable
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
@@ -68,7 +68,7 @@ class Replica:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
-        loop: what a loop of the program's own is told of its steps.
+        loop: as given.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -105,22 +105,11 @@ class Replica:
         self._checks = checks
         self.watch: WeightWatch | None = None
         if strategy is not None and optimizer is not None:
-            for name, group in network.groups.items():
+            for name in network.groups:
                 guard = self._guards[name] = guarded(usable(optimizer(), network))
                 unbound = self._optimizers[name] = timed_optimizer(guard, progress)
-                self.strategies[name] = strategy(
-                    PlannedGroup(
-                        group,
-                        groups.gradients[name].size,
-                        groups.nodes[name],
-                        nominal_batch,
-                        micro_batches,
-                        norms_needed=unbound.norms_needed,
-                        several_groups=MODEL in network.groups,
-                        momentum=unbound.momentum,
-                        names=tuple(network.parameter_specs),
-                    )
-                )
+                planned = planned_group(name, network, groups, unbound, nominal_batch, micro_batches)
+                self.strategies[name] = strategy(planned)
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
@@ -315,9 +304,7 @@ class Replica:
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, on whatever grid; give the position in it. After `agree`; not collective.
-
-        Also in the middle of a training that has raised `DivergedError`, which goes on from there.
+        """Restore what `state` gave, on whatever grid, also after `DivergedError`; give the position in it. Not collective.
 
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
@@ -332,10 +319,7 @@ class Replica:
         return position
 
     def parameters_written(self) -> None:
-        """Tell that the program has written to parameters or to the optimiser's state, after `drain` and alike on all ranks.
-
-        Not collective. What is computed from parameters is made again, and checks take the new values for right.
-        """
+        """Tell that the program has written to parameters or optimiser state: after `drain`, alike on all ranks. Local."""
         self.network.parameters_changed()
         if self.watch is not None:
             self.watch.forget()
