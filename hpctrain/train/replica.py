@@ -59,8 +59,8 @@ class Replica:
         optimizer: makes an optimiser that is not bound yet.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
         micro_batches: passes that one step's samples are split into.
-        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks nothing but steps
-            and loading may write to parameters and to the optimiser's state.
+        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
+            steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
         loop: what `step` does beside its three parts; by default one that is asked for nothing.
 
