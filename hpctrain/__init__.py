@@ -13,11 +13,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from hpctrain.api import Job as Job
     from hpctrain.api import model as model
     from hpctrain.api import schedule as schedule
     from hpctrain.api import start as start
+    from hpctrain.errors import DivergedError as DivergedError
     from hpctrain.errors import HpctrainError as HpctrainError
+    from hpctrain.experiment.job import Job as Job
     from hpctrain.experiment.network_choice import Automatic as Automatic
     from hpctrain.nn.layer import Layer as Layer
     from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool as AdaptiveAveragePool
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
 
 #: name -> the module that has it
 _HOMES = {
-    "Job": "hpctrain.api",
     "model": "hpctrain.api",
     "schedule": "hpctrain.api",
     "start": "hpctrain.api",
+    "DivergedError": "hpctrain.errors",
     "HpctrainError": "hpctrain.errors",
+    "Job": "hpctrain.experiment.job",
     "Automatic": "hpctrain.experiment.network_choice",
     "Layer": "hpctrain.nn.layer",
     "AdaptiveAveragePool": "hpctrain.nn.layers.adaptive_average_pool",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 # Commands whose process computes: their signals are blocked before anything else is loaded.
-_COMPUTING = (["train"], ["eval"], ["bench", "engine"])
+_COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
 # Those that run on ranks: a small parent sees to it that none leaves without a word.
-_RANKS = ("train", "eval")
+_RANKS = ("train", "eval", "script")
 
 
 def main() -> None:
@@ -23,9 +23,10 @@ def main() -> None:
 
 
 def _compute(command: str) -> None:
-    from hpctrain.launch.signal_mask import hold
+    from hpctrain.launch.signal_mask import HELD, OF_PROGRAMS, hold
 
-    held = hold()  # before all else: until now a signal ends the process as usual
+    # Before all else: until now a signal ends the process as usual.
+    held = hold(OF_PROGRAMS if command == "script" else HELD)
     from hpctrain.launch.streams import open_closed_streams
 
     open_closed_streams()
@@ -37,7 +38,7 @@ def _compute(command: str) -> None:
     from hpctrain.launch.keeper import Keeper, keep
     from hpctrain.launch.launcher import rank_of
     from hpctrain.launch.output_file import go_on_without_output
-    from hpctrain.launch.signals import SignalWatch
+    from hpctrain.launch.signals import SignalWatch, of_process
 
     rank = rank_of(os.environ)
     mark_left = partial(mark_end, end=End.LEFT)
@@ -45,6 +46,8 @@ def _compute(command: str) -> None:
     go_on_without_output()
     faulthandler.enable()  # stacks at a crash, and where the keeper ends a process that hangs
     watch = SignalWatch(held, rank=rank, at_once=command != "train").start()
+    if command == "script":
+        of_process(watch)
     try:
         _command(watch)
     finally:

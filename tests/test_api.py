@@ -97,6 +97,16 @@ def test_a_training_goes_on_bit_by_bit(job: Job, tmp_path: Path) -> None:
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_watches_a_training_changes_no_bit(job: Job, ranks: int, tmp_path: Path) -> None:
+    start = {"progress": "test", "flight": str(tmp_path / "flight"), "signals": True}
+    bare = trained(job, ranks, tmp_path / "bare.h5", replica={"checks_every_steps": 0})
+    watched = trained(job, ranks, tmp_path / "watched.h5", start=start, replica={"checks_every_steps": 1, "on_nonfinite": "skip"})
+    assert watched.keys() == bare.keys()
+    assert all(np.array_equal(watched[name], bare[name]) for name in bare)
+    assert len(list((tmp_path / "flight").iterdir())) == ranks
+
+
 def test_an_error_of_all_ranks_is_one_sentence(job: Job, tmp_path: Path) -> None:
     outcome = program(job, 2, tmp_path, "job.replica(nets.plain(), (9, 7, 3), averager='shardet')")
     assert outcome.code == 2, outcome.output

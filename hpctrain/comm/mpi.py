@@ -68,10 +68,37 @@ def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommuni
     return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds, flight)
 
 
+def abort_job(code: int, deadline_seconds: float) -> None:
+    """End the job from a rank that may not have started MPI yet; not collective where it has. Comes back where MPI has ended.
+
+    Where it has not started, the other ranks are to start it, as they do on their way to `world`.
+
+    Args:
+        deadline_seconds: that they may take.
+    """
+    try:
+        with guard("The start of MPI", deadline_seconds):
+            from mpi4py import MPI
+    except (ImportError, RuntimeError):  # no rank has MPI, so none waits for this one
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        _abort(MPI.COMM_WORLD, code)
+
+
+def _abort(comm: MPI.Comm, code: int) -> None:
+    backstop = threading.Timer(_ABORT_SECONDS, os._exit, (code,))
+    backstop.daemon = True
+    backstop.start()
+    flush_to_reader()
+    comm.Abort(code)
+
+
 def finish(deadline_seconds: float) -> None:
-    """End MPI in this process. Collective over the job; nothing may be sent after it."""
+    """End MPI in this process, if it has not ended yet. Collective over the job; nothing may be sent after it."""
     from mpi4py import MPI
 
+    if MPI.Is_finalized():
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     with guard("The end of MPI", deadline_seconds, rank=MPI.COMM_WORLD.Get_rank()):
@@ -219,11 +246,7 @@ class MpiCommunicator:
 
     def abort(self, code: int) -> None:
         """End the whole job, on whatever communicator it is called; does not come back."""
-        backstop = threading.Timer(_ABORT_SECONDS, os._exit, (code,))
-        backstop.daemon = True
-        backstop.start()
-        flush_to_reader()
-        self._mpi.COMM_WORLD.Abort(code)
+        _abort(self._mpi.COMM_WORLD, code)
 
     def _wait(self, handle: Handle, purpose: str) -> None:
         self._waits.wait_handle(handle, f"{purpose} ({self._place})")

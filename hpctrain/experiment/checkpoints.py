@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpctrain import user_code
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.experiment import automatic, collective_schedules
@@ -20,17 +21,21 @@ from hpctrain.experiment.grid import describe, parallel_plan
 from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
-from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.storage.shard_file import ShardFacts, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, remove_left, unfinished
 from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver, Writing
 from hpctrain.train.snapshot import Position
 
 #: of parameters, from which on several nodes write a checkpoint together. The optimiser's state comes on top: with momentum a
 #: quarter of a gigabyte, which one rank takes about a second to gather, and to write some more
 _LARGE_BYTES = 1 << 27
+
+
+def _nothing() -> None:
+    return None
 
 
 class RunCheckpoints:
@@ -86,35 +91,14 @@ class RunCheckpoints:
         step = position.global_step
         if not self.saver.ready(step):
             return
+        config, world, replica = self._session.config.checkpoint, self._session.world, self._parts.replica
         sharded = is_sharded(self._session, self._parts)
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
-        self.saver.begin((self._sharded if sharded else self._single)(position, self.last))
-
-    def _single(self, position: Position, path: Path) -> Writing:
-        """One file, of rank 0."""
-        config, is_root = self._session.config.checkpoint, self._session.is_root
-        content = self._parts.replica.state(position, self._meta(position), keep=is_root, copied=config.asynchronous)
-        retain = self._retention()
-        return Writing(position.global_step, path, (lambda: _write(path, content, retain)) if is_root else None)
-
-    def _sharded(self, position: Position, path: Path) -> Writing:
-        """A shard of each rank, and rank 0's manifest once all of them are there."""
-        session, rank = self._session, self._session.world.rank
-        partial = unfinished(path, session.world.broadcast_object(secrets.token_hex(4)))
-        parts, meta = self._parts.replica.own_parts(position, self._meta(position))
-        retain = self._retention()
-
-        def own() -> ShardFacts:
-            if session.is_root:
-                remove_left(path.parent, partial)
-            return write_shard(partial, rank, parts)
-
-        def publish_all(shards: Sequence[ShardFacts]) -> None:
-            if partial.exists():  # not where it was published, but old ones could not be deleted
-                publish(partial, path, shards, meta)
-            retain()
-
-        return Writing(position.global_step, path, own, publish_all)
+        retain, meta = self._retention(), self._meta(position)
+        if sharded:
+            self.saver.begin(shards(world, replica, position, meta, self.last, retain))
+        else:
+            self.saver.begin(one_file(world, replica, position, meta, self.last, retain, copied=config.asynchronous))
 
     def _retention(self) -> Callable[[], None]:
         return _nothing if self.best is None else self.best.retention()
@@ -152,10 +136,57 @@ def is_sharded(session: Session, parts: Parts) -> bool:
     return max(session.grid.node_of) > 0 and count * np.dtype(network.parameter_dtype).itemsize >= _LARGE_BYTES
 
 
-def _write(path: Path, content: CheckpointContent, retain: Callable[[], None]) -> None:
-    checkpoint.write(path, content)
-    retain()
+def one_file(
+    world: Communicator,
+    replica: Replica,
+    position: Position,
+    meta: Mapping[str, Any],
+    path: Path,
+    written: Callable[[], None] = _nothing,
+    *,
+    copied: bool,
+) -> Writing:
+    """A checkpoint that is one file, of rank 0. Collective; after `drain`.
+
+    Args:
+        meta: goes into the metadata. written: called on rank 0 once the checkpoint is there.
+        copied: training may go on while it is being written.
+    """
+    is_root = world.rank == 0
+    content = replica.state(position, meta, keep=is_root, copied=copied)
+
+    def write() -> None:
+        checkpoint.write(path, content)
+        written()
+
+    return Writing(position.global_step, path, write if is_root else None)
 
 
-def _nothing() -> None:
-    return None
+def shards(
+    world: Communicator,
+    replica: Replica,
+    position: Position,
+    meta: Mapping[str, Any],
+    path: Path,
+    written: Callable[[], None] = _nothing,
+) -> Writing:
+    """A checkpoint that is a directory: a shard of each rank, and rank 0's manifest once all of them are there. Collective.
+
+    Args:
+        meta, written: as for `one_file`.
+    """
+    rank = world.rank
+    growing = unfinished(path, world.broadcast_object(secrets.token_hex(4)))
+    parts, whole_meta = replica.own_parts(position, meta)
+
+    def own() -> ShardFacts:
+        if rank == 0:
+            remove_left(path.parent, growing)
+        return write_shard(growing, rank, parts)
+
+    def publish_all(facts: Sequence[ShardFacts]) -> None:
+        if growing.exists():  # not where it was published, but old ones could not be deleted
+            publish(growing, path, facts, whole_meta)
+        written()
+
+    return Writing(position.global_step, path, own, publish_all)

@@ -63,8 +63,22 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:
         return
     target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
     try:
-        keeper.own().record(flight.keep_in(target))
+        keep_in(flight, target)
         if session.is_root:
             directory.point_to_flight(None if where == IN_RUN else target)
     except OSError as error:
-        reporter.say(f"no flight records: {target} cannot be written ({error.strerror})")
+        reporter.say(missing(target, error))
+
+
+def keep_in(flight: FlightRecorder, target: Path) -> None:
+    """From now on this rank's record is a file in `target`, of which its keeper knows.
+
+    Raises:
+        OSError: the file cannot be made, or there is no room for it.
+    """
+    keeper.own().record(flight.keep_in(target))
+
+
+def missing(target: Path, error: OSError) -> str:
+    """The sentence on records that cannot be kept."""
+    return f"no flight records: {target} cannot be written ({error.strerror})"

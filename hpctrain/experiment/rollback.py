@@ -63,7 +63,7 @@ class Rollback:
                 f"coming to its next checkpoint; change what the first sentence says, or raise on_nonfinite.most.",
                 ranks=error.ranks,
             )
-        raise_on_all_ranks(self._session.world, partial(self._parts.replica.go_back, start.content))
+        raise_on_all_ranks(self._session.world, partial(self._parts.replica.load, start.content))
         number = 1 + max((change.number for change in (*position.reorderings, *there.reorderings)), default=0)
         there = replace(there, reorderings=(*there.reorderings, Reordering(there.epoch, there.samples, number)))
         self._cut_records(there)

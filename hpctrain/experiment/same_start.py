@@ -1,4 +1,4 @@
-"""The start of a job is the same on all ranks: the configuration, the packages that compute, and the files of hpctrain."""
+"""The start of a job is the same on all ranks: what it was asked for, the packages that compute, and the files of hpctrain."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ _BY_NODE = ("threads", "flight")
 #: a kind of facts -> its name in a sentence, and what mends a difference
 _KINDS: Mapping[str, tuple[str, str]] = {
     "configuration": ("another configuration", "give all ranks the same file and overrides"),
+    "arguments": ("other arguments of hpctrain.start", "give all ranks the same"),
+    "replica": ("other arguments of job.replica", "give all ranks the same"),
+    "program": ("another program", "give all nodes the same file"),
     "packages": ("other packages", "give all nodes the same environment"),
     "files": ("other files of hpctrain", "install the same version of it on all nodes"),
 }
+#: those of which files are compared by checksums, which say nothing to a reader
+_OF_FILES = ("program", "files")
 
 
 def check_same_start(world: Communicator, config: Config, *, leads_node: bool = True) -> None:
-    """Compare what the ranks have started with. Collective; every rank raises the same error.
-
-    A few dozen bytes of each rank where all is well; the facts themselves travel only where they differ.
+    """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
 
     Args:
         leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
@@ -37,13 +40,44 @@ def check_same_start(world: Communicator, config: Config, *, leads_node: bool = 
     Raises:
         ConfigError: names the first rank that differs from rank 0, and the first thing that does.
     """
-    facts: dict[str, Mapping[str, Any] | None] = {
-        "configuration": {key: value for key, value in flat(config.model_dump(mode="json")).items() if key not in _BY_NODE},
-        "packages": software_versions(),
-        "files": package_files(_PACKAGE) if leads_node else None,
-    }
+    configuration = {key: value for key, value in flat(config.model_dump(mode="json")).items() if key not in _BY_NODE}
+    _check(world, {"configuration": configuration}, leads_node=leads_node)
+
+
+def check_same_program(
+    world: Communicator, arguments: Mapping[str, Any], program: Path | None, *, leads_node: bool = True
+) -> None:
+    """The same for a program with a loop of its own.
+
+    Args:
+        arguments: of `hpctrain.start`, that must be alike. program: the file of the program; None: it has none.
+        leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
+
+    Raises:
+        ConfigError: as `check_same_start`.
+    """
+    checksum = {} if program is None else {program.name: zlib.crc32(program.read_bytes())}
+    _check(world, {"arguments": arguments, "program": checksum}, leads_node=leads_node)
+
+
+def _check(world: Communicator, asked: Mapping[str, Mapping[str, Any]], *, leads_node: bool) -> None:
+    """Compare what was asked for, by kind, and the software."""
+    _compare(world, {**asked, "packages": software_versions(), "files": package_files(_PACKAGE) if leads_node else None})
+
+
+def check_same_replica(world: Communicator, arguments: Mapping[str, Any]) -> None:
+    """Compare the arguments of `Job.replica`, which decide what ranks post. Collective; every rank raises the same error.
+
+    Raises:
+        ConfigError: as `check_same_start`.
+    """
+    _compare(world, {"replica": arguments})
+
+
+def _compare(world: Communicator, facts: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """A few dozen bytes of each rank where all is well; the facts themselves travel only where they differ."""
     digests = world.allgather_object({kind: None if values is None else _digest(values) for kind, values in facts.items()})
-    for kind in _KINDS:
+    for kind in facts:
         of_ranks = [digest[kind] for digest in digests]
         reference = next((digest for digest in of_ranks if digest is not None), None)
         if any(digest not in (None, reference) for digest in of_ranks):
@@ -68,5 +102,5 @@ def _raise_difference(kind: str, by_rank: list[Mapping[str, Any] | None]) -> Non
             continue
         key = next(key for key in sorted({**reference, **values}) if reference.get(key) != values.get(key))
         here, there = ("none" if one is None else one for one in (values.get(key), reference.get(key)))
-        what = f"{key} differs" if kind == "files" else f"{key} is {here}, not {there}"
+        what = f"{key} differs" if kind in _OF_FILES else f"{key} is {here}, not {there}"
         raise ConfigError(f"Rank {rank} has {name} than rank {first}: {what}; {mending}.")

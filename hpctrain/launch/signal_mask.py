@@ -15,15 +15,17 @@ STACKS = Signals.SIGUSR2
 # Mean nothing to a run, and must not end it either.
 _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
+#: in a program of the user's own, to which the others may mean something
+OF_PROGRAMS = (*STOPS, STACKS)
 
 
-def hold() -> frozenset[Signals]:
+def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:
     """Block the signals in this thread and all that it starts; give those that are blocked.
 
     What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
     be kept for the thread that waits.
     """
-    held = frozenset(number for number in HELD if signal.getsignal(number) != signal.SIG_IGN)
+    held = frozenset(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     return held
 

@@ -7,16 +7,18 @@ every thread inherits it. A thread that waits in `sigwaitinfo` costs a step noth
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from signal import Signals
 
 from hpctrain.launch.exit_codes import SIGNALLED
 from hpctrain.launch.signal_mask import HELD as HELD
+from hpctrain.launch.signal_mask import OF_PROGRAMS as OF_PROGRAMS
 from hpctrain.launch.signal_mask import STACKS as STACKS
 from hpctrain.launch.signal_mask import STOPS as STOPS
 from hpctrain.launch.signal_mask import hold as hold
@@ -28,6 +30,38 @@ AGAIN_SECONDS = 3.0
 _AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
 
+_OF_PROCESS: list[SignalWatch] = []
+
+
+def of_process(watch: SignalWatch) -> None:
+    """From now on this watch takes the process's signals: `taken_signals` finds it."""
+    _OF_PROCESS[:] = [watch]
+
+
+@contextlib.contextmanager
+def taken_signals(rank: int) -> Iterator[SignalWatch]:
+    """While this lasts, requests to stop are remembered. In the main thread, before the threads that compute are made.
+
+    rank: of this process.
+    """
+    answer = "the program is asked to save a checkpoint and to end"
+    if _OF_PROCESS:
+        _OF_PROCESS[0].remember(answer)
+        yield _OF_PROCESS[0]
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in OF_PROGRAMS}
+    held = hold(OF_PROGRAMS)
+    watch = SignalWatch(held, rank=rank, answer=answer).start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+        for number in held:
+            if handlers[number] is not None:  # one that Python has not set
+                signal.signal(number, handlers[number])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
 
 class SignalWatch:
     """Takes signals, and remembers which request they have made of this process.
@@ -36,10 +70,19 @@ class SignalWatch:
         held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.
         at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered. Then
             an interrupt AGAIN_SECONDS after the first request, or later, ends the process; nothing else loses the checkpoint.
+        answer: to the first request, for people: what the process will do.
     """
 
-    def __init__(self, held: frozenset[Signals] = frozenset(), *, rank: int | None = None, at_once: bool = False) -> None:
+    def __init__(
+        self,
+        held: frozenset[Signals] = frozenset(),
+        *,
+        rank: int | None = None,
+        at_once: bool = False,
+        answer: str = "the run ends after this step with a checkpoint",
+    ) -> None:
         self.request: Signals | None = None
+        self._answer = answer
         self._kept: Callable[[], str] = lambda: ""
         self._held, self._rank, self._at_once = held, rank, at_once
         self._since = self._stacks_at = float("-inf")
@@ -75,6 +118,10 @@ class SignalWatch:
         if self.request is not None:
             self._end(self.request)
 
+    def remember(self, answer: str) -> None:
+        """From here on there is somebody who saves: a request is remembered. answer: to the first one."""
+        self._at_once, self._answer = False, answer
+
     def take(self, number: Signals) -> None:
         """Act on one signal. Returns, unless it ends the process."""
         now = time.monotonic()
@@ -101,8 +148,8 @@ class SignalWatch:
             return
         if first:
             self._say(
-                f"{number.name} received: the run ends after this step with a checkpoint; SIGINT (Ctrl-C) after "
-                f"{AGAIN_SECONDS:g} s more ends it at once, without one."
+                f"{number.name} received: {self._answer}; SIGINT (Ctrl-C) after {AGAIN_SECONDS:g} s more ends it at once, "
+                f"without one."
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True

@@ -13,7 +13,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
-from hpctrain.nn.network import MODEL, Network
+from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
@@ -25,7 +25,8 @@ from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica_averagers import make_averagers, slices_of, usable
+from hpctrain.train.own_loop import OwnLoop
+from hpctrain.train.replica_averagers import make_averagers, planned_group, slices_of, usable
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
@@ -58,14 +59,16 @@ class Replica:
         optimizer: makes an optimiser that is not bound yet.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
         micro_batches: passes that one step's samples are split into.
-        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks nothing but steps
-            and loading may write to parameters and to the optimiser's state.
+        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
+            steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
+        loop: what `step` does beside its three parts; by default one that is asked for nothing.
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
+        loop: as given.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -85,10 +88,12 @@ class Replica:
         micro_batches: int = 1,
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
+        loop: OwnLoop | None = None,
     ) -> None:
         if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
             groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
         self.network, self.groups, self.progress = network, groups, progress
+        self.loop = OwnLoop(progress.notes) if loop is None else loop
         distribution = network.distribution
         self.distribution = distribution if isinstance(distribution, GridDistribution) else None
         self.tiles: TileOfRank | None = None
@@ -100,22 +105,11 @@ class Replica:
         self._checks = checks
         self.watch: WeightWatch | None = None
         if strategy is not None and optimizer is not None:
-            for name, group in network.groups.items():
+            for name in network.groups:
                 guard = self._guards[name] = guarded(usable(optimizer(), network))
                 unbound = self._optimizers[name] = timed_optimizer(guard, progress)
-                self.strategies[name] = strategy(
-                    PlannedGroup(
-                        group,
-                        groups.gradients[name].size,
-                        groups.nodes[name],
-                        nominal_batch,
-                        micro_batches,
-                        norms_needed=unbound.norms_needed,
-                        several_groups=MODEL in network.groups,
-                        momentum=unbound.momentum,
-                        names=tuple(network.parameter_specs),
-                    )
-                )
+                planned = planned_group(name, network, groups, unbound, nominal_batch, micro_batches)
+                self.strategies[name] = strategy(planned)
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
@@ -180,12 +174,15 @@ class Replica:
             The sums over all ranks of the step before; None where `settle` gave them.
 
         Raises:
-            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite; on every rank.
+            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite, or more steps were skipped,
+                one after another, than may be; on every rank.
             CorruptedStateError: with checks, something that ranks hold differs; on every rank.
         """
-        self.update(batch, lr)
+        self.loop.begin(batch.epoch, self.global_step)
+        cause = self.update(batch, lr)
         totals = self.settle()
-        self.post()
+        self.post(stop=self.loop.stop_asked(), news=self.loop.news())
+        self.loop.end(cause, lr, self.drain)
         return totals
 
     @_without_warnings
@@ -225,6 +222,7 @@ class Replica:
             self._raise_diverged()
         if not well:
             self._raise_corrupted()
+        self.loop.heard(totals)
         self.network.statistics.blend(totals.statistics, totals.count)
         return totals
 
@@ -306,22 +304,25 @@ class Replica:
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, on whatever grid; give the position in it. After `agree`; not collective.
+        """Restore what `state` gave, on whatever grid, also after `DivergedError`; give the position in it. Not collective.
 
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards)
+        self._step.finiteness.forget()
+        self._finite_at_step = -1
         if self.watch is not None:
             self.watch.forget()
+        self.loop.restore(position)
         self.global_step = position.global_step
         return position
 
-    def go_back(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, in the middle of a training that has raised `DivergedError`. Not collective."""
-        self._step.finiteness.forget()
-        self._finite_at_step = -1
-        return self.load(content)
+    def parameters_written(self) -> None:
+        """Tell that the program has written to parameters or optimiser state: after `drain`, alike on all ranks. Local."""
+        self.network.parameters_changed()
+        if self.watch is not None:
+            self.watch.forget()
 
     def load_weights(self, content: CheckpointContent) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.

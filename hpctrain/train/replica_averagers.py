@@ -8,12 +8,34 @@ from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.errors import BackendError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.groups import GridGroups
+
+
+def planned_group(
+    name: str,
+    network: Network,
+    groups: GridGroups,
+    optimizer: Optimizer,
+    nominal_batch: int | None,
+    micro_batches: int,
+) -> PlannedGroup:
+    """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
+    return PlannedGroup(
+        network.groups[name],
+        groups.gradients[name].size,
+        groups.nodes[name],
+        nominal_batch,
+        micro_batches,
+        norms_needed=optimizer.norms_needed,
+        several_groups=MODEL in network.groups,
+        momentum=optimizer.momentum,
+        names=tuple(network.parameter_specs),
+    )
 
 
 def make_averagers(

@@ -13,6 +13,7 @@ from hpctrain.trace.tracer import Category
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
+from hpctrain.train.own_loop import too_many_skips
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver
@@ -239,12 +240,7 @@ class Trainer:
         self._reporter.record("skip", {"epoch": position.epoch + 1, "step": cause.step, **cause.facts()})
         self._reporter.say(f"step {cause.step} skipped: {cause}")
         if position.skipped_in_a_row > self._cadence.most_skips:
-            raise DivergedError(
-                f"{position.skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step "
-                f"{cause.step}, as {cause}; lower optimizer.lr ({self._replica.lr:g} there), look for broken samples, or raise "
-                f"on_nonfinite.most.",
-                ranks=cause.blamed,
-            )
+            raise too_many_skips(position.skipped_in_a_row, cause, self._replica.lr)
 
     def _last_sample(self, position: Position) -> int:
         """Where this run will end if nobody stops it: samples, counted over all epochs."""

@@ -32,11 +32,13 @@ class CheckCadence:
     Attributes:
         every_steps: from one check to the next; 0: never, and nothing is compared at all.
         most_parts: checks until all has been compared, at most. least_part_bytes: what one check looks at, where there is more.
+        hint: a sentence behind that of an error.
     """
 
     every_steps: int = 0
     most_parts: int = 16
     least_part_bytes: int = 1 << 20
+    hint: str = ""
 
 
 class WeightWatch:
@@ -57,7 +59,7 @@ class WeightWatch:
         cadence: CheckCadence,
     ) -> None:
         self._averagers, self._guards, self._progress = averagers, guards, progress
-        self._comm, self._every = groups.messages, cadence.every_steps
+        self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
         ranks, splits = self._comm.size, groups.split_size
         #: by kind, the positions that hold the same
         self._alike = ([range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)])
@@ -163,7 +165,8 @@ class WeightWatch:
         changed = tuple(name for guard in self._guards.values() for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
         found = difference(reports, self._alike, self._comm.world_ranks, self._sent_step)
-        return CorruptedStateError(found.sentence(kept_step), ranks=found.ranks)
+        text = " ".join(filter(None, (found.sentence(kept_step), self._hint)))
+        return CorruptedStateError(text, ranks=found.ranks)
 
     # -- parts of these --------------------------------------------------------------------------------------------------------
 

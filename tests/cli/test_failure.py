@@ -35,6 +35,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--", "sleep", "3"], 'The command "sleep 3" has no training in it'),
         (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
     ],
+    "script": [(["nowhere.py"], "There is no program nowhere.py; give the path of a Python file.")],
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.config.load import load
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import same_start
-from hpctrain.experiment.same_start import check_same_start, package_files
+from hpctrain.experiment.same_start import check_same_program, check_same_replica, check_same_start, package_files
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.cli.test_starting import folder as folder
@@ -64,6 +64,40 @@ def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kin
     sentences = _sentences([[], []])
     assert sentences[0] == sentences[1]
     assert sentences[0].startswith(words)
+
+
+def _program_sentences(arguments: list[dict[str, Any]], programs: list[Path | None]) -> list[str]:
+    def program(comm: ThreadCommunicator) -> str:
+        try:
+            check_same_program(comm, arguments[comm.rank], programs[comm.rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_virtual(len(programs), program)
+
+
+def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / name / "train.py" for name in ("a", "b", "c"))
+    for path, text in ((one, "x = 1"), (same, "x = 1"), (other, "x = 2")):
+        path.parent.mkdir()
+        path.write_text(text)
+    alike = [{"batch": 8}] * 3
+    assert _program_sentences(alike, [one, same, one]) == [""] * 3
+    assert _program_sentences(alike, [None] * 3) == [""] * 3
+    sentence = "Rank 2 has another program than rank 0: train.py differs; give all nodes the same file."
+    assert _program_sentences(alike, [one, same, other]) == [sentence] * 3
+    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same."
+    assert _program_sentences([{"batch": 8}, {"batch": 9}, {"batch": 8}], [one] * 3) == [sentence] * 3
+
+
+def test_replicas_are_compared_by_arguments() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        check_same_replica(comm, {"seed": "0"})
+        with pytest.raises(ConfigError, match=r"Rank 2 has other arguments of .*replica than rank 0: seed is 2, not 0"):
+            check_same_replica(comm, {"seed": str(comm.rank // 2 * 2)})
+
+    run_virtual(3, program)
 
 
 def test_checksums_are_of_all_modules(tmp_path: Path) -> None:

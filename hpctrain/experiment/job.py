@@ -1,0 +1,347 @@
+"""A started rank, as a program with a loop of its own has it: what makes replicas and their data, and keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from pydantic import ValidationError
+
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.backend.backend import Backend, make_backend
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.schema import NonFiniteConfig
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.classes import in_order_of
+from hpctrain.data.format import ImageFile
+from hpctrain.data.loader import Loader
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
+from hpctrain.experiment.network_choice import Choice, named, optimizer_of
+from hpctrain.experiment.progress import set_progress
+from hpctrain.experiment.same_start import check_same_replica
+from hpctrain.experiment.session import StartedRank
+from hpctrain.experiment.start_search import BestCandidate
+from hpctrain.experiment.user_code import check_alike
+from hpctrain.launch.signals import SignalWatch
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import Network
+from hpctrain.optim.base import Optimizer
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.planner.job import Candidate
+from hpctrain.train.own_loop import OwnLoop
+from hpctrain.train.replica import Replica
+from hpctrain.train.weight_watch import CheckCadence
+
+_AUTO = "auto"
+_WRITTEN = "Where the program itself has written there, alike on all ranks, let it say so by replica.parameters_written()."
+
+
+class Stopped(BaseException):
+    """The program leaves the block of `start`, as `Job.stop` has it do. No `except Exception` of the program's takes it."""
+
+
+@dataclass(frozen=True)
+class Job(StartedRank):
+    """A started rank of a job, from which replicas and their data are made. All methods are collective but `print`.
+
+    Attributes:
+        batch: samples of a step over all ranks. progress_mode: as `start` was told.
+        checkpoints: writes and reads them. watch: of signals; None where `start` was not asked to take them.
+        best: what `start` chose, with its prediction; None where it was not asked to.
+        loops: of the replicas that were made.
+    """
+
+    batch: int
+    progress_mode: str
+    checkpoints: LoopCheckpoints
+    watch: SignalWatch | None = None
+    best: BestCandidate | None = None
+    loops: list[OwnLoop] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once a signal has asked any rank to stop, on all ranks after the same step; known two steps later at most.
+
+        Not collective: the request travels with the sums of a step.
+
+        Raises:
+            ConfigError: `start` was not asked to take signals.
+        """
+        if self.watch is None:
+            raise ConfigError("Signals end this program as usual, so nobody can ask it to stop; give `start` signals=True.")
+        return any(loop.stop_requested for loop in self.loops)
+
+    def stop(self) -> NoReturn:
+        """Leave the block of `start` and end the program with exit code 85: stopped, and to be started again.
+
+        No more of the program is run but what `finally` and `with` have to end. A checkpoint in the background is waited for.
+        """
+        raise Stopped
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 alone."""
+        if self.is_root:
+            print(*values, flush=True)
+
+    def replica(
+        self,
+        model: Layer,
+        image_shape: tuple[int, int, int],
+        *,
+        optimizer: Choice | Callable[[], Optimizer] = "sgd",
+        averager: Choice = "sharded",
+        plan: Mapping[str, str] | str | None = None,
+        tiles: tuple[int, int] | None = None,
+        micro_batches: int = 1,
+        backend: str = "auto",
+        dtype: str = "float32",
+        precision: str = "float32",
+        seed: int = 0,
+        label_smoothing: float = 0.0,
+        checks_every_steps: int = 10,
+        on_nonfinite: str | Mapping[str, Any] = "stop",
+    ) -> Replica:
+        """This rank's copy of a model, ready to train; the same first parameters on every rank.
+
+        Args:
+            model: the root layer; its output has shape (N, classes). image_shape: (H, W, C) of one sample.
+            optimizer: without a learning rate, which each step is given. averager: how gradients are averaged.
+            plan: pattern of layer names -> "batch", "model" or "domain", on a grid of several rows; "default": of all others.
+            plan, averager: "auto" takes what `start` chose.
+            tiles: (vertical, horizontal) parts of an image under "domain"; by default (rows, 1).
+            micro_batches: passes that one step's samples are split into. backend: "auto", "numpy", "onednn" or "cuda".
+            dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
+            label_smoothing: in [0, 1).
+            checks_every_steps: from one comparison of what ranks must hold alike to the next; 0: nothing is compared.
+            on_nonfinite: "stop" raises `DivergedError`; "skip", or {"action": "skip", "most": 3}, undoes the step on all ranks.
+
+        Raises:
+            ConfigError: an unknown name, option, or pattern of the plan; arguments, or code of your own, that differ among ranks.
+            ShapeError: layers that do not fit each other.
+        """
+        arguments = dict(locals())
+
+        def make() -> Replica:
+            answer = _answer(on_nonfinite, checks_every_steps)
+            chosen = make_backend(backend, dtype, precision, self.place)
+            return Replica(
+                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, label_smoothing),
+                groups=self.groups,
+                progress=self.progress,
+                strategy=self._strategy(averager),
+                optimizer=optimizer_of(optimizer),
+                nominal_batch=self.batch,
+                micro_batches=micro_batches,
+                checks=CheckCadence(checks_every_steps, hint=_WRITTEN),
+                skips=answer.action == "skip",
+                loop=self._loop(answer.most),
+            )
+
+        replica = raise_on_all_ranks(self.world, make)
+        self._agree(replica, arguments, -(-self.batch // self.size // micro_batches))
+        return replica
+
+    def _agree(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> None:
+        """The ranks agree on a replica. samples: of a rank's pass, at most. Collective."""
+        check_alike(self.world)
+        check_same_replica(self.world, _texts(arguments))
+        replica.agree()
+        set_progress(self, replica.network, self.progress_mode, samples)
+        replica.require_alike(schedules=True)
+        self.loops.append(replica.loop)
+
+    def _network(
+        self,
+        model: Layer,
+        image_shape: tuple[int, int, int],
+        backend: Backend,
+        plan: ParallelPlan,
+        seed: int,
+        label_smoothing: float,
+    ) -> Network:
+        return make_network(
+            model,
+            image_shape,
+            backend.kernels,
+            groups=self.groups,
+            progress=self.progress,
+            plan=plan,
+            dtype=backend.dtype,
+            seed=seed,
+            smoothing=label_smoothing,
+        )
+
+    def _loop(self, most_skips: int) -> OwnLoop:
+        asked = self.watch.asked if self.watch is not None else lambda: False
+        return OwnLoop(self.progress.notes, stop_asked=asked, most_skips=most_skips, saver=self.checkpoints.saver)
+
+    def _plan(self, plan: Mapping[str, str] | str | None, tiles: tuple[int, int] | None) -> ParallelPlan:
+        if isinstance(plan, str):
+            return self._chosen("plan", plan).plan
+        patterns = dict(plan or {})
+        default = patterns.pop("default", "batch")
+        return ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles)  # type: ignore[arg-type]
+
+    def _strategy(self, averager: Choice) -> Callable[[PlannedGroup], Strategy]:
+        if averager == _AUTO:
+            chosen = self._chosen("averager", _AUTO)
+            return partial(make_strategy, chosen.averager, chosen.options)
+        return partial(make_strategy, *named(averager))
+
+    def _chosen(self, argument: str, value: str) -> Candidate:
+        if value != _AUTO:
+            raise ConfigError(f'{argument} is {value!r}, but must be a mapping of patterns, or "auto".')
+        if self.best is None:
+            raise ConfigError(
+                f'{argument} is "auto", but nothing was chosen; give `start` automatic=Automatic(model, image_shape).'
+            )
+        return self.best.candidate
+
+    def loader(
+        self,
+        replica: Replica,
+        path: str | Path,
+        *,
+        batch: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        augment: Sequence[Choice] = (),
+        like: str | Path | None = None,
+        prefetch: int = 2,
+    ) -> Loader:
+        """This rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
+
+        Args:
+            replica: that reads the batches. batch: samples of a step over all ranks; by default the job's.
+            shuffle: another order in each epoch, by `seed`; False: in order, for evaluation. augment: augmentations, in order.
+            like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
+            prefetch: batches that a thread makes ahead.
+
+        Raises:
+            DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
+        """
+
+        def make() -> Loader:
+            file = reference = ImageFile.open(str(path))
+            if like is not None:
+                reference = ImageFile.open(str(like))
+                file = in_order_of(file, reference.class_names, str(like))
+            mean, std = np.array(reference.mean), np.array(reference.std)
+            pipeline = Pipeline(
+                [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
+            )
+            _check_shape(pipeline.output_shape(*file.shape), replica)
+            sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
+            return Loader(
+                file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True, alive=self.progress.notes.alive
+            )
+
+        return raise_on_all_ranks(self.world, make)
+
+    def array_loader(
+        self,
+        replica: Replica,
+        images: np.ndarray,
+        labels: np.ndarray,
+        *,
+        batch: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> ArrayLoader:
+        """This rank's share of arrays that every rank has whole, in batches, as they are.
+
+        Args:
+            images: (N, H, W, C) floating, converted to the replica's dtype. labels: (N,) integers from 0.
+            replica, batch, shuffle, seed: as for `loader`.
+
+        Raises:
+            ShapeError: arrays of other shapes, or images that the replica does not take.
+        """
+
+        def make() -> ArrayLoader:
+            _check_shape(images.shape[1:], replica)
+            sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
+            return ArrayLoader(images.astype(replica.network.parameter_dtype, copy=False), labels, sampler, **replica.place)
+
+        return raise_on_all_ranks(self.world, make)
+
+    def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
+        """Write parameters, statistics and optimiser state, whole or not at all; any grid can read them.
+
+        The last step's sums are settled; where they are wanted, take them from `replica.settle()` before.
+
+        Args:
+            path: of a file, which rank 0 writes; or one that ends with .shards, a directory to which each rank writes its share.
+            background: go on with a copy being written. The next `save` or `load`, and the end of the block, wait for it.
+            notes: kept beside the tensors, as far as JSON can hold them.
+
+        Raises:
+            CheckpointError: it cannot be written; in the background that is told, tried again, and raised at the block's end.
+            DivergedError: a parameter is not finite. CorruptedStateError: ranks hold something differently. Nothing is written.
+        """
+        self.checkpoints.save(replica, Path(path), notes, background=background)
+
+    def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
+        """Restore what `save` wrote, also after a `DivergedError`; gives its notes. `replica.global_step` is that of then.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
+        """
+        return self.checkpoints.load(replica, Path(path))
+
+
+def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:
+    expected = replica.network.image_shape
+    if tuple(shape) != tuple(expected):
+        raise ShapeError(f"Images come out as {tuple(shape)}, but the replica takes {expected} (H, W, C); make it for those.")
+
+
+def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:
+    """The answer to values that are not finite.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+    if checks_every_steps < 0:
+        raise ConfigError(f"checks_every_steps is {checks_every_steps}, but must be 0 or more; 10 is usual, 0 compares nothing.")
+    try:
+        answer = NonFiniteConfig.model_validate(on_nonfinite)
+    except ValidationError as error:
+        raise ConfigError(
+            f'on_nonfinite is {on_nonfinite!r}, but must be "stop", "skip", or {{"action": "skip", "most": 10}}, where most is 1 '
+            f"or more."
+        ) from error
+    if answer.action == "rollback":
+        raise ConfigError(
+            'on_nonfinite is "rollback", but only the loop knows its way back: catch DivergedError and `load` a checkpoint, '
+            'with "stop".'
+        )
+    return answer
+
+
+def _texts(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of a replica that ranks can compare: all but objects."""
+    return {
+        name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
+        for name, value in arguments.items()
+        if name not in ("self", "model") and not callable(value)
+    }

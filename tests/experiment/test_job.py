@@ -1,0 +1,88 @@
+"""A job as programs have it: what its methods refuse, and what its replicas share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpctrain
+from hpctrain.experiment.job import Stopped
+from tests.support import nets
+from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
+
+IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 4
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be 0 or more; 10 is usual"),
+        ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp', but must be"),
+        ({"on_nonfinite": {"action": "skip", "most": 0}}, "where most is 1 or more"),
+        ({"on_nonfinite": "rollback"}, "catch DivergedError and `load` a checkpoint"),
+    ],
+)
+def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence: str) -> None:
+    with hpctrain.start(batch=8) as job, pytest.raises(hpctrain.HpctrainError, match=sentence):
+        job.replica(nets.plain(), (9, 7, 3), **given)
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_nobody_asks_to_stop_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
+        _ = job.stop_requested
+    assert "give `start` signals=True" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_stopping_passes_through_what_takes_ordinary_errors() -> None:
+    def asks() -> None:
+        with hpctrain.start(batch=8) as job:
+            try:
+                job.stop()
+            except Exception as error:
+                pytest.fail(f"taken for an error: {error}")
+        pytest.fail("the program has gone on")
+
+    assert not issubclass(Stopped, Exception)
+    with pytest.raises(SystemExit) as left:
+        asks()
+    assert left.value.code == 85
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+@pytest.mark.parametrize("background", [False, True])
+def test_counts_of_skipped_steps_are_kept(background: bool, tmp_path: Path) -> None:
+    images = IMAGES.copy()
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.plain(), (9, 7, 3), on_nonfinite={"action": "skip", "most": 3})
+        for batch in job.array_loader(replica, images, LABELS, shuffle=False).epoch(0):
+            batch.x[...] = np.nan if replica.global_step == 1 else batch.x
+            replica.step(batch, 0.1)
+        job.save(replica, tmp_path / "net.h5", background=background, seen=16)
+        again = job.replica(nets.plain(), (9, 7, 3), on_nonfinite="skip")
+        assert job.load(again, tmp_path / "net.h5") == {"seen": 16}
+        assert (again.global_step, again.loop.skipped, again.loop.skipped_in_a_row) == (2, 1, 1)
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def flips() -> None:
+        with hpctrain.start(batch=8) as job:
+            replica = job.replica(nets.plain(), (9, 7, 3))
+            for batch in job.array_loader(replica, IMAGES, LABELS).epoch(0):
+                replica.step(batch, 0.1)
+            replica.drain()
+            next(iter(replica.network.parameters.values())).data.reshape(-1)[0] += 1
+            job.save(replica, tmp_path / "net.h5")
+
+    with pytest.raises(SystemExit):
+        flips()
+    said = capsys.readouterr().err
+    assert "changed between two updates" in said
+    assert "replica.parameters_written()" in said
+    assert not (tmp_path / "net.h5").exists()
