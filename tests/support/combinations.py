@@ -208,23 +208,27 @@ def run(row: Row) -> float:
             _check_same(first, whole.results[0])
     if value_of(row, "averager") == "sparse" and averager_options(row)["density"] < 1.0:
         return _distance(first, _train({**row, **_HIDES_NOTHING}, course).results[0], row)
-    expected = _expected(row, replace(task, kernels=NumpyKernelSet()), found.other_order_from)
-    return _distance(first, by_epoch(expected, steps_per_epoch(row)) if is_run(row) else expected, row)
+    return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet()), found), row)
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """Results by rank, and the step from which samples came in another order, if they did."""
+    """Results by rank, with sums over the epoch so far.
+
+    other_order_from: the step from which samples came in another order, if they did. first_step: of the last part of the run.
+    """
 
     results: list[Result]
     other_order_from: int | None = None
+    first_step: int = 0
 
 
 def _train(row: Row, course: Course) -> _Trained:
     """The training of a combination."""
     if not is_run(row):
         task, batch = task_of(row), value_of(row, "batch")
-        return _Trained(_on_ranks(row, lambda comm, engine: train(task, comm, engine, _strategy(row), nominal_batch=batch)))
+        results = _on_ranks(row, lambda comm, engine: train(task, comm, engine, _strategy(row), nominal_batch=batch))
+        return _Trained([by_epoch(result, steps_per_epoch(row)) for result in results])
 
     def make(folder: Path, ends: Course | None) -> PartOfRun:
         goes_on = ends is None and course.end != "own"
@@ -236,7 +240,7 @@ def _train(row: Row, course: Course) -> _Trained:
         return _on_ranks({**row, "grid": grid}, part.run)
 
     outcome = run_whole(make, course, on_ranks)
-    return _Trained(outcome.results, _check_position(row, course, outcome))
+    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.first_step)
 
 
 def _check_position(row: Row, course: Course, outcome: RunOutcome) -> int | None:
@@ -319,28 +323,35 @@ def _together(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"all": np.concatenate([values.ravel() for values in parameters.values()])}
 
 
-def _expected(row: Row, task: Task, other_order_from: int | None) -> Result:
+def _expected(row: Row, task: Task, found: _Trained) -> Result:
     """One rank's result; kept, as many combinations share it."""
-    rows, cols = task.plan.rows, task.plan.cols
-    groups: Callable[[int], Groups] = one_group
-    key: tuple[object, ...] = ()
-    if has_batch_norm(row["net"]) and (row["net"] == "residual-local" or task.micro_batches > 1):
-        together = rows * cols
-        if row["net"] == "residual-local":
-            together = 1 if task.plan.rows == 1 or row["plan"] == "batch" else rows
-        groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=task.micro_batches, together=together)
-        key = (rows, cols, task.micro_batches, together)
+    groups, key = _groups(row)
+    then, key_then = _groups(resumed(row))
+    other_groups = (found.first_step, then) if ends_early(row) and key_then != key else None
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     left_out = task.poisoned_step if task.skips else None
     key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], task.steps, repr(lazy), left_out, task.unreadable)
-    key += (other_order_from,)
+    key += (found.other_order_from, other_groups and (found.first_step, *key_then))
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:
             # One rank announces gradients alone, and no inputs and errors.
             alone = partial(make_strategy, "lazy", {**lazy, "fc_exchange": "never"})
-        _KEPT[key] = train_alone(task, groups, alone, other_order_from=other_order_from)
+        result = train_alone(task, groups, alone, other_order_from=found.other_order_from, other_groups=other_groups)
+        _KEPT[key] = by_epoch(result, steps_per_epoch(row))
     return _KEPT[key]
+
+
+def _groups(row: Row) -> tuple[Callable[[int], Groups], tuple[object, ...]]:
+    """How samples fall into groups with statistics of their own, and what that follows from."""
+    (rows, cols), micro_batches = value_of(row, "grid"), value_of(row, "micro_batches")
+    if not has_batch_norm(row["net"]) or (row["net"] != "residual-local" and micro_batches == 1):
+        return one_group, ()
+    together = rows * cols
+    if row["net"] == "residual-local":
+        together = 1 if rows == 1 or row["plan"] == "batch" else rows
+    groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=micro_batches, together=together)
+    return groups, (rows, cols, micro_batches, together)
 
 
 _KEPT: dict[tuple[object, ...], Result] = {}

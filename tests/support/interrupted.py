@@ -81,8 +81,9 @@ class Course:
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """What a rank has at the end of a part of a run."""
+    """What a rank has at the end of a part of a run, which has begun behind `first_step` steps."""
 
+    first_step: int
     position: Position
     stopped: bool
     result: Result
@@ -94,12 +95,13 @@ class RunOutcome:
 
     Attributes:
         results: by rank; the totals are sums over the epoch so far. position: where it has ended.
-        stops: steps done where it has ended early, with a checkpoint.
+        stops: where it has ended early, with a checkpoint. first_step: steps done where its last part has begun.
     """
 
     results: list[Result]
     position: Position
-    stops: list[int]
+    stops: list[Position]
+    first_step: int
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class PartOfRun:
         directory = directory or _new_directory(session)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
+        first_step = position.global_step
         asks = self._asks(session.world.rank, session.world.size, parts.replica)
         ends = self.course is not None
         trainer = build_trainer(
@@ -168,7 +171,7 @@ class PartOfRun:
         outcome = trainer.run(position)
         parts.replica.drain()
         checkpoints.saver.finish()
-        return PartOutcome(outcome.position, outcome.stopped, Result({}, {}))
+        return PartOutcome(first_step, outcome.position, outcome.stopped, Result({}, {}))
 
     def _ends_by(self, end: str) -> bool:
         return self.course is not None and self.course.end == end
@@ -276,7 +279,7 @@ def run_whole(
         first = make(folder, course if course.end != "own" else None)
         unreadable_file.write(folder / "train.h5", first.task)
         outcomes = _ended(first, on_ranks)
-        stops = [outcomes[0].position.global_step] if outcomes and outcomes[0].stopped else []
+        stops = [end.position for end in (outcomes or [])[:1] if end.stopped]
         sums = first.sums
         if not outcomes or outcomes[0].stopped:
             last = make(folder, None)
@@ -298,11 +301,11 @@ def _ended(part: PartOfRun, on_ranks: Callable[[PartOfRun], list[PartOutcome]]) 
         return None
 
 
-def _whole(outcomes: list[PartOutcome], sums: Mapping[int, RunningSums], stops: list[int]) -> RunOutcome:
+def _whole(outcomes: list[PartOutcome], sums: Mapping[int, RunningSums], stops: list[Position]) -> RunOutcome:
     position = outcomes[0].position
     totals = [_totals(sums[step]) for step in range(1, position.global_step + 1)]
     results = [replace(outcome.result, totals=totals) for outcome in outcomes]
-    return RunOutcome(results, position, stops)
+    return RunOutcome(results, position, stops, outcomes[0].first_step)
 
 
 def _totals(sums: RunningSums) -> StepTotals:
@@ -320,7 +323,7 @@ def by_epoch(result: Result, steps_per_epoch: int) -> Result:
     return replace(result, totals=totals)
 
 
-def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, stops: Sequence[int], *, saves: bool) -> int:
+def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, stops: Sequence[Position], *, saves: bool) -> int:
     """The step to which a run goes back from what is not finite: that of its newest checkpoint before.
 
     Args:
@@ -329,4 +332,4 @@ def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, s
     regular = [
         step for step in range(1, poisoned_step + 1) if saves and (step % course.every_steps == 0 or step % steps_per_epoch == 0)
     ]
-    return max([0, *regular, *(step for step in stops if step <= poisoned_step)])
+    return max([0, *regular, *(stop.global_step for stop in stops if stop.global_step <= poisoned_step and not stop.reorderings)])

@@ -46,13 +46,19 @@ def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, to
 
 
 def train_alone(
-    task: Task, groups: Callable[[int], Groups], strategy: StrategyFactory = Blocking, *, other_order_from: int | None = None
+    task: Task,
+    groups: Callable[[int], Groups],
+    strategy: StrategyFactory = Blocking,
+    *,
+    other_order_from: int | None = None,
+    other_groups: tuple[int, Callable[[int], Groups]] | None = None,
 ) -> Result:
     """The task on one rank, without a grid.
 
     Args:
         groups: of a step, from its number of samples. strategy: its class.
         other_order_from: from this step on samples come in the first other order, as behind a rollback to it; None: never.
+        other_groups: from a step on, these groups; None: the same in all steps.
     """
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
@@ -75,7 +81,8 @@ def train_alone(
         updates.begin_step(task.lr, (len(ids),))
         updates.before_forward(tuple(group.parameters.values()))
         step = _Step(network, context)
-        for members in groups(len(ids)):
+        groups_here = groups if other_groups is None or number < other_groups[0] else other_groups[1]
+        for members in groups_here(len(ids)):
             step.add(images, labels, ids[list(members)])
         group.grad[...] = step.gradient
         for parameter in reversed(group.parameters.values()):
