@@ -100,12 +100,13 @@ def run(row: Row) -> float:
 class _Trained:
     """Results by rank, with sums over the epoch so far.
 
-    other_order_from: the step from which samples came in another order, if they did. first_step: of the last part of the run.
+    other_order_from: the step from which samples came in another order, if they did.
+    goes_on_from: the step with which a second part of the run has begun; None: there is one part.
     """
 
     results: list[Result]
     other_order_from: int | None = None
-    first_step: int = 0
+    goes_on_from: int | None = None
 
 
 def _train(row: Row, course: Course) -> _Trained:
@@ -125,7 +126,7 @@ def _train(row: Row, course: Course) -> _Trained:
         return _on_ranks({**row, "grid": grid}, part.run)
 
     outcome = run_whole(make, course, on_ranks)
-    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.first_step)
+    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.goes_on_from)
 
 
 def _check_position(row: Row, course: Course, outcome: RunOutcome) -> int | None:
@@ -212,11 +213,11 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
     """One rank's result; kept, as many combinations share it."""
     groups, key = _groups(row)
     then, key_then = _groups(resumed(row))
-    other_groups = (found.first_step, then) if ends_early(row) and key_then != key else None
+    other_groups = (found.goes_on_from, then) if found.goes_on_from is not None and key_then != key else None
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     left_out = task.poisoned_step if task.skips else None
     key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], task.steps, repr(lazy), left_out, task.unreadable)
-    key += (found.other_order_from, other_groups and (found.first_step, *key_then))
+    key += (found.other_order_from, other_groups and (found.goes_on_from, *key_then))
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:

@@ -95,13 +95,14 @@ class RunOutcome:
 
     Attributes:
         results: by rank; the totals are sums over the epoch so far. position: where it has ended.
-        stops: where it has ended early, with a checkpoint. first_step: steps done where its last part has begun.
+        stops: where it has ended early, with a checkpoint. goes_on_from: steps done where
+        a second part has begun; None: there is one alone.
     """
 
     results: list[Result]
     position: Position
     stops: list[Position]
-    first_step: int
+    goes_on_from: int | None
 
 
 @dataclass(frozen=True)
@@ -280,12 +281,13 @@ def run_whole(
         unreadable_file.write(folder / "train.h5", first.task)
         outcomes = _ended(first, on_ranks)
         stops = [end.position for end in (outcomes or [])[:1] if end.stopped]
-        sums = first.sums
+        sums, goes_on = first.sums, False
         if not outcomes or outcomes[0].stopped:
-            last = make(folder, None)
+            goes_on, last = True, make(folder, None)
             outcomes = on_ranks(last)
             sums = {**sums, **last.sums}
-        return _whole(outcomes, sums, stops)
+        whole = _whole(outcomes, sums, stops)
+        return whole if goes_on else replace(whole, goes_on_from=None)
     finally:
         shutil.rmtree(folder)
 
