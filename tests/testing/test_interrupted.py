@@ -76,7 +76,7 @@ def _labels_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
         (_changed_position(reorderings=()), "end=steps on_nonfinite=rollback checkpoint=single"),
         (_does_nothing(GradientAverager, "load_state"), "end=steps checkpoint=sharded"),
         (_does_nothing(GradientAverager, "load_state"), "end=steps averager=blocking"),
-        (_does_nothing(LazyAverager, "load_counters"), "end=steps averager=lazy lazy=one-layer"),
+        (_does_nothing(LazyAverager, "load_counters"), "end=request averager=lazy lazy=all-layers"),
         (_does_nothing(GradientAverager, "load_state"), "on_nonfinite=rollback-late checkpoint=single"),
         (_labels_as_stored, "data=unreadable"),
     ],
