@@ -167,7 +167,7 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
     ranks = math.prod(value_of(row, "grid"))
-    return run_virtual(ranks, with_engine, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=120)
+    return run_virtual(ranks, with_engine, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=600)
 
 
 def tolerance(row: Row) -> float:
