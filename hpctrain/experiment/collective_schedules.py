@@ -105,7 +105,7 @@ def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, o
 def _key(group: str, split_rank: int) -> str:
     """The name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
 
-    Whole parameters have one schedule on all ranks. Under one name, a run that goes on with a larger split group finds it on each.
+    Whole parameters have one schedule on all ranks. Under one name, a run that goes on with larger split groups finds it.
     """
     return group if group == ALL or split_rank == 0 else f"{group}-row{split_rank}"
 

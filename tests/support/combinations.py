@@ -88,18 +88,12 @@ def run(row: Row) -> float:
     _check_ranks(found.results)
     first = found.results[0]
     if ends_early(row) and value_of(row, "resume") is None:
-        whole = _train(_without_end(row), replace(course, end="own"))
+        whole = _train({**row, "end": "own"}, replace(course, end="own"))
         if whole.other_order_from == found.other_order_from:
             _check_same(first, whole.results[0])
     if value_of(row, "averager") == "sparse" and averager_options(row)["density"] < 1.0:
         return _distance(first, _train({**row, **_HIDES_NOTHING}, course).results[0], row)
     return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet()), found), row)
-
-
-def _without_end(row: Row) -> Row:
-    """A combination that goes to its end at once: the program's loop over whole epochs, too."""
-    whole = {**row, "end": "own"}
-    return whole if is_run(whole) else {**whole, "checkpoint": "single"}
 
 
 @dataclass(frozen=True)

@@ -265,11 +265,11 @@ def _kernels(row: Row) -> KernelSet:
 def steps_of(row: Row) -> int:
     """More for lazy averaging, whose seventh step follows from a comparison; rounded messages may bring another decision.
 
-    A run that goes its own way ends with an epoch.
+    A run that goes back ends with an epoch: it does some steps twice, and so does not end after a number of them.
     """
     compares = value_of(row, "averager") == "lazy" and value_of(row, "wire") is value_of(row, "wire_parameters") is None
     steps = (2 if compares else 1) * int(value_of(row, "steps"))
-    return -(-steps // steps_per_epoch(row)) * steps_per_epoch(row) if is_run(row) else steps
+    return -(-steps // steps_per_epoch(row)) * steps_per_epoch(row) if goes_back(row) else steps
 
 
 def steps_per_epoch(row: Row) -> int:
@@ -282,8 +282,12 @@ def is_run(row: Row) -> bool:
         value_of(row, "data") is not None
         or value_of(row, "checkpoint") is not None
         or value_of(row, "end") != "own"
-        or value_of(row, "on_nonfinite")[0] == "rollback"
+        or goes_back(row)
     )
+
+
+def goes_back(row: Row) -> bool:
+    return bool(value_of(row, "on_nonfinite")[0] == "rollback")
 
 
 def ends_early(row: Row) -> bool:

@@ -163,7 +163,7 @@ class PartOfRun:
             parts,
             reporter,
             checkpoints.save,
-            steps=self.course.step if self.course is not None and self.course.end == "steps" else 0,
+            steps=self._steps(first_step),
             go_back=go_back,
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
@@ -172,7 +172,14 @@ class PartOfRun:
         outcome = trainer.run(position)
         parts.replica.drain()
         checkpoints.saver.finish()
-        return PartOutcome(first_step, outcome.position, outcome.stopped, Result({}, {}))
+        stopped = outcome.position.global_step < self.task.steps
+        return PartOutcome(first_step, outcome.position, stopped, Result({}, {}))
+
+    def _steps(self, first_step: int) -> int:
+        """The steps to end after; 0: to end with the last epoch."""
+        if self.course is not None and self.course.end == "steps":
+            return self.course.step
+        return 0 if self.config.on_nonfinite.action == "rollback" else self.task.steps - first_step
 
     def _ends_by(self, end: str) -> bool:
         return self.course is not None and self.course.end == end
