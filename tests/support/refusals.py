@@ -8,6 +8,7 @@ from functools import cache
 
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
+from hpctrain.comm.grid import coordinates
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.grid import check_batch, check_overlap
@@ -34,7 +35,7 @@ AVERAGING = (
 DATA = ("data", "grid")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
 PLACING = ("grid", "device")
-NODES = ("averager", "sparse", "two_level", "grid", "nodes")
+NODES = ("averager", "sparse", "two_level", "nodes", *PLANNING)
 
 
 def refusal(row: Row) -> str | None:
@@ -73,7 +74,20 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
         return None
     ranks = math.prod(value_of(row, "grid"))
     per_node = value_of(row, "nodes") or ranks
-    return _sentence(lambda: _make_over_nothing(row, split=False, nodes=[rank // per_node for rank in range(ranks)]))
+    nodes = [rank // per_node for rank in range(ranks)]
+    groups = [nodes]
+    if {"plan", "net"} <= row.keys() and _refused_plan(_only(row, PLANNING)) is None and splits_parameters(row):
+        rows = value_of(row, "grid")[0]
+        places = coordinates(nodes, rows)  # of each rank; those with the same part of split layers average it
+        groups += [
+            [node for node, (place, _) in zip(nodes, places, strict=True) if place == split_rank] for split_rank in range(rows)
+        ]
+
+    def attempt() -> None:
+        for group in groups:
+            _make_over_nothing(row, split=False, nodes=group)
+
+    return _sentence(attempt)
 
 
 @cache
