@@ -13,6 +13,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.session import Session
+from hpctrain.nn.network import ALL
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
@@ -102,8 +103,11 @@ def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, o
 
 
 def _key(group: str, split_rank: int) -> str:
-    """The name of a parameter group's schedule: each rank of a split group has split parameters of other sizes."""
-    return group if split_rank == 0 else f"{group}-row{split_rank}"
+    """The name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
+
+    Whole parameters have one schedule on all ranks. Under one name, a run that goes on with larger split groups finds it.
+    """
+    return group if group == ALL or split_rank == 0 else f"{group}-row{split_rank}"
 
 
 def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:

@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Sequence
 
+from hpctrain.config.schema import Config
 from hpctrain.data.format import ImageFile
 from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.unreadable import ReadPolicy, pauses_within
@@ -25,15 +26,27 @@ def set_policy(session: Session, file: ImageFile) -> None:
     """
     config, world = session.config, session.world
     skips = config.data.on_unreadable == SKIP
-    if skips and session.groups.split_size > 1:
-        raise ConfigError(
-            f"data.on_unreadable is skip, but grid.rows is {session.groups.split_size}: ranks that share samples cannot take "
-            "others one by one; set it to stop, or grid.rows to 1."
-        )
+    check_skip(config, session.groups.split_size)
     if isinstance(file.pixels, MappedReader):
         rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
         most = math.ceil(config.data.max_unreadable * len(file)) if skips else None
         file.pixels.policy = ReadPolicy(most, f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds))
+
+
+def check_skip(config: Config, split_size: int) -> None:
+    """Nothing, where samples may be skipped as a configuration says.
+
+    Args:
+        split_size: ranks that share samples.
+
+    Raises:
+        ConfigError: as `set_policy`.
+    """
+    if config.data.on_unreadable == SKIP and split_size > 1:
+        raise ConfigError(
+            f"data.on_unreadable is skip, but grid.rows is {split_size}: ranks that share samples cannot take "
+            "others one by one; set it to stop, or grid.rows to 1."
+        )
 
 
 class UnreadableReport:

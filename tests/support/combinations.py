@@ -16,19 +16,17 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.grid import check_batch, check_overlap
-from hpctrain.nn.parameter import GroupLayout
-from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
@@ -37,39 +35,29 @@ from tests.support.dimensions import (
     Row,
     averager_options,
     config_of,
-    graph_of,
+    ends_early,
     has_batch_norm,
+    is_run,
     line,
-    parallel_plan,
     parsed,
-    splits_parameters,
+    steps_of,
+    steps_per_epoch,
     task_of,
     value_of,
 )
 from tests.support.interleaved_thread import InterleavedThread
+from tests.support.interrupted import Course, PartOfRun, PartOutcome, RunOutcome, by_epoch, other_order_from, run_whole
 from tests.support.one_rank import Groups, groups_of, one_group, train_alone
 from tests.support.pairwise import Draw, draw
+from tests.support.refusals import refusal, resumed
 from tests.support.training import Result, Task, distance, train
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-9
 #: of one rounding, relative; each step rounds each gradient, and what follows from it in later steps adds a few times as much
 _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _AMPLIFICATION = 2
-#: options that an averager may have
-AVERAGING = (
-    "averager",
-    "slices",
-    "sizes",
-    "window",
-    "fc_exchange",
-    "replan",
-    "two_level",
-    "wire",
-    "wire_parameters",
-    "lazy",
-    "sparse",
-    "micro_batches",
-)
 #: with these values a training has no thread, no order by measured times, and messages that come at once
 _HIDES_NOTHING = {
     "posting": "program",
@@ -79,119 +67,101 @@ _HIDES_NOTHING = {
     "messages": "prompt",
     "device": "host",
 }
-PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
-PLACING = ("grid", "device")
-NODES = ("averager", "sparse", "two_level", "grid", "nodes")
-
-
-def refusal(row: Row) -> str | None:
-    """The sentence by which the program refuses a combination, of which some options may not be chosen yet."""
-    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING))
-    return refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
-
-
-def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, row[name]) for name in names if name in row)
-
-
-@cache
-def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
-
-
-@cache
-def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    if not {"averager", "two_level", "grid", "nodes"} <= row.keys():
-        return None
-    ranks = math.prod(value_of(row, "grid"))
-    per_node = value_of(row, "nodes") or ranks
-    return _sentence(lambda: _make_over_nothing(row, split=False, nodes=[rank // per_node for rank in range(ranks)]))
-
-
-@cache
-def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    if not set(PLACING) <= row.keys() or value_of(row, "device") is None:
-        return None
-    return _sentence(lambda: refuse_several_ranks(NodePlace(math.prod(value_of(row, "grid")))))
-
-
-@cache
-def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    if not {"grid", "plan", "net"} <= row.keys():
-        return None
-
-    def attempt() -> None:
-        check_overlap(config_of(row), graph_of(row["net"]), parallel_plan(row))
-        if "batch" in row:
-            check_batch(value_of(row, "batch"), *value_of(row, "grid"))
-        if "averager" in row and splits_parameters(row):
-            _make_over_nothing({"averager": row["averager"]}, split=True)
-
-    return _sentence(attempt)
-
-
-def _make_over_nothing(row: Row, *, split: bool, nodes: Sequence[int] | None = None) -> None:
-    """The strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
-    config = config_of(row)
-    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
-    layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
-    group = PlannedGroup(layout, len(nodes or (0,)), nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
-    make_strategy(config.averager.name, config.averager.options, group)
-
-
-def _sentence(attempt: Callable[[], object]) -> str | None:
-    try:
-        attempt()
-    except HpctrainError as error:
-        return str(error)
-    return None
 
 
 def run(row: Row) -> float:
     """The largest relative distance of any rank's losses, parameters and running statistics from one rank's.
 
     What one rank cannot train, as it has nobody to keep anything back from, is compared with the same ranks that hide nothing.
+    What ends early and goes on, on the same grid, is compared with what does not, too.
 
     Raises:
-        ConfigError: the program refuses the combination. AssertionError: ranks end with different bits. Whatever else it does.
+        ConfigError: the program refuses the combination. AssertionError: ranks end with different bits, or a run that goes on
+            with others than one that has not ended. Whatever else it does.
     """
     sentence = refusal(row)
     if sentence is not None:
         raise ConfigError(sentence)
     task = task_of(row)
-    results = _train(row, task)
-    for rank, result in enumerate(results):
-        _check_same_bits(result, results[0], rank)
+    course = Course.drawn(value_of(row, "end"), task.steps, zlib.crc32(line(row).encode()))
+    found = _train(row, course)
+    _check_ranks(found.results)
+    first = found.results[0]
+    if ends_early(row) and value_of(row, "resume") is None:
+        whole = _train({**row, "end": "own"}, replace(course, end="own"))
+        if whole.other_order_from == found.other_order_from:
+            _check_same(first, whole.results[0])
     if value_of(row, "averager") == "sparse" and averager_options(row)["density"] < 1.0:
-        plain = {**row, **_HIDES_NOTHING}
-        return _distance(results[0], _train(plain, task_of(plain))[0], row)
-    return _distance(results[0], _expected(row, replace(task, kernels=NumpyKernelSet())), row)
+        return _distance(first, _train({**row, **_HIDES_NOTHING}, course).results[0], row)
+    return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet()), found), row)
 
 
-def _train(row: Row, task: Task) -> list[Result]:
-    """The training of a combination, by rank."""
-    config = config_of(row)
+@dataclass(frozen=True)
+class _Trained:
+    """Results by rank, with sums over the epoch so far.
 
-    def program(comm: ThreadCommunicator) -> Result:
+    other_order_from: the step from which samples came in another order, if they did.
+    goes_on_from: the step with which a second part of the run has begun; None: there is one part.
+    """
+
+    results: list[Result]
+    other_order_from: int | None = None
+    goes_on_from: int | None = None
+
+
+def _train(row: Row, course: Course) -> _Trained:
+    """The training of a combination."""
+    if not is_run(row):
+        task, batch = task_of(row), value_of(row, "batch")
+        results = _on_ranks(row, lambda comm, engine: train(task, comm, engine, _strategy(row), nominal_batch=batch))
+        return _Trained([by_epoch(result, steps_per_epoch(row)) for result in results])
+
+    def make(folder: Path, ends: Course | None) -> PartOfRun:
+        goes_on = ends is None and course.end != "own"
+        of_part = resumed(row) if goes_on else row
+        return PartOfRun(task_of(of_part), config_of(of_part, folder, course.every_steps), _strategy(of_part), ends)
+
+    def on_ranks(part: PartOfRun) -> list[PartOutcome]:
+        grid = f"{part.task.plan.rows}x{part.task.plan.cols}"
+        return _on_ranks({**row, "grid": grid}, part.run)
+
+    outcome = run_whole(make, course, on_ranks)
+    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.goes_on_from)
+
+
+def _check_position(row: Row, course: Course, outcome: RunOutcome) -> int | None:
+    """The step from which samples came in another order, where that and all else of the last position is as it must be."""
+    action, poisoned_step = value_of(row, "on_nonfinite")
+    position, steps, per_epoch = outcome.position, steps_of(row), steps_per_epoch(row)
+    poisoned = poisoned_step is not None and 0 <= poisoned_step < steps
+    back_to = None
+    if poisoned and action == "rollback":
+        saves = value_of(row, "checkpoint") is not None
+        back_to = other_order_from(course, poisoned_step, per_epoch, outcome.stops, saves=saves)
+    orders = [change.epoch * per_epoch + -(-change.first // value_of(row, "batch")) for change in position.reorderings]
+    assert orders == ([] if back_to is None else [back_to]), f"{orders} are not the steps of other orders, but {back_to}"
+    assert position.global_step == steps, f"{position.global_step} steps of {steps}"
+    assert position.skipped == (poisoned and action == "skip"), f"{position.skipped} steps skipped"
+    return back_to
+
+
+def _strategy(row: Row) -> StrategyFactory:
+    return partial(make_strategy, value_of(row, "averager"), averager_options(row))
+
+
+def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], T]) -> list[T]:
+    """A program on the ranks of a combination, by rank."""
+
+    def with_engine(comm: ThreadCommunicator) -> T:
         seed = zlib.crc32(line(row).encode()) + comm.rank
         engine = virtual_engine(comm, make_thread=partial(InterleavedThread, seed=seed))
         if value_of(row, "posting"):
             engine.start_thread(posts=True)
-        return train(
-            task,
-            comm,
-            engine,
-            partial(make_strategy, config.averager.name, config.averager.options),
-            nominal_batch=config.batch,
-        )
+        return program(comm, engine)
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
-    ranks = task.plan.rows * task.plan.cols
-    return run_virtual(ranks, program, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=120)
+    ranks = math.prod(value_of(row, "grid"))
+    return run_virtual(ranks, with_engine, seed=seed, ranks_per_node=value_of(row, "nodes"), deadline_seconds=600)
 
 
 def tolerance(row: Row) -> float:
@@ -205,11 +175,23 @@ def _wires(row: Row) -> tuple[str | None, str | None]:
     return value_of(row, "wire"), value_of(row, "wire_parameters")
 
 
-def _check_same_bits(result: Result, first: Result, rank: int) -> None:
-    for name in first.parameters:
-        assert result.parameters[name].tobytes() == first.parameters[name].tobytes(), f"{name} of rank {rank} is not rank 0's"
-    for name in first.statistics:
-        assert result.statistics[name].tobytes() == first.statistics[name].tobytes(), f"{name} of rank {rank} is not rank 0's"
+def _check_ranks(results: Sequence[Result]) -> None:
+    for rank, result in enumerate(results):
+        _check_same_bits(result, results[0], f"of rank {rank} is not rank 0's")
+
+
+def _check_same(found: Result, whole: Result) -> None:
+    """A run that has ended early and gone on has the bits of one that has not."""
+    _check_same_bits(found, whole, "is not that of a run that does not end early")
+    for step, (ours, theirs) in enumerate(zip(found.totals, whole.totals, strict=True)):
+        same = (ours.loss, ours.top1, ours.top5, ours.count) == (theirs.loss, theirs.top1, theirs.top5, theirs.count)
+        assert same, f"the sums behind step {step + 1} are not those of a run that does not end early"
+
+
+def _check_same_bits(result: Result, first: Result, sentence: str) -> None:
+    for values, of_first in ((result.parameters, first.parameters), (result.statistics, first.statistics)):
+        for name in of_first:
+            assert values[name].tobytes() == of_first[name].tobytes(), f"{name} {sentence}"
 
 
 def _distance(found: Result, expected: Result, row: Row) -> float:
@@ -227,26 +209,35 @@ def _together(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"all": np.concatenate([values.ravel() for values in parameters.values()])}
 
 
-def _expected(row: Row, task: Task) -> Result:
+def _expected(row: Row, task: Task, found: _Trained) -> Result:
     """One rank's result; kept, as many combinations share it."""
-    rows, cols = task.plan.rows, task.plan.cols
-    groups: Callable[[int], Groups] = one_group
-    key: tuple[object, ...] = ()
-    if has_batch_norm(row["net"]) and (row["net"] == "residual-local" or task.micro_batches > 1):
-        together = rows * cols
-        if row["net"] == "residual-local":
-            together = 1 if task.plan.rows == 1 or row["plan"] == "batch" else rows
-        groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=task.micro_batches, together=together)
-        key = (rows, cols, task.micro_batches, together)
+    groups, key = _groups(row)
+    then, key_then = _groups(resumed(row))
+    other_groups = (found.goes_on_from, then) if found.goes_on_from is not None and key_then != key else None
     lazy = averager_options(row) if row["averager"] == "lazy" else None
-    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], row["steps"], repr(lazy), task.poisoned_step == 1)
+    left_out = task.poisoned_step if task.skips else None
+    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], task.steps, repr(lazy), left_out, task.unreadable)
+    key += (found.other_order_from, other_groups and (found.goes_on_from, *key_then))
     if key not in _KEPT:
         alone: StrategyFactory = Blocking
         if lazy is not None:
             # One rank announces gradients alone, and no inputs and errors.
             alone = partial(make_strategy, "lazy", {**lazy, "fc_exchange": "never"})
-        _KEPT[key] = train_alone(task, groups, alone)
+        result = train_alone(task, groups, alone, other_order_from=found.other_order_from, other_groups=other_groups)
+        _KEPT[key] = by_epoch(result, steps_per_epoch(row))
     return _KEPT[key]
+
+
+def _groups(row: Row) -> tuple[Callable[[int], Groups], tuple[object, ...]]:
+    """How samples fall into groups with statistics of their own, and what that follows from."""
+    (rows, cols), micro_batches = value_of(row, "grid"), value_of(row, "micro_batches")
+    if not has_batch_norm(row["net"]) or (row["net"] != "residual-local" and micro_batches == 1):
+        return one_group, ()
+    together = rows * cols
+    if row["net"] == "residual-local":
+        together = 1 if rows == 1 or row["plan"] == "batch" else rows
+    groups = partial(groups_of, ranks=rows * cols, split_size=rows, micro_batches=micro_batches, together=together)
+    return groups, (rows, cols, micro_batches, together)
 
 
 _KEPT: dict[tuple[object, ...], Result] = {}

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
@@ -42,6 +43,8 @@ class Net:
     classes: int = 5
 
 
+#: so that an epoch ends with a batch of 3, or of 1
+SAMPLES = 19
 _RESIDUAL_MIXED = {"layer2.*": _M, "fc": _M}
 _SGD = {"name": "sgd"}
 #: options of averagers that have the same name here
@@ -98,7 +101,13 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
-    "on_nonfinite": {"stop": None, "skip": -1, "skip-one": 1},  # the step in which one rank sees what is not finite
+    "on_nonfinite": {  # the answer, and the step in which one rank sees what is not finite; -1: none
+        "stop": ("stop", None),
+        "skip": ("skip", -1),
+        "skip-one": ("skip", 1),
+        "rollback": ("rollback", 1),
+        "rollback-late": ("rollback", 2),
+    },
     "messages": {"prompt": False, "adversarial": True},
     "posting": {"program": False, "thread": True},
     "checks": {  # in each step of all there is, or of parts in turn
@@ -106,7 +115,23 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "every-step": CheckCadence(1, 1),
         "parts": CheckCadence(1, 3, 1),
         "every-3": CheckCadence(3, 2, 1),
+        "every-10": CheckCadence(10),
     },
+    "data": {  # samples that cannot be read; of a file, where a rank has all samples that it reads to itself
+        "arrays": None,
+        "file": (),
+        "unreadable": (0, 4, 5, 18),
+        "unreadable-last": (17, 18),
+    },
+    "checkpoint": {  # layout, asynchronous
+        "none": None,
+        "single": ("single", False),
+        "single-background": ("single", True),
+        "sharded": ("sharded", False),
+        "sharded-background": ("sharded", True),
+    },
+    "end": {name: name for name in ("own", "request", "max_time", "steps", "kill")},  # and then the run goes on
+    "resume": {name: None if name == "same" else name for name in ("same", "1x1", "1x3", "2x1", "2x2")},  # on which grid
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
 }
 
@@ -150,18 +175,40 @@ def averager_options(row: Row) -> dict[str, Any]:
     return options
 
 
-def config_of(row: Row) -> Config:
-    """A configuration as the checks, `make_strategy` and the optimiser's registry read it; nobody looks at its model and data."""
+def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
+    """A configuration as the checks, registries, `Trainer` and resumes read it; the network is the row's, not its model.
+
+    Args:
+        folder: of the data file and of runs. every_steps: from one checkpoint to the next, where there are any.
+    """
+    checkpoint = value_of(row, "checkpoint")
+    layout, asynchronous = checkpoint or ("auto", True)
     return Config.model_validate(
         {
+            "seed": Task.seed,
+            "dtype": Task.dtype,
             "model": "small",
-            "data": {"train": "none"},
+            "data": {
+                "train": str(folder / "train.h5"),
+                "normalise": False,
+                "cache": value_of(row, "data") == (17, 18),
+                "on_unreadable": "skip" if value_of(row, "data") else "stop",
+                "max_unreadable": 0.5,
+            },
+            "output": str(folder / "runs"),
+            "checkpoint": {
+                "every_epochs": int(checkpoint is not None),
+                "every_steps": every_steps if checkpoint else 0,
+                "layout": layout,
+                "asynchronous": asynchronous,
+            },
+            "on_nonfinite": value_of(row, "on_nonfinite")[0],
             "batch": value_of(row, "batch"),
             "micro_batches": value_of(row, "micro_batches"),
-            "epochs": 1,
+            "epochs": -(-steps_of(row) // steps_per_epoch(row)),
             "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
             "schedule": "constant",
-            "grid": {"overlap": ["*"] if value_of(row, "interior-first") else []},
+            "grid": {"rows": value_of(row, "grid")[0], "overlap": ["*"] if value_of(row, "interior-first") else []},
             "averager": {"name": value_of(row, "averager"), **averager_options(row)},
         }
     )
@@ -215,10 +262,36 @@ def _kernels(row: Row) -> KernelSet:
     return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
 
 
-def _steps(row: Row) -> int:
-    """More for lazy averaging, whose seventh step follows from a comparison; rounded messages may bring another decision."""
+def steps_of(row: Row) -> int:
+    """More for lazy averaging, whose seventh step follows from a comparison; rounded messages may bring another decision.
+
+    A run that goes back ends with an epoch: it does some steps twice, and so does not end after a number of them.
+    """
     compares = value_of(row, "averager") == "lazy" and value_of(row, "wire") is value_of(row, "wire_parameters") is None
-    return (2 if compares else 1) * int(value_of(row, "steps"))
+    steps = (2 if compares else 1) * int(value_of(row, "steps"))
+    return -(-steps // steps_per_epoch(row)) * steps_per_epoch(row) if goes_back(row) else steps
+
+
+def steps_per_epoch(row: Row) -> int:
+    return -(-SAMPLES // int(value_of(row, "batch")))
+
+
+def is_run(row: Row) -> bool:
+    """Whether the program's own loop drives the training, with a run directory."""
+    return (
+        value_of(row, "data") is not None
+        or value_of(row, "checkpoint") is not None
+        or value_of(row, "end") != "own"
+        or goes_back(row)
+    )
+
+
+def goes_back(row: Row) -> bool:
+    return bool(value_of(row, "on_nonfinite")[0] == "rollback")
+
+
+def ends_early(row: Row) -> bool:
+    return bool(value_of(row, "end") != "own")
 
 
 def task_of(row: Row) -> Task:
@@ -230,13 +303,14 @@ def task_of(row: Row) -> Task:
         _kernels(row),
         partial(OPTIMIZERS.create, optimizer.pop("name"), optimizer),
         classes=net.classes,
-        samples=19,
+        samples=SAMPLES,
         batch=value_of(row, "batch"),
-        steps=_steps(row),
+        steps=steps_of(row),
         micro_batches=value_of(row, "micro_batches"),
         smoothing=value_of(row, "smoothing"),
         plan=parallel_plan(row),
         checks=value_of(row, "checks"),
-        skips=value_of(row, "on_nonfinite") is not None,
-        poisoned_step=value_of(row, "on_nonfinite"),
+        skips=value_of(row, "on_nonfinite")[0] == "skip",
+        poisoned_step=value_of(row, "on_nonfinite")[1],
+        unreadable=value_of(row, "data"),
     )

@@ -18,7 +18,7 @@ from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels.base import StepContext
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.sampler import counts, share_of
+from hpctrain.data.sampler import Reordering, counts, share_of
 from hpctrain.nn.network import Network
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.train.step_reduction import StepTotals
@@ -45,11 +45,20 @@ def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, to
     return tuple(group for group in found if group)
 
 
-def train_alone(task: Task, groups: Callable[[int], Groups], strategy: StrategyFactory = Blocking) -> Result:
+def train_alone(
+    task: Task,
+    groups: Callable[[int], Groups],
+    strategy: StrategyFactory = Blocking,
+    *,
+    other_order_from: int | None = None,
+    other_groups: tuple[int, Callable[[int], Groups]] | None = None,
+) -> Result:
     """The task on one rank, without a grid.
 
     Args:
         groups: of a step, from its number of samples. strategy: its class.
+        other_order_from: from this step on samples come in the first other order, as behind a rollback to it; None: never.
+        other_groups: from a step on, these groups; None: the same in all steps.
     """
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
@@ -65,12 +74,15 @@ def train_alone(task: Task, groups: Callable[[int], Groups], strategy: StrategyF
             totals.append(StepTotals(0.0, 0, 0, 0, 0, 0, np.zeros(network.statistics.size)))
             continue
         epoch, inside = divmod(number, sampler.steps_per_epoch)
+        if number == other_order_from:
+            sampler.reorder([Reordering(epoch, inside * task.batch, 1)])
         ids = sampler.ids(epoch, inside)
         context = StepContext(training=True, epoch=epoch, step=number, sample_ids=ids, global_count=len(ids))
         updates.begin_step(task.lr, (len(ids),))
         updates.before_forward(tuple(group.parameters.values()))
         step = _Step(network, context)
-        for members in groups(len(ids)):
+        groups_here = groups if other_groups is None or number < other_groups[0] else other_groups[1]
+        for members in groups_here(len(ids)):
             step.add(images, labels, ids[list(members)])
         group.grad[...] = step.gradient
         for parameter in reversed(group.parameters.values()):

@@ -33,6 +33,8 @@ class Task:
     """A training: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks.
 
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
+    unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
+    are numbers in memory.
     """
 
     model: Callable[[], Layer]
@@ -53,6 +55,7 @@ class Task:
     checks: CheckCadence = field(default_factory=CheckCadence)
     skips: bool = False
     poisoned_step: int | None = None
+    unreadable: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -67,10 +70,29 @@ class Result:
 
 def made_up(task: Task) -> tuple[np.ndarray, np.ndarray, Sampler]:
     """Images (samples, H, W, C), labels (samples,), and the order in which steps take them."""
+    sampler = Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
     random = np.random.default_rng(task.seed)
+    if task.unreadable is not None:
+        pixels, labels = stored(task)
+        actual = [_standing_in(sample, task) for sample in range(task.samples)]
+        return (pixels[actual] / 255).astype(parameter_dtype(task.dtype)), labels[actual], sampler
     images = random.standard_normal((task.samples, *task.image_shape)).astype(parameter_dtype(task.dtype))
     labels = random.integers(0, task.classes, task.samples)
-    return images, labels, Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
+    return images, labels, sampler
+
+
+def stored(task: Task) -> tuple[np.ndarray, np.ndarray]:
+    """Images (samples, H, W, C) uint8 and labels (samples,) as a data file has them."""
+    random = np.random.default_rng(task.seed)
+    pixels = random.integers(0, 256, (task.samples, *task.image_shape), dtype=np.uint8)
+    return pixels, random.integers(0, task.classes, task.samples)
+
+
+def _standing_in(sample: int, task: Task) -> int:
+    """The sample that is read for one."""
+    while sample in (task.unreadable or ()):
+        sample = (sample + 1) % task.samples
+    return sample
 
 
 def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None = None) -> Iterator[Batch]:
@@ -102,6 +124,15 @@ def replica_of(
         assert isinstance(strategy, type)
         strategy = partial(strategy, options=strategy.Options(**options))
     groups = GridGroups(ProcessGrid(comm, task.plan.rows, comm.size // task.plan.rows))
+    replica = replica_on(task, groups, progress, strategy, nominal_batch=nominal_batch)
+    replica.agree()
+    return replica
+
+
+def replica_on(
+    task: Task, groups: GridGroups, progress: ProgressEngine, strategy: StrategyFactory, *, nominal_batch: int | None = None
+) -> Replica:
+    """The replica that a task trains on these groups, before its ranks agree."""
     network = make_network(
         task.model(),
         task.image_shape,
@@ -113,7 +144,7 @@ def replica_of(
         seed=task.seed,
         smoothing=task.smoothing,
     )
-    replica = Replica(
+    return Replica(
         network,
         groups=groups,
         progress=progress,
@@ -124,8 +155,6 @@ def replica_of(
         checks=task.checks,
         skips=task.skips,
     )
-    replica.agree()
-    return replica
 
 
 def train(

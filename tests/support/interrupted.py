@@ -1,0 +1,344 @@
+"""Trainings by the program's own loop on virtual ranks: with checkpoints, ended early, killed, gone on with, taken back.
+
+What is real: the loop, the writing and finding of checkpoints, the way back, the limit of time, the loader of files. What is not:
+processes. A kill ends all ranks between two steps, and leaves what a thread has begun to write.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from hpctrain.backend.backend import Backend
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.dump import dump
+from hpctrain.config.schema import Config
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
+from hpctrain.data.loader import Batch, BatchSource, Loader
+from hpctrain.data.mapped_reader import MappedReader
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.experiment import collective_schedules
+from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment.build import Parts, build_trainer
+from hpctrain.experiment.checkpoints import RunCheckpoints
+from hpctrain.experiment.images import Images, make_loader
+from hpctrain.experiment.resume import AUTO, Start, find_start
+from hpctrain.experiment.rollback import rollback
+from hpctrain.experiment.session import Session
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import ThreadPlan
+from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.storage import checkpoint
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain.train.snapshot import Position
+from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.time_limit import TimeLimit
+from hpctrain.virtual.communicator import ThreadCommunicator
+from tests.support import unreadable_file
+from tests.support.training import Result, Task, assemble, made_up, replica_on
+
+
+class Killed(Exception):
+    """The run was killed here."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happens to a run, and when.
+
+    Attributes:
+        end: "own": nothing; "request", "max_time", "steps" or "kill": it ends early, and goes on. step: of that, steps done.
+        rank: that is asked to end, or is killed (of more than there are: by its remainder).
+        every_steps: from one checkpoint to the next.
+    """
+
+    end: str
+    step: int
+    rank: int
+    every_steps: int
+
+    @classmethod
+    def drawn(cls, end: str, steps: int, seed: int) -> Course:
+        """A course of a run of so many steps."""
+        source = random.Random(seed)
+        return cls(end, source.randint(1, steps - 1), source.randrange(12), source.randint(1, 3))
+
+
+@dataclass(frozen=True)
+class PartOutcome:
+    """What a rank has at the end of a part of a run, which has begun behind `first_step` steps."""
+
+    first_step: int
+    position: Position
+    stopped: bool
+    result: Result
+
+
+@dataclass
+class RunOutcome:
+    """The end of a whole run.
+
+    Attributes:
+        results: by rank; the totals are sums over the epoch so far. position: where it has ended.
+        stops: where it has ended early, with a checkpoint. goes_on_from: steps done where
+        a second part has begun; None: there is one alone.
+    """
+
+    results: list[Result]
+    position: Position
+    stops: list[Position]
+    goes_on_from: int | None
+
+
+@dataclass(frozen=True)
+class PartOfRun:
+    """One part of a run: from a checkpoint, if there is one, to an end.
+
+    Args:
+        task: on the grid of this part. config: of it. strategy: of its averagers. course: None: to the end of the run.
+
+    Attributes:
+        sums: by steps done, those of the epoch so far, as rank 0 knows them; also of a part that was killed.
+    """
+
+    task: Task
+    config: Config
+    strategy: StrategyFactory
+    course: Course | None
+    sums: dict[int, RunningSums] = field(default_factory=dict)
+
+    def run(self, comm: ThreadCommunicator, progress: ProgressEngine) -> PartOutcome:
+        """Train. Collective.
+
+        Raises:
+            Killed: on the rank that is killed.
+        """
+        rows = self.task.plan.rows
+        grid = ProcessGrid(comm, rows, comm.size // rows)
+        threads = ThreadPlan(1, 1, "virtual ranks")
+        session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(self.config), {})
+        start = find_start(session, AUTO)
+        parts = self._parts(session)
+        collective_schedules.agree(session, parts, None if start is None else start.content)
+        reporter = _Sums(self.sums) if session.is_root else Reporter()
+        outcome = self._train(session, parts, start, reporter)
+        replica = parts.replica
+        parameters = {name: assemble(replica, name, one.data) for name, one in replica.network.parameters.items()}
+        statistics = {name: view.copy() for name, view in replica.network.statistics.views.items()}
+        return replace(outcome, result=Result(parameters, statistics))
+
+    def _train(self, session: Session, parts: Parts, start: Start | None, reporter: Reporter) -> PartOutcome:
+        """As a run does, from its start to its last checkpoint."""
+        position, directory = Position(), None
+        if start is not None:
+            raise_on_all_ranks(session.world, lambda: parts.replica.load(start.content))
+            position, directory = start.position, start.directory
+            if session.is_root:
+                checkpoint.set_aside(directory.checkpoints, position.global_step)
+                directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
+            session.world.allgather_object(None)
+        directory = directory or _new_directory(session)
+        checkpoints = RunCheckpoints(session, parts, directory, reporter)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
+        first_step = position.global_step
+        asks = self._asks(session.world.rank, session.world.size, parts.replica)
+        ends = self.course is not None
+        trainer = build_trainer(
+            session,
+            parts,
+            reporter,
+            checkpoints.save,
+            steps=self._steps(first_step),
+            go_back=go_back,
+            stop_requested=asks if ends and self._ends_by("request") else lambda: False,
+            limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
+            saver=checkpoints.saver,
+        )
+        outcome = trainer.run(position)
+        parts.replica.drain()
+        checkpoints.saver.finish()
+        stopped = outcome.position.global_step < self.task.steps
+        return PartOutcome(first_step, outcome.position, stopped, Result({}, {}))
+
+    def _steps(self, first_step: int) -> int:
+        """The steps to end after; 0: to end with the last epoch."""
+        if self.course is not None and self.course.end == "steps":
+            return self.course.step
+        return 0 if self.config.on_nonfinite.action == "rollback" else self.task.steps - first_step
+
+    def _ends_by(self, end: str) -> bool:
+        return self.course is not None and self.course.end == end
+
+    def _asks(self, rank: int, ranks: int, replica: Replica) -> Callable[[], bool]:
+        """Whether this rank asks for the end, behind the step under way."""
+        course = self.course
+        if course is None or rank != course.rank % ranks:
+            return lambda: False
+        return lambda: replica.global_step + 1 >= course.step
+
+    def _parts(self, session: Session) -> Parts:
+        task, config = self.task, self.config
+        replica = replica_on(task, session.groups, session.progress, self.strategy, nominal_batch=config.batch)
+        path = Path(config.data.train)
+        loader: BatchSource
+        if task.unreadable is None:
+            file = ImageFile.open(path)
+            images, labels, sampler = made_up(task)
+            groups = session.groups
+            ranks, split_size = groups.all_ranks.size, groups.split_size
+            loader = ArrayLoader(
+                images, labels, sampler, rank=groups.position, ranks=ranks, split_size=split_size, tiles=replica.tiles
+            )
+        else:
+            file = unreadable_file.open_broken(path, task.unreadable)
+            pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
+            loader = make_loader(session, Images(file, pipeline), replica.tiles, batch=config.batch, shuffle=True)
+            assert isinstance(file.pixels, MappedReader)
+            file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())
+        killed = self.course is not None and self._ends_by("kill") and session.world.rank == self.course.rank % session.world.size
+        disturbed = _Disturbed(
+            loader,
+            is_first=session.groups.position == 0,
+            poisoned_step=task.poisoned_step,
+            once=config.on_nonfinite.action == "rollback",
+            killed_step=self.course.step if self.course is not None and killed else None,
+        )
+        schedule = SCHEDULES.create(
+            "constant", {}, base_lr=task.lr, epochs=config.epochs, steps_per_epoch=len(loader), warmup_epochs=0.0
+        )
+        backend = Backend("numpy", task.dtype, task.kernels, "virtual")
+        return Parts(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), ())
+
+
+class _Disturbed:
+    """Batches of a loader, of which one is poisoned, or the last one that a killed rank reads.
+
+    Args:
+        is_first: of the ranks, the one that reads images of NaN in `poisoned_step`. once: not in another order of samples.
+        killed_step: in the place of which there is a kill; None: there is none.
+    """
+
+    def __init__(
+        self, loader: BatchSource, *, is_first: bool, poisoned_step: int | None, once: bool, killed_step: int | None
+    ) -> None:
+        self._loader, self._killed_step, self._once = loader, killed_step, once
+        self.sampler = loader.sampler
+        self._poisoned_step = poisoned_step if is_first else None
+
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        batches = self._loader.epoch(epoch, first)
+        try:
+            for batch in batches:
+                number = batch.epoch * self.sampler.steps_per_epoch + batch.step
+                if number == self._killed_step:
+                    raise Killed(f"before step {number + 1}")
+                reordered = self._once and bool(self.sampler._reorderings)
+                poisoned = number == self._poisoned_step and not reordered
+                yield replace(batch, x=np.full_like(batch.x, np.nan)) if poisoned else batch
+        finally:
+            batches.close()
+
+
+class _Sums(Reporter):
+    """Keeps the sums of each step; of steps that are done again, the latest."""
+
+    def __init__(self, sums: dict[int, RunningSums]) -> None:
+        self.sums = sums
+
+    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
+        self.sums[step] = replace(sums)
+
+
+def _new_directory(session: Session) -> RunDirectory:
+    """A new run directory, made by rank 0. Collective."""
+    config = session.config
+    path = None
+    if session.is_root:
+        path = RunDirectory.create(Path(config.output), config.name, config=dump(config), versions={}, git={}).path
+    return RunDirectory.open(Path(session.world.broadcast_object(str(path))))
+
+
+def run_whole(
+    make: Callable[[Path, Course | None], PartOfRun], course: Course, on_ranks: Callable[[PartOfRun], list[PartOutcome]]
+) -> RunOutcome:
+    """A run on its course from its first to its last step, in a folder of its own.
+
+    Args:
+        make: a part of the run, from its folder; with the course: the first one; with None: the one that ends it.
+        on_ranks: runs a part on its ranks.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hpctrain-run-"))
+    try:
+        first = make(folder, course if course.end != "own" else None)
+        unreadable_file.write(folder / "train.h5", first.task)
+        outcomes = _ended(first, on_ranks)
+        stops = [end.position for end in (outcomes or [])[:1] if end.stopped]
+        sums, goes_on = first.sums, False
+        if not outcomes or outcomes[0].stopped:
+            goes_on, last = True, make(folder, None)
+            outcomes = on_ranks(last)
+            sums = {**sums, **last.sums}
+        whole = _whole(outcomes, sums, stops)
+        return whole if goes_on else replace(whole, goes_on_from=None)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _ended(part: PartOfRun, on_ranks: Callable[[PartOfRun], list[PartOutcome]]) -> list[PartOutcome] | None:
+    """The outcome of a part, by rank; None where it was killed, and what it was writing has come to its end."""
+    try:
+        return on_ranks(part)
+    except Killed:
+        for thread in threading.enumerate():
+            if thread.name == "hpctrain-checkpoint":
+                thread.join()
+        return None
+
+
+def _whole(outcomes: list[PartOutcome], sums: Mapping[int, RunningSums], stops: list[Position]) -> RunOutcome:
+    position = outcomes[0].position
+    totals = [_totals(sums[step]) for step in range(1, position.global_step + 1)]
+    results = [replace(outcome.result, totals=totals) for outcome in outcomes]
+    return RunOutcome(results, position, stops, outcomes[0].first_step)
+
+
+def _totals(sums: RunningSums) -> StepTotals:
+    return StepTotals(sums.loss, sums.top1, sums.top5, sums.count, 0, 0, np.zeros(0))
+
+
+def by_epoch(result: Result, steps_per_epoch: int) -> Result:
+    """A result whose totals are sums over the epoch so far."""
+    totals: list[StepTotals] = []
+    sums = RunningSums()
+    for step, of_step in enumerate(result.totals):
+        sums = RunningSums() if step % steps_per_epoch == 0 else sums
+        sums.add(of_step)
+        totals.append(_totals(sums))
+    return replace(result, totals=totals)
+
+
+def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, stops: Sequence[Position], *, saves: bool) -> int:
+    """The step to which a run goes back from what is not finite: that of its newest checkpoint before.
+
+    Args:
+        saves: the run has checkpoints beside that of its start and of where it has ended early, `stops`.
+    """
+    regular = [
+        step for step in range(1, poisoned_step + 1) if saves and (step % course.every_steps == 0 or step % steps_per_epoch == 0)
+    ]
+    return max([0, *regular, *(stop.global_step for stop in stops if stop.global_step <= poisoned_step and not stop.reorderings)])

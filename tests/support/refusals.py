@@ -1,0 +1,139 @@
+"""The program's own word on which combinations are legal: what refuses a configuration is asked, as far as one is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
+from hpctrain.comm.grid import coordinates
+from hpctrain.errors import HpctrainError
+from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.grid import check_batch, check_overlap
+from hpctrain.experiment.unreadable import check_skip
+from hpctrain.nn.parameter import GroupLayout
+from hpctrain.optim.optimizers import OPTIMIZERS
+from tests.support.dimensions import Row, config_of, ends_early, graph_of, parallel_plan, splits_parameters, value_of
+
+#: options that an averager may have
+AVERAGING = (
+    "averager",
+    "slices",
+    "sizes",
+    "window",
+    "fc_exchange",
+    "replan",
+    "two_level",
+    "wire",
+    "wire_parameters",
+    "lazy",
+    "sparse",
+    "micro_batches",
+)
+DATA = ("data", "grid")
+PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
+PLACING = ("grid", "device")
+NODES = ("averager", "sparse", "two_level", "nodes", *PLANNING)
+
+
+def refusal(row: Row) -> str | None:
+    """The sentence by which the program refuses a combination, of which some options may not be chosen yet.
+
+    Also one by which it refuses to go on, on another grid.
+    """
+    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING)) or _refused_data(_only(row, DATA))
+    refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
+    return refused if refused or not _changes_grid(row) else refusal(resumed(row))
+
+
+def _changes_grid(row: Row) -> bool:
+    return {"end", "resume", "grid"} <= row.keys() and ends_early(row) and value_of(row, "resume") is not None
+
+
+def resumed(row: Row) -> Row:
+    """The combination of the part of a run that goes on."""
+    return {**row, "grid": value_of(row, "resume") or row["grid"], "resume": "same"}
+
+
+def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, row[name]) for name in names if name in row)
+
+
+@cache
+def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
+
+
+@cache
+def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"averager", "two_level", "grid", "nodes"} <= row.keys():
+        return None
+    ranks = math.prod(value_of(row, "grid"))
+    per_node = value_of(row, "nodes") or ranks
+    nodes = [rank // per_node for rank in range(ranks)]
+    groups = [nodes]
+    if {"plan", "net"} <= row.keys() and _refused_plan(_only(row, PLANNING)) is None and splits_parameters(row):
+        rows = value_of(row, "grid")[0]
+        places = coordinates(nodes, rows)  # of each rank; those with the same part of split layers average it
+        groups += [
+            [node for node, (place, _) in zip(nodes, places, strict=True) if place == split_rank] for split_rank in range(rows)
+        ]
+
+    def attempt() -> None:
+        for group in groups:
+            _make_over_nothing(row, split=False, nodes=group)
+
+    return _sentence(attempt)
+
+
+@cache
+def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(PLACING) <= row.keys() or value_of(row, "device") is None:
+        return None
+    return _sentence(lambda: refuse_several_ranks(NodePlace(math.prod(value_of(row, "grid")))))
+
+
+@cache
+def _refused_data(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(DATA) <= row.keys():
+        return None
+    return _sentence(lambda: check_skip(config_of(row), value_of(row, "grid")[0]))
+
+
+@cache
+def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"grid", "plan", "net"} <= row.keys():
+        return None
+
+    def attempt() -> None:
+        check_overlap(config_of(row), graph_of(row["net"]), parallel_plan(row))
+        if "batch" in row:
+            check_batch(value_of(row, "batch"), *value_of(row, "grid"))
+        if "averager" in row and splits_parameters(row):
+            _make_over_nothing({"averager": row["averager"]}, split=True)
+
+    return _sentence(attempt)
+
+
+def _make_over_nothing(row: Row, *, split: bool, nodes: Sequence[int] | None = None) -> None:
+    """The strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
+    config = config_of(row)
+    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
+    layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
+    group = PlannedGroup(layout, len(nodes or (0,)), nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+    make_strategy(config.averager.name, config.averager.options, group)
+
+
+def _sentence(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except HpctrainError as error:
+        return str(error)
+    return None
