@@ -35,6 +35,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.checkpoint_search import read_together
 from hpctrain.experiment.network_choice import Automatic, Choice, named, optimizer_of
 from hpctrain.experiment.progress import set_progress
 from hpctrain.experiment.session import StartedRank, on_grid, start_world
@@ -311,14 +312,10 @@ class Job(StartedRank):
         Raises:
             CheckpointError: the file is missing or damaged, or another model's or optimiser's.
         """
-
-        def restore() -> Mapping[str, Any]:
-            content = checkpoint.read(Path(path))
-            replica.load(content)
-            notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]
-            return notes
-
-        return raise_on_all_ranks(self.world, restore)
+        content = read_together(self.world, Path(path))
+        raise_on_all_ranks(self.world, partial(replica.load, content))
+        notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]
+        return notes
 
 
 def model(name: str, **options: Any) -> Layer:
