@@ -151,11 +151,20 @@ def prune(directory: Path, keep: int) -> list[Path]:
         by_age = sorted(_matching(directory, name), key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
         deleted += [path for _, path in by_age[:-keep]]
     for path in deleted:
-        if is_sharded(path):
-            delete(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
     return deleted
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; nothing where there is none.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if is_sharded(path) and path.is_dir():
+        delete(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, and no more than that is kept."""
+"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, in which layout, and no more than that is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, write
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, read, write
 
 
 def _call(*words: str) -> Result:
@@ -74,3 +74,17 @@ def test_all_but_the_last_are_pruned(run: Path) -> None:
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-00000003.h5"]
     assert _call("prune", str(run), "--keep", "1").output == ""
     assert _call("prune", str(run)).exit_code == 2
+
+
+def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None:
+    shards, back = run / "checkpoints" / "checkpoint-00000003.shards", run / "back.h5"
+    result = _call("convert", str(run), "--shards", "1", "--out", str(shards))
+    file = checkpoint_path(run / "checkpoints", 3)
+    assert (result.exit_code, result.output) == (0, f"{shards}: all 1 tensors are those of {file}\n")
+    assert "all 1 tensors have their checksums" in _call("verify", str(shards)).output
+    assert _call("convert", str(shards), "--out", str(back)).exit_code == 0
+    assert read(back).meta == read(file).meta
+    assert _call("convert", str(shards), "--layout", "sharded", "--out", str(run / "other.shards")).exit_code == 0
+    refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
+    assert "--shards is 2, but the layout single has one file; leave --shards out." in refused.output
+    assert _call("convert", str(run)).exit_code == 2
