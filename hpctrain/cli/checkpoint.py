@@ -128,14 +128,17 @@ def prune(path: Path, keep: int) -> None:
     """Delete all checkpoints of a run but the latest.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them. PATH is a run directory or its directory of checkpoints.
+    them. What killed runs have left of unfinished checkpoints goes, too, once nothing was written to it for an hour. PATH is a
+    run directory or its directory of checkpoints.
     """
     from hpctrain.storage import checkpoint as storage
+    from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
-    for file in storage.prune(directory, keep):
+    left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS)
+    for file in [*storage.prune(directory, keep), *left]:
         click.echo(f"deleted {file}")
 
 

@@ -88,3 +88,14 @@ def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None
     refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
     assert "--shards is 2, but the layout single has one file; leave --shards out." in refused.output
     assert _call("convert", str(run)).exit_code == 2
+
+
+def test_what_a_killed_run_has_left_is_pruned_once_it_is_old(run: Path) -> None:
+    left = run / "checkpoints" / "checkpoint-00000004.shards.abcd.partial"
+    left.mkdir()
+    (left / "shard-00000.h5").write_bytes(b"half")
+    assert _call("prune", str(run), "--keep", "3").output == ""
+    for path in (left / "shard-00000.h5", left):
+        os.utime(path, (1e9, 1e9))
+    assert _call("prune", str(run), "--keep", "3").output == f"deleted {left}\n"
+    assert len(list((run / "checkpoints").iterdir())) == 3
