@@ -1,6 +1,6 @@
-"""What interrupted writes and deletions of checkpoints have left: nothing reads it, and the next write removes it.
+"""Leftovers of interrupted writes and deletions of checkpoints: nothing reads them, and the next write removes them.
 
-In a directory that nobody writes to any more it stays, until it is looked for. Whether a write is still under way there nobody
+In a directory that nobody writes to any more they stay, until they are looked for. Whether a write is still under way there nobody
 can tell but by its age; one whose files are taken away fails, and is tried again.
 """
 
