@@ -1,7 +1,7 @@
 """Leftovers of interrupted writes and deletions of checkpoints: nothing reads them, and the next write removes them.
 
-In a directory that nobody writes to any more they stay, until they are looked for. Whether a write is still under way there nobody
-can tell but by its age; one whose files are taken away fails, and is tried again.
+In a directory that nobody writes to any more they stay, until they are looked for. Whether a write is still under way there
+nobody can tell but by its age; one whose files are taken away fails, and is tried again.
 """
 
 from __future__ import annotations

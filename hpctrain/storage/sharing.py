@@ -1,4 +1,4 @@
-"""Who writes what of tensors that several hold alike: a rule that each of them follows for itself."""
+"""The rule by which holders of the same tensors share what is written: each of them follows it for itself."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from hpctrain.storage.store_file import StoreFile
 
 KINDS: tuple[type[Hdf5Target], ...] = (GuardedFile, StoreFile)
 MOVES = st.lists(
-    st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), st.integers(0, 40), st.binary(min_size=1, max_size=20)), max_size=8
+    st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), st.integers(0, 40), st.binary(min_size=1, max_size=20)),
+    max_size=8,
 )
 
 
