@@ -15,7 +15,7 @@ from hpctrain.storage.checkpoint import CheckpointContent, facts, is_sharded, re
 from hpctrain.storage.hdf5_store import digest_of, write_store
 from hpctrain.storage.shard_file import Part, write_shard
 from hpctrain.storage.sharded_checkpoint import SUFFIX, publish, unfinished
-from hpctrain.storage.sharing import Sharing
+from hpctrain.storage.write_shares import WriteShares
 
 
 def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None) -> CheckpointContent:
@@ -78,12 +78,12 @@ def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
 
 def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
     """The parts of one shard."""
-    sharing, parts = Sharing(number, shards), {}
+    shares, parts = WriteShares(number, shards), {}
     for key in content.tensors:
         shape, dtype = facts(content, key)
         box: Box | None = whole(shape)
         if 0 not in shape:
-            box = sharing.own(whole(shape), dtype.itemsize)
+            box = shares.own(whole(shape), dtype.itemsize)
         elif number != 0:  # of a tensor without elements, the first shard has name and shape
             box = None
         if box is not None:

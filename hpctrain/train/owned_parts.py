@@ -12,7 +12,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key, statistic_key
 from hpctrain.storage.shard_file import Part
-from hpctrain.storage.sharing import Sharing
+from hpctrain.storage.write_shares import WriteShares
 from hpctrain.train.shards import Shards
 
 
@@ -21,11 +21,11 @@ def take(network: Network, averagers: Mapping[str, GradientAverager], shards: Sh
 
     everyone: the ranks of all groups.
     """
-    for_all = Sharing(everyone.rank, everyone.size)
+    for_all = WriteShares(everyone.rank, everyone.size)
     parts: dict[str, Part] = {}
-    for key, shape, held, values, sharing in _held(network, averagers, shards, for_all):
+    for key, shape, held, values, shares in _held(network, averagers, shards, for_all):
         empty = size_of(held) == 0
-        box = sharing.own(held, values.itemsize) if not empty else None
+        box = shares.own(held, values.itemsize) if not empty else None
         if 0 in shape and everyone.rank == 0:  # of a tensor without elements, its name and shape
             box = whole(shape)
         if box is not None:
@@ -34,22 +34,22 @@ def take(network: Network, averagers: Mapping[str, GradientAverager], shards: Sh
 
 
 def _held(
-    network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, for_all: Sharing
-) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, Sharing]]:
+    network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, for_all: WriteShares
+) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, WriteShares]]:
     """(key, shape of the tensor, box that this rank holds, its values, those who hold it, too)."""
     to_host = network.kernels.arithmetic.to_host
     for averager in averagers.values():
-        of_group = Sharing(averager.comm.rank, averager.comm.size)
+        of_group = WriteShares(averager.comm.rank, averager.comm.size)
         for name, parameter in averager.group.parameters.items():
-            sharing = for_all if shards.is_whole(name) else of_group
+            shares = for_all if shards.is_whole(name) else of_group
             shape, box = shards.whole_shape(name), shards.box(name)
-            yield parameter_key(name), shape, box, to_host(parameter.data), sharing
+            yield parameter_key(name), shape, box, to_host(parameter.data), shares
             for state, values in averager.full_state(parameter).items():
                 if state in averager.by_holder:
                     count = len(values)
                     holders = values.reshape(count, *parameter.spec.shape)
-                    yield optimizer_key(state, name), (count, *shape), ((0, count), *box), holders, sharing
+                    yield optimizer_key(state, name), (count, *shape), ((0, count), *box), holders, shares
                 else:
-                    yield optimizer_key(state, name), shape, box, values.reshape(parameter.spec.shape), sharing
+                    yield optimizer_key(state, name), shape, box, values.reshape(parameter.spec.shape), shares
     for name, statistic in network.statistics.views.items():
         yield statistic_key(name), statistic.shape, whole(statistic.shape), statistic, for_all

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import convert as module
-from hpctrain.storage import sharing
+from hpctrain.storage import write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, open_checkpoint, read, write
 from hpctrain.storage.convert import convert
 from tests.support.jobs import Outcome
@@ -57,7 +57,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(
     content = content_of(kinds)
     write(source, content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "_SMALLEST_SHARED_BYTES", least_bytes)
+        patch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", least_bytes)
         assert_same(convert(source, there, sharded=True, shards=shards), content)
     assert_same(convert(there, back, sharded=False), content)
     assert_same(convert(there, directory / "d.shards", sharded=True, shards=2), content)

@@ -13,7 +13,7 @@ from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.boxes import whole
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.storage import checkpoint, sharing
+from hpctrain.storage import checkpoint, write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, read, write
 from hpctrain.storage.shard_file import write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
@@ -31,7 +31,7 @@ SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
 
 @pytest.fixture(autouse=True)
 def small_parts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_SMALLEST_SHARED_BYTES", 300)
+    monkeypatch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", 300)
 
 
 def plan_of(rows: int, cols: int) -> ParallelPlan:

@@ -10,7 +10,7 @@ from hpctrain.boxes import Box, even_interval, replace_dim, shape_of, size_of
 _SMALLEST_SHARED_BYTES = 1 << 16
 
 
-class Sharing:
+class WriteShares:
     """Shares parts out over holders of the same: large ones evenly, small ones to those that have least so far.
 
     Args:
