@@ -160,7 +160,7 @@ def _check_header(path: Path, file: h5py.File) -> None:
 def index_store(path: Path) -> tuple[dict[str, TensorPlace], str]:
     """The place of each tensor, by name, and the root's checksum, against which all of their checksums are verified.
 
-    No element is read.
+    No element of a tensor is read; the metadata are verified.
 
     Raises:
         CheckpointError: as `read_store`.
@@ -168,6 +168,8 @@ def index_store(path: Path) -> tuple[dict[str, TensorPlace], str]:
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         _check_header(path, file)
         digests = _digests(path, file)
+        if hashlib.sha256(file[_META][()]).hexdigest() != digests[_META]:
+            raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
         tensors = {name: file[name].id for name in digests if name != _META}
         # HDF5 gives no offset where there are no elements.
         places = {name: TensorPlace(int(tensor.get_offset() or 0), digests[name]) for name, tensor in tensors.items()}

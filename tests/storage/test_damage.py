@@ -1,7 +1,4 @@
-"""A thousand bits that flip and files that end early: each is found and the checkpoint before is used.
-
-Or it lies in bytes of HDF5 that nothing reads: then all that is read is what it was, and that is compared as well.
-"""
+"""A thousand bits that flip and files that end early: each is found and the checkpoint before is used."""
 
 from __future__ import annotations
 
@@ -47,21 +44,17 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, case:
     path = writer(tmp_path, 9)
     file = path if name is None else path / name
     whole, random = file.read_bytes(), np.random.default_rng(sorted(CASES).index(case))
-    found = 0
     for _ in range(flips):
         place, bit = int(random.integers(len(whole))), int(random.integers(8))
         damaged = bytearray(whole)
         damaged[place] ^= 1 << bit
         replace(file, bytes(damaged))
-        step = used(tmp_path)
-        found += step == 7
-        assert step == 7 or name not in ("manifest.json", "manifest.sha256"), f"bit {bit} of byte {place}"
+        assert used(tmp_path) == 7, f"bit {bit} of byte {place} of {len(whole)}"
     for length in random.integers(0, len(whole), ends):
         replace(file, whole[: int(length)])
         assert used(tmp_path) == 7, f"{length} of {len(whole)} bytes"
     replace(file, whole)
     assert used(tmp_path) == 9
-    assert found >= flips / 8
 
 
 @pytest.mark.parametrize("writer", [write_single, write_sharded])
