@@ -80,7 +80,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.experiment.options_schema",
     "hpctrain.experiment.oversubscription",
     "hpctrain.experiment.resume",
-    "hpctrain.experiment.run",
     "hpctrain.experiment.session",
     "hpctrain.experiment.trace_report",
     "hpctrain.nn.custom",

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: list, verify, show and prune the checkpoints of a run. Needs no MPI."""
+"""`hpctrain checkpoint`: list, verify, show, convert and prune the checkpoints of a run. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the same as 
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, verify, show and prune the checkpoints of a run."""
+    """List, verify, show, convert and prune the checkpoints of a run."""
 
 
 @checkpoint.command("list")
@@ -104,22 +104,54 @@ def show(path: Path, as_json: bool) -> None:
 
 @checkpoint.command()
 @_PATH
+@click.option(
+    "--layout",
+    type=click.Choice(["single", "sharded"]),
+    help="Layout of the new checkpoint: one file, or a directory of shards. By default the one that PATH has not.",
+)
+@click.option(
+    "--shards", type=click.IntRange(min=1), help="Number of shards. By default that of the ranks that wrote the checkpoint."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Write to this path, which must not exist yet.")
+def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
+    """Write the same checkpoint in the other layout.
+
+    PATH is a checkpoint, or a run directory, of which the newest is taken. The new checkpoint has the same tensors and metadata
+    to the last bit; it is read again and compared before the command ends. The name of a directory of shards ends in .shards. A
+    training goes on from the new checkpoint where it lies in the directory of checkpoints of a run.
+    """
+    from hpctrain.storage.checkpoint import is_sharded
+    from hpctrain.storage.convert import convert as write_converted
+
+    _, file = _files(path)[-1]
+    sharded = layout == "sharded" if layout is not None else not is_sharded(file)
+    if shards is not None and not sharded:
+        raise CheckpointError(f"--shards is {shards}, but the layout single has one file; leave --shards out.")
+    tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
+    click.echo(f"{out}: all {len(tensors)} tensors are those of {file}")
+
+
+@checkpoint.command()
+@_PATH
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep this many, those that were written last.")
 @click.option("--drop-best", is_flag=True, help="Delete the one with the best evaluation, too, unless it is among the latest.")
 def prune(path: Path, keep: int, drop_best: bool) -> None:
     """Delete all checkpoints of a run but the latest, and the best.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them, and so is the one with the best evaluation. PATH is a run directory or its directory of checkpoints.
+    them, and so is the one with the best evaluation. What killed runs have left of unfinished checkpoints goes, too, once nothing
+    was written to it for an hour. PATH is a run directory or its directory of checkpoints.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
+    from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
     best = best_record.read(directory)
-    for file in storage.prune(directory, keep, () if best is None or drop_best else {best.step}):
+    left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS)
+    for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}), *left]:
         click.echo(f"deleted {file}")
     if best is not None and not (directory / best.checkpoint).exists():
         best_record.write(directory, None)

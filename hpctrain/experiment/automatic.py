@@ -15,9 +15,9 @@ from hpctrain.errors import ConfigError
 from hpctrain.experiment import grid, planned_job, planner_costs
 from hpctrain.experiment.automatic_choice import AutomaticChoice, Resolved, model_digest
 from hpctrain.experiment.candidate_keys import with_candidate, with_defaults
+from hpctrain.experiment.checkpoint_search import find_checkpoint
 from hpctrain.experiment.dry_run import prepare
 from hpctrain.experiment.planned_run import Image, PlannedRun
-from hpctrain.experiment.resume import locate
 from hpctrain.experiment.start_search import BestCandidate, StartedJob, best, find
 from hpctrain.planner import machine_file
 from hpctrain.planner.averaging_costs import AveragerChoice
@@ -25,6 +25,7 @@ from hpctrain.planner.prediction import SimulationOptions
 from hpctrain.planner.search_space import SearchSpace
 from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 
 #: of a checkpoint's metadata
@@ -45,7 +46,8 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     if not config.automatic:
         return Resolved(config)
     world = started.world
-    kept, lines = started.on_root(lambda: _stored(config, world.size, resume, repeated))
+    there = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
+    kept, lines = started.on_root(lambda: _stored(config, world.size, there, repeated))
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines)
     task = raise_on_all_ranks(world, lambda: stand_in(config, world.size))
@@ -56,10 +58,10 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
 
 
 def _stored(
-    config: Config, ranks: int, resume: str | None, repeated: str | None
+    config: Config, ranks: int, there: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """The choice that an earlier run keeps, where it goes on; lines that say so, or why it does not."""
-    stored = _of_checkpoint(config, resume) or _of_run(repeated)
+    stored = _of_checkpoint(there) or _of_run(repeated)
     if stored is None:
         return None, ()
     choice, place = stored
@@ -72,9 +74,8 @@ def _stored(
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 
 
-def _of_checkpoint(config: Config, resume: str | None) -> tuple[AutomaticChoice, str] | None:
+def _of_checkpoint(there: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
     """The choice that the checkpoint keeps from which the run goes on, and its place."""
-    there = None if resume is None else locate(config.output, config.name, resume)
     if there is None or META not in there[1].meta:
         return None
     place, meta = str(there[0]), there[1].meta[META]
@@ -86,7 +87,7 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
     if repeated is None:
         return None
     if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
-        meta = checkpoint.read(Path(repeated)).meta.get(META)
+        meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(META)
         return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
     path = RunDirectory.open(Path(repeated)).choice_path
     return (AutomaticChoice.from_meta(json.loads(path.read_text()), str(path)), str(path)) if path.exists() else None

@@ -21,9 +21,10 @@ from hpctrain.experiment.grid import describe, parallel_plan
 from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
+from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.storage.shard_file import ShardFacts, write_shard
-from hpctrain.storage.sharded_checkpoint import publish, remove_left, unfinished
+from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver, Writing

@@ -123,7 +123,7 @@ def of_run(source: str) -> dict[str, CollectiveSchedule]:
     """
     path = Path(source)
     if path.is_file() or checkpoint.is_sharded(path):
-        schedules = _of_checkpoint(checkpoint.read(path))
+        schedules = _of_checkpoint(checkpoint.open_checkpoint(path))
     else:
         schedules = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
     if not schedules:

@@ -10,6 +10,7 @@ from hpctrain.data.facts import DataFacts
 from hpctrain.data.loader import Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import build_replica
+from hpctrain.experiment.checkpoint_search import find_checkpoint
 from hpctrain.experiment.images import (
     CHECKPOINT,
     Images,
@@ -19,7 +20,7 @@ from hpctrain.experiment.images import (
     open_training_file,
     training_shape,
 )
-from hpctrain.experiment.resume import check_model, data_of, find_checkpoint, stored_config
+from hpctrain.experiment.resume import check_model, data_of, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.progress_text import loss_text
@@ -37,9 +38,9 @@ def run_evaluation(session: Session, source: str) -> None:
     """
     if session.config.data.test is None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
-    there = find_checkpoint(session, source)
+    output, name = session.config.output, session.config.name
+    there = find_checkpoint(session.world, output, name, source)
     if there is None:
-        output, name = session.config.output, session.config.name
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
     path, content = there
     images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content))

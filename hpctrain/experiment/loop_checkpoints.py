@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import CheckpointError, DivergedError
+from hpctrain.experiment.checkpoint_search import read_together
 from hpctrain.experiment.checkpoints import one_file, shards
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.log import get_logger
@@ -80,19 +82,14 @@ class LoopCheckpoints:
         replica.drain()
         self._notes.phase("a checkpoint")
         self.saver.settle()
-
-        def restore() -> Mapping[str, Any]:
-            content = checkpoint.read(path)
-            replica.load(content)
-            if isinstance(content.tensors, ShardedTensors):
-                content.tensors.close()
-            notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]
-            return notes
-
-        notes = raise_on_all_ranks(self._world, restore)
+        content = read_together(self._world, path)
+        raise_on_all_ranks(self._world, partial(replica.load, content))
+        if isinstance(content.tensors, ShardedTensors):
+            content.tensors.close()
         replica.kept_step = replica.global_step
         replica.require_alike(schedules=True)
         self._notes.phase(BETWEEN)
+        notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]
         return notes
 
     def finish(self) -> None:

@@ -19,19 +19,17 @@ from hpctrain.data.classes import difference, in_order_of
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.experiment import resume_rules
+from hpctrain.experiment.checkpoint_search import find_checkpoint
 from hpctrain.experiment.images import CHECKPOINT, open_training_file
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.user_code import is_trusted
-from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.run_directory import RunDirectory, resumable, runs
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
-
-AUTO, BEST = "auto", "best"
 
 
 @dataclass(frozen=True)
@@ -64,49 +62,9 @@ def find_start(session: Session, source: str) -> Start | None:
     Raises:
         CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
     """
-    there = find_checkpoint(session, source)
+    config = session.config
+    there = find_checkpoint(session.world, config.output, config.name, source)
     return None if there is None else raise_on_all_ranks(session.world, lambda: _start(session, *there))
-
-
-def find_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent] | None:
-    """A checkpoint: verified by rank 0, read on each rank, of shards what it needs; None as in `find_start`. Collective.
-
-    Raises:
-        CheckpointError: as `find_start`.
-    """
-    config, world = session.config, session.world
-    there = raise_on_all_ranks(world, lambda: locate(config.output, config.name, source) if session.is_root else None)
-    name = world.broadcast_object(None if there is None else str(there[0]))
-    if name is None:
-        return None
-    path = Path(name)
-    return path, raise_on_all_ranks(world, lambda: there[1] if there is not None else checkpoint.open_checkpoint(path))
-
-
-def locate(output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
-    """A checkpoint file and its content, for one rank; None where `source` is "auto" and no run of that name has one.
-
-    Raises:
-        CheckpointError: as `find_start`.
-    """
-    if source == BEST:
-        path = best_record.find(Path(output), name)
-        return path, checkpoint.read(path)
-    if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
-        return Path(source), checkpoint.read(Path(source))
-    if source != AUTO:
-        there = checkpoint.read_newest(RunDirectory.open(Path(source)).checkpoints)
-        if there is None:
-            raise CheckpointError(f"The run {source} holds no valid checkpoint; train one without --resume first.")
-        return there
-    there = resumable(Path(output), name)
-    damaged = [run.path for run in runs(Path(output), name) if checkpoint.checkpoints(run.checkpoints)]
-    if there is None and damaged:
-        raise CheckpointError(
-            f"Every checkpoint of the runs of {name!r} in {output} is damaged, {damaged[0]} is the newest run; "
-            f"start a new training without --resume."
-        )
-    return there
 
 
 def _start(session: Session, path: Path, content: CheckpointContent) -> Start:

@@ -14,6 +14,7 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
+from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError
 from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records
 from hpctrain.experiment.best_checkpoint import nothing_to_choose
@@ -33,7 +34,8 @@ from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.experiment.unreadable import UnreadableReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import RunDirectory, software_versions
+from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
+from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
@@ -173,9 +175,17 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
             Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
         )
         automatic.keep(session.resolved, directory)
+        _remove_left(config, directory)
         return str(directory.path)
 
     return RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
+
+
+def _remove_left(config: Config, directory: RunDirectory) -> None:
+    """Delete what earlier runs of that name have left of unfinished checkpoints: nobody writes to their directories any more."""
+    for run in runs(Path(config.output), config.name):
+        if run.path != directory.path:
+            remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
 def _cut_records(session: Session, parts: Parts, start: Start) -> None:

@@ -19,14 +19,15 @@ from hpctrain.boxes import Box, relative, whole
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
-from hpctrain.storage.atomic_write import PARTIAL, replacing, synchronise_directory
+from hpctrain.storage.atomic_write import replacing, synchronise_directory
 from hpctrain.storage.hdf5_store import read_store, write_store
-from hpctrain.storage.sharded_checkpoint import SUFFIX, delete, open_sharded, remove_left
+from hpctrain.storage.leftovers import remove_left
+from hpctrain.storage.sharded_checkpoint import BEFORE, SUFFIX, delete, open_sharded
 from hpctrain.storage.sharded_tensors import ShardedTensors
 
 _log = get_logger(__name__)
-_NAME = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
-_SET_ASIDE = re.compile(r"checkpoint-(\d{8,})-set-aside\.(h5|shards)")
+_NAME = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?\.(h5|shards)")
+_SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|shards)")
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,6 @@ def write(path: Path, content: CheckpointContent) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"*.h5{PARTIAL}"):
-            left.unlink(missing_ok=True)
         remove_left(path.parent)
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
@@ -161,11 +160,20 @@ def prune(directory: Path, keep: int, spared: Collection[int] = ()) -> list[Path
     deleted = [path for step, path in by_age(directory)[:-keep] if step not in spared]
     deleted += [path for _, path in _by_age(_matching(directory, _SET_ASIDE))[:-keep]]
     for path in deleted:
-        if is_sharded(path):
-            delete(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
     return deleted
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; nothing where there is none.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if is_sharded(path) and path.is_dir():
+        delete(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
@@ -182,8 +190,8 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in behind:
-            if other.exists() and is_sharded(other):  # a run that went back twice: a directory cannot be replaced
-                delete(other)
+            if other.exists():  # of an earlier time, and a directory cannot be replaced
+                remove(other)
             os.replace(path, other)
         synchronise_directory(directory)
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import Any
 
+from hpctrain.storage.hdf5_target import Hdf5Target
 
-class GuardedFile(io.RawIOBase):
+
+class GuardedFile(Hdf5Target):
     """A new file that HDF5 writes through. It takes every write; the first that the system refused is kept in `error`.
 
     HDF5 cannot give up a file whose disk is full: it tries to flush again at every later chance and ends in a segmentation
@@ -16,33 +17,15 @@ class GuardedFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.error: OSError | None = None
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._place = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
-        self._place = base + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         done = 0
-        while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], self._place + done)):
+        while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], self._at + done)):
             done += count
-        self._place += done
+        self._at += done
         return done
 
     def write(self, buffer: Any) -> int:
@@ -50,14 +33,14 @@ class GuardedFile(io.RawIOBase):
         done = 0
         try:
             while done < len(view) and self.error is None:
-                done += os.pwrite(self._descriptor, view[done:], self._place + done)
+                done += os.pwrite(self._descriptor, view[done:], self._at + done)
         except OSError as error:
             self.error = error
-        self._place += len(view)
+        self._at += len(view)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        length = self._place if size is None else size
+        length = self._at if size is None else size
         try:
             os.ftruncate(self._descriptor, length)
         except OSError as error:
@@ -72,17 +55,17 @@ class GuardedFile(io.RawIOBase):
         """
         if self.closed:
             return
-        super().close()
         try:
             if self.error is None:
                 os.fsync(self._descriptor)
         finally:
-            os.close(self._descriptor)
+            self._release()
         if self.error is not None:
             raise self.error
 
     def abandon(self) -> None:
         """Let go of a file that is of no use, without waiting for the disk."""
-        if not self.closed:
-            super().close()
-            os.close(self._descriptor)
+        self._release()
+
+    def _end(self) -> int:
+        return os.fstat(self._descriptor).st_size

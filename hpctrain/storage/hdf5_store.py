@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,28 @@ _LIBVER = ("v110", "v110")
 _DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
 
 
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a tensor's elements in a file. offset: in bytes. sha256: over dtype, shape and elements."""
+
+    offset: int
+    sha256: str
+
+
 def _little_endian(array: np.ndarray) -> np.ndarray:
     """The array itself, or one copy of it where it is not C-contiguous or of another byte order."""
     assert array.dtype.kind in "biuf", f"dtype {array.dtype} has no place in a checkpoint"
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
-def _begun_digest(array: np.ndarray) -> hashlib._Hash:
+def begun_digest(dtype: np.dtype, shape: tuple[int, ...]) -> hashlib._Hash:
     """sha256 over dtype and shape of an array; its elements follow."""
-    return hashlib.sha256(f"{array.dtype.str} {array.shape}\n".encode())
+    return hashlib.sha256(f"{dtype.str} {shape}\n".encode())
 
 
 def digest_of(array: np.ndarray) -> str:
     """sha256 over dtype, shape and elements of a C-contiguous array."""
-    state = _begun_digest(array)
+    state = begun_digest(array.dtype, array.shape)
     state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 
@@ -100,7 +109,7 @@ def _write_tensor(file: h5py.File, stored: StoreFile, name: str, array: np.ndarr
     linking.set_create_intermediate_group(True)
     kind, space = h5py.h5t.py_create(array.dtype, logical=True), h5py.h5s.create_simple(array.shape)
     dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation, linking))
-    state = _begun_digest(array)
+    state = begun_digest(array.dtype, array.shape)
     if array.size:
         stored.place(dataset.id.get_offset(), array, state.update)
     digest = state.hexdigest()
@@ -148,21 +157,23 @@ def _check_header(path: Path, file: h5py.File) -> None:
         )
 
 
-def open_store(path: Path) -> tuple[h5py.File, dict[str, str], str]:
-    """An open file, for the caller to close, the checksums of its tensors, and the root's, against which they are verified.
+def index_store(path: Path) -> tuple[dict[str, TensorPlace], str]:
+    """The place of each tensor, by name, and the root's checksum, against which all of their checksums are verified.
+
+    No element of a tensor is read; the metadata are verified.
 
     Raises:
         CheckpointError: as `read_store`.
     """
-    with _damage_in(path):
-        file = h5py.File(path, "r", locking=False)
-        try:
-            _check_header(path, file)
-            digests = _digests(path, file)
-        except BaseException:
-            file.close()
-            raise
-    return file, digests, _list_digest(digests)
+    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
+        _check_header(path, file)
+        digests = _digests(path, file)
+        if hashlib.sha256(file[_META][()]).hexdigest() != digests[_META]:
+            raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
+        tensors = {name: file[name].id for name in digests if name != _META}
+        # HDF5 gives no offset where there are no elements.
+        places = {name: TensorPlace(int(tensor.get_offset() or 0), digests[name]) for name, tensor in tensors.items()}
+    return places, _list_digest(digests)
 
 
 def _read(path: Path, file: h5py.File) -> tuple[dict[str, np.ndarray], dict[str, object]]:

@@ -22,6 +22,8 @@ from hpctrain.storage.shard_file import ShardFacts
 from hpctrain.storage.sharded_tensors import ShardedTensors
 
 SUFFIX = ".shards"
+#: in the name of a checkpoint that gives way to another one of its step
+BEFORE = "-before"
 _MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
@@ -31,15 +33,15 @@ def unfinished(path: Path, token: str) -> Path:
     return path.with_name(f"{path.name}.{token}{PARTIAL}")
 
 
-def remove_left(directory: Path, but: Path | None = None) -> None:
-    """Delete what interrupted writes and deletions of sharded checkpoints have left, but not the directory `but`."""
-    for left in directory.glob(f"*{SUFFIX}.*{PARTIAL}"):
-        if left != but:
-            shutil.rmtree(left, ignore_errors=True)
+def moved_away(path: Path) -> Path:
+    """The name under which a checkpoint waits until another one of its step has taken its place. It is read as one, too."""
+    return path.with_name(f"{path.stem}{BEFORE}{path.suffix}")
 
 
 def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mapping[str, object]) -> None:
     """Make the checkpoint `path` of the shards in `partial`: all of them are on the disk. Whole or not there, at any moment.
+
+    A checkpoint of the same name stays until this one is there; for a moment it has another name.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -51,10 +53,15 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
     try:
         write_bytes(partial / _MANIFEST, text)
         write_bytes(partial / _DIGEST, f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode())
+        before = moved_away(path)
         if path.exists():  # the same step once more: a directory that is not empty cannot be replaced
-            delete(path)
+            if before.exists():
+                delete(before)
+            os.replace(path, before)
         os.replace(partial, path)
         synchronise_directory(path.parent)
+        if before.exists():
+            delete(before)
     except OSError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
@@ -63,7 +70,7 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
 
 
 def delete(path: Path) -> None:
-    """Delete a sharded checkpoint. Interrupted, it leaves only what `remove_left` removes.
+    """Delete a sharded checkpoint. Interrupted, it leaves only what `leftovers.remove_left` removes.
 
     Raises:
         OSError: it cannot be deleted.

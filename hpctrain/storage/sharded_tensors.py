@@ -1,21 +1,27 @@
-"""The tensors of a sharded checkpoint, read when they are asked for, and no more than the parts that are needed."""
+"""The tensors of a sharded checkpoint, read when they are asked for, and no more than the pieces that are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hpctrain.boxes import Box, intersect, relative, shape_of, whole
-from hpctrain.storage.shard_file import ShardFacts, ShardReader
+from hpctrain.storage.shard_file import ShardFacts, ShardPlaces, ShardReader
 
 #: more open files than this a process need not have
 _MOST_READERS = 64
 
 
 class ShardedTensors(Mapping[str, np.ndarray]):
-    """Tensors by key, whole (`tensors[key]`) or a part of them (`part`). Reading opens the shards that have it, and verifies it.
+    """Tensors by key, whole (`tensors[key]`) or a piece of them (`part`). Reading opens the shards that have it.
+
+    Several readers of one checkpoint may share its verification: each verifies some of the shards and is told the places of the
+    others' (`trust`). Until a shard is verified, its parts are read whole, and compared.
+
+    Args:
+        directory: of the shards.
 
     Raises:
         CheckpointError: on reading: a shard is missing or damaged.
@@ -23,6 +29,7 @@ class ShardedTensors(Mapping[str, np.ndarray]):
 
     def __init__(self, directory: Path, shards: Sequence[ShardFacts]) -> None:
         self._directory, self._shards = directory, shards
+        self._verified: dict[int, ShardPlaces] = {}
         self._readers: dict[int, ShardReader] = {}
         self._facts: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         self._places: dict[str, list[tuple[int, Box]]] = {}
@@ -47,22 +54,30 @@ class ShardedTensors(Mapping[str, np.ndarray]):
         """Shape and dtype of a tensor; nothing is read."""
         return self._facts[key]
 
+    @property
+    def shards(self) -> Sequence[ShardFacts]:
+        """The shards, by number."""
+        return self._shards
+
     def part(self, key: str, box: Box) -> np.ndarray:
         """The elements of a box of a tensor, in a new array."""
         values = np.empty(shape_of(box), self._facts[key][1])
         for number, there in self._places[key]:
             common = intersect(box, there)
             if common is not None:
-                part = self._reader(number).read(key, there)
-                values[relative(common, box)] = part[relative(common, there)]
+                values[relative(common, box)] = self._reader(number).read(key, common)
         return values
 
-    def verify(self) -> None:
-        """Read all of it, one part at a time, shard after shard."""
-        for number, shard in enumerate(self._shards):
-            reader = self._reader(number)
-            for key, (_, _, box) in shard.parts.items():
-                reader.read(key, box)
+    def verify(self, numbers: Iterable[int] | None = None) -> dict[int, ShardPlaces]:
+        """Read all of the shards of these numbers, or of all shards, one block at a time; the places of their parts."""
+        chosen = list(range(len(self._shards)) if numbers is None else numbers)
+        self._verified |= {number: self._reader(number).verify() for number in chosen}
+        return {number: self._verified[number] for number in chosen}
+
+    def trust(self, verified: Mapping[int, ShardPlaces]) -> None:
+        """Take it that these shards were verified, by who gave the places of their parts."""
+        self._verified |= verified
+        self.close()
 
     def close(self) -> None:
         """Let go of all files; they are opened again where they are needed."""
@@ -74,5 +89,16 @@ class ShardedTensors(Mapping[str, np.ndarray]):
             if len(self._readers) >= _MOST_READERS:
                 self._readers.pop(next(iter(self._readers))).close()
             shard = self._shards[number]
-            self._readers[number] = ShardReader(self._directory / shard.name, shard)
+            self._readers[number] = ShardReader(self._directory / shard.name, shard, self._verified.get(number))
         return self._readers[number]
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Numbers of things of these sizes, shared out over so many ranks: the largest first, each to who has least so far."""
+    loads = [0] * ranks
+    numbers: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[number]
+        numbers[rank].append(number)
+    return numbers

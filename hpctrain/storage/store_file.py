@@ -5,7 +5,6 @@ So its library, whose lock everything that reads HDF5 shares, never waits for a 
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,34 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.storage.hdf5_target import Hdf5Target
+
 #: bytes that one call writes, right after their checksum was taken
 _BLOCK = 1 << 22
 
 
-class StoreFile(io.RawIOBase):
+class StoreFile(Hdf5Target):
     """The file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        super().__init__(path)
         self._written: list[tuple[int, bytes]] = []
-        self._at = 0
         self._size = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         """The bytes that HDF5 has written there; zeros elsewhere."""
@@ -92,9 +76,10 @@ class StoreFile(io.RawIOBase):
 
     def close(self) -> None:
         """Let go of the file; without `finish`, nothing can read it."""
-        if not self.closed:
-            super().close()
-            os.close(self._descriptor)
+        self._release()
+
+    def _end(self) -> int:
+        return self._size
 
     def _write_all(self, offset: int, data: memoryview) -> None:
         done = 0

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, and no more than that is kept."""
+"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, in which layout, and no more than that is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from hpctrain.cli.main import cli
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, write
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, read, write
 
 
 def _call(*words: str) -> Result:
@@ -113,3 +113,28 @@ def test_the_best_among_the_latest_is_pruned_by_no_request(run: Path, best: Path
     assert _call("prune", str(run), "--keep", "1", "--drop-best").exit_code == 0
     assert best_record.read(run / "checkpoints") is not None
     assert best.exists()
+
+
+def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None:
+    shards, back = run / "checkpoints" / "checkpoint-00000003.shards", run / "back.h5"
+    result = _call("convert", str(run), "--shards", "1", "--out", str(shards))
+    file = checkpoint_path(run / "checkpoints", 3)
+    assert (result.exit_code, result.output) == (0, f"{shards}: all 1 tensors are those of {file}\n")
+    assert "all 1 tensors have their checksums" in _call("verify", str(shards)).output
+    assert _call("convert", str(shards), "--out", str(back)).exit_code == 0
+    assert read(back).meta == read(file).meta
+    assert _call("convert", str(shards), "--layout", "sharded", "--out", str(run / "other.shards")).exit_code == 0
+    refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
+    assert "--shards is 2, but the layout single has one file; leave --shards out." in refused.output
+    assert _call("convert", str(run)).exit_code == 2
+
+
+def test_what_a_killed_run_has_left_is_pruned_once_it_is_old(run: Path) -> None:
+    left = run / "checkpoints" / "checkpoint-00000004.shards.abcd.partial"
+    left.mkdir()
+    (left / "shard-00000.h5").write_bytes(b"half")
+    assert _call("prune", str(run), "--keep", "3").output == ""
+    for path in (left / "shard-00000.h5", left):
+        os.utime(path, (1e9, 1e9))
+    assert _call("prune", str(run), "--keep", "3").output == f"deleted {left}\n"
+    assert len(list((run / "checkpoints").iterdir())) == 3

@@ -49,6 +49,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
     "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],
     "checkpoint show": [(["nowhere"], "nowhere holds no checkpoints"), (["file"], "file")],
+    "checkpoint convert": [
+        (["nowhere", "--out", "new.h5"], "nowhere holds no checkpoints"),
+        (["file", "--out", "photos"], "photos is there already, and nothing is overwritten"),
+        (["file", "--out", "new.h5"], "new.h5 would be taken for a file"),
+    ],
     "checkpoint prune": [(["nowhere", "--keep", "2"], "nowhere is no directory; give a run directory")],
     "calibrate": [
         (["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml"),

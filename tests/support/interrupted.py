@@ -32,9 +32,10 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.experiment import collective_schedules
 from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.build import Parts, build_trainer
+from hpctrain.experiment.checkpoint_search import AUTO
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.images import Images, make_loader
-from hpctrain.experiment.resume import AUTO, Start, find_start
+from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.session import Session
 from hpctrain.launch.launcher import Launcher

@@ -13,12 +13,11 @@ from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.boxes import whole
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.storage import checkpoint
+from hpctrain.storage import checkpoint, write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, read, write
 from hpctrain.storage.shard_file import write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.storage.sharded_tensors import ShardedTensors
-from hpctrain.train import owned_parts
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
@@ -32,7 +31,7 @@ SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
 
 @pytest.fixture(autouse=True)
 def small_parts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned_parts, "_SMALLEST_SHARED_BYTES", 300)
+    monkeypatch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", 300)
 
 
 def plan_of(rows: int, cols: int) -> ParallelPlan:

@@ -1,0 +1,119 @@
+"""The checkpoint that a job goes on from: one that all ranks have verified together, and of which each reads what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.errors import CheckpointError
+from hpctrain.log import get_logger
+from hpctrain.storage import best_record, checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.storage.shard_file import ShardFacts
+from hpctrain.storage.sharded_checkpoint import open_sharded
+from hpctrain.storage.sharded_tensors import ShardedTensors, shares
+
+AUTO, BEST = "auto", "best"
+
+Told = TypeVar("Told")
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The checkpoints that a source may stand for, in the order in which they are tried.
+
+    named: the source names the only one, and no other will do. refusal: the sentence where none is whole; None: then none is
+    found.
+    """
+
+    paths: tuple[Path, ...]
+    named: bool
+    refusal: str | None
+
+
+def find_checkpoint(world: Communicator, output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
+    """The newest whole checkpoint that a source stands for; None where there is none and the source is "auto". Collective.
+
+    All ranks find the same one. A damaged one is passed over, with one line in the log.
+
+    Args:
+        output, name: of the runs.
+        source: "auto" (the newest run that has a whole one), "best" (that of the newest run that has one), a run directory or a
+            checkpoint.
+
+    Raises:
+        CheckpointError: a source that names nothing, or of which nothing is whole.
+    """
+    candidates = _of_root(world, lambda: _candidates(output, name, source))
+    for path in candidates.paths:
+        try:
+            return path, read_together(world, path)
+        except CheckpointError as error:
+            if candidates.named:
+                raise
+            if world.rank == 0:
+                _log.warning("Skipping a checkpoint. %s", error)
+    if candidates.refusal is not None:
+        raise CheckpointError(candidates.refusal)
+    return None
+
+
+def read_together(world: Communicator, path: Path) -> CheckpointContent:
+    """A checkpoint whose every checksum holds. Collective.
+
+    A file is read whole by every rank, after rank 0. Shards are verified by one rank each, as evenly as their sizes allow; the
+    tensors then read, on each rank, the bytes that it asks for.
+
+    Raises:
+        CheckpointError: missing, damaged or of another version, alike on all ranks.
+    """
+    if not checkpoint.is_sharded(path):
+        there = raise_on_all_ranks(world, lambda: checkpoint.read(path) if world.rank == 0 else None)
+        return raise_on_all_ranks(world, lambda: checkpoint.read(path) if there is None else there)
+    shards, meta = _of_root(world, lambda: _manifest(path))
+    tensors = ShardedTensors(path, shards)
+    own = shares([shard.size for shard in shards], world.size)[world.rank]
+    places = raise_on_all_ranks(world, lambda: tensors.verify(own))
+    tensors.trust(dict(chain.from_iterable(others.items() for others in world.allgather_object(places))))
+    return CheckpointContent(tensors, meta)
+
+
+def _of_root(world: Communicator, work: Callable[[], Told]) -> Told:
+    """The result of rank 0's work, on every rank; an error, too. Collective."""
+    told: Told = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
+    return told
+
+
+def _manifest(path: Path) -> tuple[Sequence[ShardFacts], Mapping[str, object]]:
+    tensors, meta = open_sharded(path)
+    return tensors.shards, meta
+
+
+def _candidates(output: str, name: str, source: str) -> _Candidates:
+    if source == BEST:
+        return _Candidates((best_record.find(Path(output), name),), True, None)
+    if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
+        return _Candidates((Path(source),), True, None)
+    if source != AUTO:
+        refusal = f"The run {source} holds no valid checkpoint; train one without --resume first."
+        return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
+    having = {run.path: paths for run in runs(Path(output), name) if (paths := _newest_first(run))}
+    if not having:
+        return _Candidates((), False, None)
+    refusal = (
+        f"Every checkpoint of the runs of {name!r} in {output} is damaged, {next(iter(having))} is the newest run; "
+        f"start a new training without --resume."
+    )
+    return _Candidates(tuple(chain.from_iterable(having.values())), False, refusal)
+
+
+def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
+    return tuple(path for _, path in reversed(checkpoint.checkpoints(run.checkpoints)))

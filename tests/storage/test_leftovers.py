@@ -1,0 +1,50 @@
+"""What killed runs leave: it goes where it is old, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.storage.leftovers import remove_left
+
+LEFT = ("checkpoint-00000007.h5.partial", "checkpoint-00000007.shards.abcd.partial", "checkpoint-00000005.shards.old.partial")
+KEPT = ("checkpoint-00000007.h5", "checkpoint-00000007-before.shards", "notes.partial", "x.shards")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in (*LEFT, *KEPT):
+        if ".shards" in name:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "shard-00000.h5").write_bytes(b"half")
+        else:
+            (tmp_path / name).write_bytes(b"half")
+    return tmp_path
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for each in (*(path.iterdir() if path.is_dir() else ()), path):
+        os.utime(each, (then, then))
+
+
+def test_all_of_it_goes_before_a_write(directory: Path) -> None:
+    growing = directory / LEFT[1]
+    assert set(remove_left(directory, growing)) == {directory / LEFT[0], directory / LEFT[2]}
+    assert {path.name for path in directory.iterdir()} == {LEFT[1], *KEPT}
+
+
+def test_elsewhere_what_was_written_to_lately_stays(directory: Path) -> None:
+    for name in LEFT:
+        age(directory / name, 5000)
+    os.utime(directory / LEFT[1] / "shard-00000.h5")
+    age(directory / LEFT[2], 3000)
+    assert remove_left(directory, least_age_seconds=3600) == [directory / LEFT[0]]
+    assert {path.name for path in directory.iterdir()} == {LEFT[1], LEFT[2], *KEPT}
+
+
+def test_a_directory_that_is_not_there_has_none(tmp_path: Path) -> None:
+    assert remove_left(tmp_path / "absent") == []
