@@ -16,6 +16,7 @@ _ENDS = {
     End.DEADLINE: "deadline",
     End.SIGNAL: "killed",
     End.LEFT: "left",
+    End.WENT_ON: "went on",
 }
 
 

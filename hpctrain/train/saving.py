@@ -56,7 +56,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods but `news` are collective.
+    """Writes the checkpoints of a run, one at a time. All methods but `news` and `let_end` are collective.
 
     Args:
         world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
@@ -148,6 +148,18 @@ class Saver:
         """Exchange the states of all ranks: tell of failures, go on where all are done."""
         if self._writing is not None:
             self._look()
+
+    def let_end(self) -> None:
+        """Wait for this rank's part of what is being written, for the deadline at most. Not collective.
+
+        Raises:
+            CheckpointError: it is still being written.
+        """
+        if not self._writer.wait(self._deadline_seconds):
+            raise CheckpointError(
+                f"A checkpoint is still being written on rank {self._world.rank} after the deadline of "
+                f"{self._deadline_seconds:g} s; look after the disk, and start again with --resume."
+            )
 
     def settle(self) -> None:
         """Wait for what is being written, for the deadline at most, whether it comes to be or not."""
