@@ -39,7 +39,7 @@ LEAVE_SECONDS = 60.0
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
 
 
-class Job:
+class JobProcess:
     """A process of a job.
 
     Args:

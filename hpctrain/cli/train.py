@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job import Job
+from hpctrain.cli.job import JobProcess
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import SignalWatch
 
@@ -69,7 +69,7 @@ def train(
     if compute_only and schedule_from is not None:
         raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
     watch = watch or SignalWatch()
-    job = Job(watch)
+    job = JobProcess(watch)
     if compute_only:
         watch.end_at_once()
 
@@ -112,7 +112,7 @@ def train(
 )
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
-    job = Job()
+    job = JobProcess()
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hpctrain.comm.base import Handle
 from hpctrain.errors import RankLostError
 from hpctrain.rank_spans import spans
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # A poll takes a microsecond, and waits that last sleep for 50 between two: the look is at most some 10 ms late.
 _POLLS_OF_A_LOOK = 256
@@ -137,7 +134,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}"
 
 
-def translated(comm: MPI.Comm, world: MPI.Comm) -> tuple[int, ...]:
+def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tuple[int, ...]:
     """The ranks of `comm` in `world`, in its order. Not collective."""
     group, of_all = comm.Get_group(), world.Get_group()
     try:

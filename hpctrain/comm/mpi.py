@@ -283,7 +283,8 @@ class MpiCommunicator:
         else:
             assert (send.size, send.dtype) == (counts[self.rank], recv.dtype)
             source = self._whole(send)
-        return self._posted(partial(self.comm.Iallgatherv, source, self._parts(recv, counts)), "allgather", recv)
+        buffer, datatype = self._whole(recv)
+        return self._posted(partial(self.comm.Iallgatherv, source, (buffer, list(counts), datatype)), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
@@ -359,12 +360,8 @@ class MpiCommunicator:
         assert array.flags.c_contiguous, "a buffer is C-contiguous"
         return array, self._types[array.dtype.char]
 
-    def _parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, list[int], MPI.Datatype]:
-        buffer, datatype = self._whole(array)
-        return buffer, list(counts), datatype
-
     def _others_parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, tuple[list[int], list[int]], MPI.Datatype]:
-        """As `_parts`, without the own piece, which keeps its place."""
+        """A buffer in pieces, of which this rank's own is left out and keeps its place."""
         buffer, datatype = self._whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if rank == self.rank else count for rank, count in enumerate(counts)], places), datatype

@@ -69,11 +69,11 @@ class RunMemory:
 
     def resume(self, asked: str | None) -> str | None:
         """The source to go on from: the run itself where it has a checkpoint, else what the command asked for. Not collective."""
+        if self.directory is None:
+            return asked
         from hpctrain.storage import checkpoint  # loads NumPy, before which threads must be set
 
-        if self.directory is not None and checkpoint.checkpoints(RunDirectory(self.directory).checkpoints):
-            return str(self.directory)
-        return asked
+        return str(self.directory) if checkpoint.checkpoints(RunDirectory(self.directory).checkpoints) else asked
 
     def loss(self) -> str:
         """The beginning of a sentence: who was lost, and when."""

@@ -64,12 +64,7 @@ def run_training(
     """
     memory = RunMemory() if memory is None else memory
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
-    start = find_start(session, resume) if resume is not None else None
-    parts = build(session, None if start is None else start.data)
-    collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
-    if start is not None:
-        raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
-        start = start.without_tensors()
+    parts, start = _parts(session, resume, schedule_from)
     position = Position() if start is None else start.position
     directory = _directory(session, parts, start, memory)
     memory.begins(directory, position)
@@ -104,6 +99,17 @@ def run_training(
     if session.is_root:
         _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints.last)
     return reason is not None
+
+
+def _parts(session: Session, resume: str | None, schedule_from: str | None) -> tuple[Parts, Start | None]:
+    """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
+    start = find_start(session, resume) if resume is not None else None
+    parts = build(session, None if start is None else start.data)
+    collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
+    if start is None:
+        return parts, None
+    raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
+    return parts, start.without_tensors()
 
 
 def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:

@@ -133,7 +133,8 @@ class Saver:
         something to tell at once; 0 else. All exchange their states where the sum is no less than that number."""
         if self._writing is None:
             return 0
-        if self._world.rank == 0 and self._late and not self._told_late:
+        late = time.monotonic() - self._begin_seconds > self._deadline_seconds
+        if self._world.rank == 0 and late and not self._told_late:
             return self._world.size
         if self._writer.busy:
             return 0
@@ -197,10 +198,6 @@ class Saver:
     def _require_last(self) -> None:
         if self._missing is not None:
             raise CheckpointError(f"{self._missing}; look after the disk, and resume from the checkpoint before it.")
-
-    @property
-    def _late(self) -> bool:
-        return time.monotonic() - self._begin_seconds > self._deadline_seconds
 
     def _start(self, work: Callable[[], Any] | None) -> None:
         self._work, self._told, self._pause_seconds = work, None, 0.0
