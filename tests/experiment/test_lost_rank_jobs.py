@@ -140,7 +140,7 @@ def _shrinks(run: RunDirectory) -> list[tuple[Any, ...]]:
     ("ranks", "lost", "options"),
     [
         (3, (1,), ["averager=overlap"]),
-        (4, (0, 2), ["averager=sharded", "grid.rows=2", "checkpoint.layout=sharded", "checkpoint.asynchronous=true"]),
+        (4, (0, 2), ["averager=sharded", "grid.rows=2", "checkpoint.layout=sharded"]),
     ],
     ids=["data-parallel", "grid"],
 )
