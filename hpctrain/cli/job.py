@@ -58,6 +58,7 @@ class JobProcess:
         self._exits, self._watched = contextlib.ExitStack(), contextlib.ExitStack()
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
+        self._asked = False  # this rank was at the end of the run, and has asked the others
         self._revision: Mapping[str, object] = {}
         self._removed = shared_segments.Removed()
 
@@ -138,7 +139,8 @@ class JobProcess:
         """Nothing, where all ranks are done, or the job ends without a lost one. Collective."""
         from hpctrain.comm import mpi
 
-        if self._goes_on() and not mpi.all_done(self._joined, done=True):
+        self._asked = self._goes_on()
+        if self._asked and not mpi.all_done(self._joined, done=True):
             raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
 
     def _shrink(self, config: Config) -> None:
@@ -147,7 +149,9 @@ class JobProcess:
 
         before, step = self._joined, self.flight.step_begun
         self.flight = FlightRecorder()
-        mpi.all_done(before, done=False)
+        if not self._asked:  # ranks agree once in each world, here or at the end of the run, whichever a rank comes to
+            mpi.all_done(before, done=False)
+        self._asked = False
         self.world, lost = mpi.shrunk(before, self.flight)
         self.memory.loses(before.size, lost, step)
         if self._watch is not None:

@@ -98,7 +98,8 @@ def goes_on_without_lost_ranks() -> bool:
     """Whether a job goes on when a rank dies: its launcher does not end it, and MPI tells the other ranks. After `world`."""
     from mpi4py import MPI
 
-    return keeps_job_of_lost_ranks(os.environ) and MPI.Get_library_version().startswith("Open MPI v5")
+    name, version = MPI.get_vendor()
+    return keeps_job_of_lost_ranks(os.environ) and name == "Open MPI" and version >= (5, 0, 0)
 
 
 def all_done(world: Communicator, *, done: bool) -> bool:

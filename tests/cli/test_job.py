@@ -88,6 +88,14 @@ def test_it_goes_on_in_smaller_and_smaller_worlds() -> None:
     assert job.flight is not first
 
 
+def test_ranks_agree_once_in_each_world_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next one or at the end of the run: agreements match by their order, and ranks may be at different places."""
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(mpi, "all_done", lambda world, done: asked.append((world.size, done)) or world.size == 1)
+    Started("on_lost_rank=shrink", outcomes=[LOST, None, None]).run()
+    assert asked == [(3, False), (2, True), (1, True)]
+
+
 def test_the_record_of_the_world_that_was_says_that_the_process_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[End] = []
     monkeypatch.setattr(job_module.FlightRecorder, "ended", lambda self, end, sentence="": ends.append(end))
@@ -96,7 +104,7 @@ def test_the_record_of_the_world_that_was_says_that_the_process_went_on(monkeypa
 
 
 def test_a_rank_that_is_lost_at_the_very_end_starts_the_last_attempt_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [False, False, True]  # this rank is done, another one is not; then both give up; then both are done
+    answers = [False, True]  # this rank is done, another one is not, and has said so; then both are done
     monkeypatch.setattr(mpi, "all_done", lambda world, done: answers.pop(0))
     job = Started("on_lost_rank=shrink", outcomes=[None, None])
     assert job.run()
