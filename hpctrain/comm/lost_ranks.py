@@ -19,6 +19,8 @@ from hpctrain.rank_spans import spans
 # A poll takes a microsecond, and waits that last sleep for 50 between two: the look is at most some 10 ms late.
 _POLLS_OF_A_LOOK = 256
 _PAUSE_SECONDS = 1e-3
+# The launcher's word of a death takes milliseconds, and longer where the machine is busy.
+_KNOWN_AFTER_SECONDS = 5.0
 
 
 class RevocableCommunicator(Protocol):
@@ -29,6 +31,8 @@ class RevocableCommunicator(Protocol):
     def Get_group(self) -> Any: ...
 
     def Get_size(self) -> int: ...
+
+    def Iprobe(self) -> bool: ...
 
     def Is_revoked(self) -> bool: ...
 
@@ -76,15 +80,25 @@ class LostRanks:
             self.revoke()
             raise RankLostError(self.sentence())
 
-    def check(self, error: Exception) -> None:
-        """Nothing, where an MPI call has failed for another reason than a lost rank.
+    def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Nothing, where an MPI call has failed for another reason than a lost rank, as far as MPI knows or soon will.
 
         Raises:
             RankLostError: that was the reason. All ranks that share a communicator with this one are told.
         """
-        if error.Get_error_class() in self._classes:  # type: ignore[attr-defined]
+        if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
             self.revoke()
             raise RankLostError(self.sentence()) from error
+
+    def _soon_known(self, sleep: Callable[[float], None]) -> bool:
+        """Whether a loss comes to be known: what sends to a rank that has just died fails with errors of any class before that."""
+        for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
+            with contextlib.suppress(self.error):
+                self._world.Iprobe()  # lets MPI take notice
+            if self._world.Is_revoked() or self.lost():
+                return True
+            sleep(_PAUSE_SECONDS)
+        return False
 
     def revoke(self) -> None:
         """Make all operations on all communicators fail, on every rank."""

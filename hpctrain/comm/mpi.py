@@ -111,7 +111,10 @@ def all_done(world: Communicator, *, done: bool) -> bool:
         try:
             return bool(world.comm.Agree(int(done)))
         except MPI.Exception as error:
-            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
+            assert world.origin.lost is not None, "this MPI ends a job that loses a rank"
+            try:
+                world.origin.lost.check(error)
+            except RankLostError:
                 return False
             raise
 

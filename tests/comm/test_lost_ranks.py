@@ -48,6 +48,7 @@ class Communicator:
 
     def __init__(self, size: int = 4, dead: tuple[int, ...] = ()) -> None:
         self.size, self.dead, self.revocations = size, dead, 0
+        self.probes, self.known_after = 0, -1
 
     def Get_failed(self) -> Group:
         return Group(self.dead)
@@ -57,6 +58,13 @@ class Communicator:
 
     def Get_size(self) -> int:
         return self.size
+
+    def Iprobe(self) -> bool:
+        self.probes += 1
+        if self.probes == self.known_after:
+            self.dead = (3,)
+            raise MpiError(PENDING)
+        return False
 
     def Is_revoked(self) -> bool:
         return self.revocations > 0
@@ -99,8 +107,18 @@ def test_an_error_of_a_lost_rank_revokes_every_communicator_once(kind: int) -> N
 
 def test_another_error_is_not_of_a_lost_rank() -> None:
     world = Communicator()
-    LostRanks(Mpi, world).check(MpiError(OTHER))
+    LostRanks(Mpi, world).check(MpiError(OTHER), sleep=lambda seconds: None)
     assert not world.revocations
+
+
+@pytest.mark.parametrize("probes", [1, 40])
+def test_any_error_is_of_a_lost_rank_once_one_is_known(probes: int) -> None:
+    """A message to a process that has just died fails before MPI hears of its death."""
+    world = Communicator()
+    world.known_after = probes
+    with pytest.raises(RankLostError, match="Rank 3 of 4 was lost"):
+        LostRanks(Mpi, world).check(MpiError(OTHER), sleep=lambda seconds: None)
+    assert world.revocations == 1
 
 
 def test_a_rank_that_waits_elsewhere_sees_the_world_revoked() -> None:
