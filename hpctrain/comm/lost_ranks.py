@@ -91,7 +91,7 @@ class LostRanks:
             raise RankLostError(self.sentence()) from error
 
     def _soon_known(self, sleep: Callable[[float], None]) -> bool:
-        """Whether a loss comes to be known: what sends to a rank that has just died fails with errors of any class before that."""
+        """Whether a loss comes to be known: messages to a rank that has just died fail with any error before that."""
         for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
             with contextlib.suppress(self.error):
                 self._world.Iprobe()  # lets MPI take notice
