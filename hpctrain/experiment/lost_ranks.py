@@ -46,7 +46,7 @@ class RunMemory:
             self._first_step = position.global_step
 
     def steps_left(self, steps: int, position: Position) -> int:
-        """Of the steps that the command asked for (0: as many as there are), those that are left; below 1: none."""
+        """The rest of the steps that the command asked for (0: as many as there are, and so is the rest); -1: none are left."""
         if not steps or self._first_step is None:
             return steps
         left = self._first_step + steps - position.global_step
