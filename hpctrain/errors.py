@@ -76,5 +76,9 @@ class DeadlockError(CommunicationTimeoutError):
     """Ranks that wait for each other without end, found before any deadline; the message names who waits where for whom."""
 
 
+class RankLostError(HpctrainError):
+    """A rank that is gone, as its process has died or its node: its operations, and those that wait for it, cannot complete."""
+
+
 class CollectiveMismatchError(CommunicationTimeoutError):
     """Ranks that posted different operations where they must post the same; the message names both and their lines."""

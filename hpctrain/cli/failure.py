@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.launch import exit_codes
 from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect
 
@@ -73,7 +73,7 @@ def user_errors_end_in_sentences(
         if not _is_said_by_another(error, in_job=rank is not None):
             for sentence in sentences:
                 click.echo(f"hpctrain: {sentence}", err=True)
-        _leave(abort, USER_ERROR)
+        _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # another start may end well
 
 
 @contextlib.contextmanager

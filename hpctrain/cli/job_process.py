@@ -28,14 +28,14 @@ class JobProcess:
 
     Attributes:
         world: of all ranks, from `start_world` on. flight: the process's record.
-        exits: what is undone when the run is over.
+        exits: what is undone when the run is over. watched: of it, what watches the process in the present world.
     """
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.world: Communicator | None = None
         self.flight = FlightRecorder()
-        self.exits = contextlib.ExitStack()
+        self.exits, self.watched = contextlib.ExitStack(), contextlib.ExitStack()
         self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
@@ -47,7 +47,7 @@ class JobProcess:
         if self.world is not None:
             self.world.abort(code)
 
-    def failed(self, sentence: str, ranks: Sequence[int]) -> None:
+    def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
         """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
         self.flight.ended(End.FAILED, sentence, ranks)
 
@@ -69,7 +69,8 @@ class JobProcess:
         """From now on the heartbeat watches this process. Collective."""
         from hpctrain.experiment.flight_records import watched
 
-        self.exits.enter_context(watched(self.flight, world, deadline_seconds))
+        self.exits.push(self.watched)  # before what was there at the start
+        self.watched.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
         """The engine is there: its deadlines are explained by all ranks' records, and what was removed is told."""
@@ -78,6 +79,7 @@ class JobProcess:
         explain_deadlines(progress)
         if self._removed.count:
             log.get_logger(__name__).info(str(self._removed))
+            self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
         """The run is over, and well."""

@@ -2,91 +2,25 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import JobProcess
-from hpctrain.cli.loading import load_config
-from hpctrain.config.schema import Config
-from hpctrain.errors import HpctrainError
-from hpctrain.launch.exit_codes import STOPPED
-from hpctrain.launch.launcher import detect
+from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.threads import ThreadPlan, set_threads
 
 if TYPE_CHECKING:
     from hpctrain.experiment.session import Session
     from hpctrain.train.console_reporter import ProgressStyle
 
-#: of a job whose configuration could not be read
-DEADLINE_SECONDS = 300.0
-
 COMPUTE_ONLY_STEPS = 20
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 _OVERRIDES = click.argument("overrides", nargs=-1)
-
-
-class _Job(JobProcess):
-    """A process of a configured job."""
-
-    def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
-        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
-
-        MPI starts in any case: a rank alone with its error would leave the others waiting for it.
-
-        Args:
-            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
-        """
-        prepared: tuple[Config, ThreadPlan] | HpctrainError
-        try:
-            prepared = self._prepare(file, overrides)
-        except HpctrainError as error:
-            prepared = error
-        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-        from hpctrain.experiment.automatic import resolve
-        from hpctrain.experiment.same_start import check_same_start
-        from hpctrain.experiment.session import Session
-        from hpctrain.experiment.start_search import StartedJob
-        from hpctrain.experiment.user_code import check_alike
-        from hpctrain.storage.run_directory import git_state
-
-        revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
-        deadline_seconds = DEADLINE_SECONDS if isinstance(prepared, HpctrainError) else prepared[0].deadline_seconds
-        world = self.start_world(deadline_seconds)
-        self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
-        self.watch(world, deadline_seconds)
-        config, threads = raise_on_all_ranks(world, lambda: _given(prepared))
-        check_same_start(world, config, leads_node=not self.launcher.local_rank)
-        check_alike(world)
-        started = StartedJob(world, threads.threads, config.deadline_seconds)
-        resolved = resolve(config, started, resume, repeated)
-        session = Session.start(resolved, self.launcher, threads, world, revision, self.flight)
-        self.started(session.progress)
-        return session
-
-    def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
-        config, source = load_config(file, overrides)
-        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
-        from hpctrain.experiment.check import check_names
-        from hpctrain.experiment.options import filled
-
-        check_names(config, source)
-        if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
-            from hpctrain.train.reporters.tensorboard import tensorboard_writer
-
-            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
-        return filled(config), threads
-
-
-def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:
-    if isinstance(prepared, HpctrainError):
-        raise prepared
-    return prepared
 
 
 @click.command()
@@ -135,21 +69,37 @@ def train(
         raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
     if compute_only and schedule_from is not None:
         raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
-    watch, job = watch or SignalWatch(), _Job(detect(os.environ))
+    watch = watch or SignalWatch()
+    job = ConfiguredProcess(watch)
     if compute_only:
         watch.end_at_once()
+
+    def work(session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]) -> bool:
+        from hpctrain.experiment.run import run_training
+
+        return run_training(
+            session,
+            watch,
+            resume=source,
+            steps=steps,
+            schedule_from=repeated,
+            style=style,
+            memory=job.memory,
+            complete=complete,
+        )
+
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
-        session = job.start(file, (*overrides, "trace=true") if compute_only else overrides, resume, schedule_from)
-        from hpctrain.experiment.run import run_compute_only, run_training
-
         if compute_only:
+            session = job.start(file, (*overrides, "trace=true"))
+            from hpctrain.experiment.run import run_compute_only
+
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            stopped = run_training(session, watch, resume=resume, steps=steps, schedule_from=schedule_from, style=style)
+            stopped = job.train(file, overrides, work, resume, schedule_from)
         job.finish()
-    if stopped:
-        job.leave(STOPPED)
+    if stopped or job.memory.shrunk:
+        job.leave(STOPPED if stopped else FINISHED)
 
 
 @click.command()
@@ -164,7 +114,7 @@ def train(
 )
 def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
-    job = _Job(detect(os.environ))
+    job = ConfiguredProcess()
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation

@@ -1,5 +1,7 @@
 """The communicator over MPI. The only module that imports mpi4py, and only when the world is started.
 
+Where a rank dies and MPI goes on (`goes_on_without_lost_ranks`), what waits for it raises `RankLostError`, on every rank.
+
 Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to MPI,
 so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own
 progress thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected.
@@ -7,21 +9,26 @@ progress thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from hpctrain.comm import objects
-from hpctrain.comm.base import Array, Handle
+from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.lost_ranks import LostRanks, named, translated
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
-from hpctrain.errors import MissingLibraryError
+from hpctrain.errors import MissingLibraryError, RankLostError
 from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.launch.launcher import keeps_job_of_lost_ranks
 from hpctrain.launch.streams import flush_to_reader
 from hpctrain.rank_spans import spans
 
@@ -30,6 +37,11 @@ if TYPE_CHECKING:
 
 # MPI_Abort itself needs a network: where a link is cut it may hang.
 _ABORT_SECONDS = 10.0
+
+# Operations on revoked communicators end at once; more than this has a cause that will not go away.
+_SETTLE_SECONDS = 5.0
+
+T = TypeVar("T")
 
 # The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
 _DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
@@ -65,7 +77,83 @@ def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommuni
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
-    return MpiCommunicator(MPI.COMM_WORLD.Dup(), "world", deadline_seconds, flight)
+    lost = LostRanks(MPI, MPI.COMM_WORLD) if goes_on_without_lost_ranks() else None
+    try:
+        comm = MPI.COMM_WORLD.Dup()
+        return _of_world(comm, deadline_seconds, flight)
+    except MPI.Exception as error:
+        if lost is not None:
+            lost.check(error)
+        raise
+
+
+def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
+    from mpi4py import MPI
+
+    lost = LostRanks(MPI, comm) if goes_on_without_lost_ranks() else None
+    return MpiCommunicator(comm, "world", deadline_seconds, flight, _Origin(comm, lost))
+
+
+def goes_on_without_lost_ranks() -> bool:
+    """Whether a job goes on when a rank dies: its launcher does not end it, and MPI tells the other ranks. After `world`."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return keeps_job_of_lost_ranks(os.environ) and name == "Open MPI" and version >= (5, 0, 0)
+
+
+def all_done(world: Communicator, *, done: bool) -> bool:
+    """Whether every rank is done and none is lost; the same answer on all that are left. Collective; waits for the deadline."""
+    assert isinstance(world, MpiCommunicator)
+    from mpi4py import MPI
+
+    with guard("An agreement of all ranks", world.deadline_seconds, rank=world.rank):
+        try:
+            return bool(world.comm.Agree(int(done)))
+        except MPI.Exception as error:
+            assert world.origin.lost is not None, "this MPI ends a job that loses a rank"
+            try:
+                world.origin.lost.check(error)
+            except RankLostError:
+                return False
+            raise
+
+
+def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[MpiCommunicator, tuple[int, ...]]:
+    """The world of the ranks that are left, in their order, and the ranks that are lost. Collective over those that are left.
+
+    Waits for all of them, for the deadline. Nothing is in flight on the old world, or on a part of it, from here on.
+
+    Args:
+        flight: is told of waits for object operations and splits of the new world.
+    """
+    assert isinstance(world, MpiCommunicator)
+    lost = world.origin.lost
+    assert lost is not None, "this MPI ends a job that loses a rank"
+    lost.revoke()
+    settled = lost.settle(_SETTLE_SECONDS)
+    with guard("The agreement on the ranks that are left", world.deadline_seconds, rank=world.rank):
+        comm = world.comm.Shrink()
+    if not settled:
+        raise RankLostError(
+            f"{named(lost.lost())} of {world.size} was lost, and on rank {world.rank} {lost.unsettled()[0]} does not end, which "
+            "may still write into memory; start again with --resume."
+        )
+    left = translated(comm, world.comm)
+    return _of_world(comm, world.deadline_seconds, flight), tuple(sorted(set(range(world.size)) - set(left)))
+
+
+def leave(world: Communicator, code: int) -> NoReturn:
+    """End this process once all that are left have come here. Collective; nothing that Python would still do is done.
+
+    MPI is not ended: with lost ranks its end may wait without end.
+    """
+    assert isinstance(world, MpiCommunicator)
+    with contextlib.suppress(RankLostError):  # another rank has been here, and is gone
+        world.wait(world.ibarrier(), "the end of all ranks")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def abort_job(code: int, deadline_seconds: float) -> None:
@@ -127,32 +215,51 @@ def threads_may_call() -> bool:
 
 
 class MpiHandle:
-    """A posted MPI operation; holds its buffers until it is complete."""
+    """A posted MPI operation; holds its buffers until it is complete.
 
-    __slots__ = ("_dtype", "_elements", "_operation", "_request")
+    lost: is told of its begin and its end, and what MPI says of lost ranks; None: nobody asks.
+    """
 
-    def __init__(self, request: MPI.Request, operation: str, buffer: Array | None = None) -> None:
-        self._request = request
+    __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
+
+    def __init__(self, request: MPI.Request, operation: str, buffer: Array | None = None, lost: LostRanks | None = None) -> None:
+        self._request, self._lost = request, lost
         self._operation = operation
         self._elements: int = 0 if buffer is None else buffer.size
         self._dtype: str = "" if buffer is None else buffer.dtype.char
+        if lost is not None:
+            lost.begun(self)
 
     def test(self) -> bool:
+        if self._lost is not None:
+            return self._test_beside(self._lost)
         complete: bool = self._request.Test()
+        return complete
+
+    def _test_beside(self, lost: LostRanks) -> bool:
+        """As `test`, where MPI goes on when a rank dies."""
+        try:
+            complete: bool = self._request.Test()
+        except lost.error as error:
+            lost.ended(self)
+            lost.check(error)
+            raise
+        if complete:
+            lost.ended(self)
+        else:
+            lost.polled()
         return complete
 
     def __str__(self) -> str:
         return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
 
 
-def _world_ranks(comm: MPI.Comm, world: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of `comm` in `world`, in its order. Not collective."""
-    group, of_all = comm.Get_group(), world.Get_group()
-    try:
-        return tuple(group.Translate_ranks(list(range(group.size)), of_all))
-    finally:
-        group.Free()
-        of_all.Free()
+@dataclass(frozen=True)
+class _Origin:
+    """The world that communicators come from, and what is known of its lost ranks, where MPI goes on without them."""
+
+    world: MPI.Comm
+    lost: LostRanks | None
 
 
 class MpiCommunicator:
@@ -162,14 +269,18 @@ class MpiCommunicator:
     Object operations and splits wait by themselves, with the deadline, and drive nothing else: start-up and shut-down only.
     """
 
-    def __init__(self, comm: MPI.Comm, name: str, deadline_seconds: float, flight: FlightRecorder | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Comm, name: str, deadline_seconds: float, flight: FlightRecorder | None, origin: _Origin
+    ) -> None:
         from mpi4py import MPI
 
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.name = name
-        self._comm = comm
-        self._mpi = MPI
+        self.comm, self.origin, self.deadline_seconds = comm, origin, deadline_seconds
+        self._mpi, self._lost = MPI, origin.lost
+        if self._lost is not None and comm is not origin.world:
+            self._lost.made(comm)
         self._types = {
             "f": MPI.FLOAT,
             "d": MPI.DOUBLE,
@@ -179,22 +290,22 @@ class MpiCommunicator:
             "B": MPI.UINT8_T,
             "H": MPI.UINT16_T,
         }
-        self.world_ranks = _world_ranks(comm, MPI.COMM_WORLD)
-        self._deadline_seconds, self._flight = deadline_seconds, flight
+        self.world_ranks = translated(comm, origin.world)
+        self._flight = flight
         self._place = f"communicator {name} of ranks {spans(self.world_ranks)}"
         self._waits = ProgressEngine(
-            rank=MPI.COMM_WORLD.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort, flight=flight
+            rank=origin.world.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort, flight=flight
         )
 
     def iallreduce(self, buffer: Array) -> Handle:
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
-        return MpiHandle(request, "allreduce", buffer)
+        post = partial(self.comm.Iallreduce, self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
+        return self._posted(post, "allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), send.size, recv.size) == (self.size, sum(counts), counts[self.rank])
         assert send.dtype == recv.dtype
-        request = self._comm.Ireduce_scatter(self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
-        return MpiHandle(request, "reduce-scatter", send)
+        post = partial(self.comm.Ireduce_scatter, self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
+        return self._posted(post, "reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), recv.size) == (self.size, sum(counts))
@@ -203,7 +314,8 @@ class MpiCommunicator:
         else:
             assert (send.size, send.dtype) == (counts[self.rank], recv.dtype)
             source = self._whole(send)
-        return MpiHandle(self._comm.Iallgatherv(source, self._parts(recv, counts)), "allgather", recv)
+        buffer, datatype = self._whole(recv)
+        return self._posted(partial(self.comm.Iallgatherv, source, (buffer, list(counts), datatype)), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
@@ -211,61 +323,78 @@ class MpiCommunicator:
         # Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
         send, recv = (buffer if buffer.size else np.empty(1, buffer.dtype)[:0] for buffer in (send, recv))
         # A rank's piece for itself is copied here: through shared memory libraries can take many times as long for it.
-        self._own_piece(recv, recv_counts)[...] = self._own_piece(send, send_counts)
-        request = self._comm.Ialltoallv(self._others_parts(send, send_counts), self._others_parts(recv, recv_counts))
-        return MpiHandle(request, "all-to-all", send)
+        _piece(recv, recv_counts, self.rank)[...] = _piece(send, send_counts, self.rank)
+        post = partial(self.comm.Ialltoallv, self._others_parts(send, send_counts), self._others_parts(recv, recv_counts))
+        return self._posted(post, "all-to-all", send)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return MpiHandle(self._comm.Ibcast(self._whole(buffer), root), f"broadcast from {root}", buffer)
+        return self._posted(partial(self.comm.Ibcast, self._whole(buffer), root), f"broadcast from {root}", buffer)
 
     def ibarrier(self) -> Handle:
-        return MpiHandle(self._comm.Ibarrier(), "barrier")
+        return self._posted(self.comm.Ibarrier, "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return MpiHandle(self._comm.Isend(self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer)
+        return self._posted(partial(self.comm.Isend, self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        request = self._comm.Irecv(self._whole(buffer), source, tag)
-        return MpiHandle(request, f"receive from {source}, tag {tag},", buffer)
+        post = partial(self.comm.Irecv, self._whole(buffer), source, tag)
+        return self._posted(post, f"receive from {source}, tag {tag},", buffer)
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
-        self._wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
-        group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        return None if group == self._mpi.COMM_NULL else MpiCommunicator(group, name, self._deadline_seconds, self._flight)
+        self.wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
+        group = self._called(partial(self.comm.Split, self._mpi.UNDEFINED if color is None else color, key))
+        return None if group == self._mpi.COMM_NULL else self._part(group, name)
 
     def split_shared_memory(self, name: str) -> MpiCommunicator:
-        self._wait(self.ibarrier(), f"split into {name}")
-        group = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        return MpiCommunicator(group, name, self._deadline_seconds, self._flight)
+        self.wait(self.ibarrier(), f"split into {name}")
+        return self._part(self._called(partial(self.comm.Split_type, self._mpi.COMM_TYPE_SHARED, self.rank)), name)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return objects.allgather_object(self, value, self._wait)
+        return objects.allgather_object(self, value, self.wait)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return objects.broadcast_object(self, value, root, self._wait)
+        return objects.broadcast_object(self, value, root, self.wait)
 
     def abort(self, code: int) -> None:
         """End the whole job, on whatever communicator it is called; does not come back."""
         _abort(self._mpi.COMM_WORLD, code)
 
-    def _wait(self, handle: Handle, purpose: str) -> None:
+    def wait(self, handle: Handle, purpose: str) -> None:
+        """Wait for an operation, with the deadline, and drive nothing else."""
         self._waits.wait_handle(handle, f"{purpose} ({self._place})")
+
+    def _part(self, comm: MPI.Comm, name: str) -> MpiCommunicator:
+        return MpiCommunicator(comm, name, self.deadline_seconds, self._flight, self.origin)
+
+    def _posted(self, post: Callable[[], MPI.Request], operation: str, buffer: Array | None = None) -> Handle:
+        return MpiHandle(self._called(post), operation, buffer, self._lost)
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """The result of an MPI call.
+
+        Raises:
+            RankLostError: it fails as a rank is lost.
+        """
+        if self._lost is None:
+            return call()
+        try:
+            return call()
+        except self._lost.error as error:
+            self._lost.check(error)
+            raise
 
     def _whole(self, array: Array) -> tuple[Array, MPI.Datatype]:
         assert array.flags.c_contiguous, "a buffer is C-contiguous"
         return array, self._types[array.dtype.char]
 
-    def _parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, list[int], MPI.Datatype]:
-        buffer, datatype = self._whole(array)
-        return buffer, list(counts), datatype
-
-    def _own_piece(self, array: Array, counts: Sequence[int]) -> Array:
-        """The piece of an all-to-all's buffer that stays on this rank."""
-        begin = sum(counts[: self.rank])
-        return array.reshape(-1)[begin : begin + counts[self.rank]]
-
     def _others_parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, tuple[list[int], list[int]], MPI.Datatype]:
-        """As `_parts`, without the own piece, which keeps its place."""
+        """A buffer in pieces, of which this rank's own is left out and keeps its place."""
         buffer, datatype = self._whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if rank == self.rank else count for rank, count in enumerate(counts)], places), datatype
+
+
+def _piece(array: Array, counts: Sequence[int], rank: int) -> Array:
+    """A rank's piece of an all-to-all's buffer."""
+    begin = sum(counts[:rank])
+    return array.reshape(-1)[begin : begin + counts[rank]]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpctrain.comm.base import Communicator
-from hpctrain.errors import CommunicationTimeoutError, HpctrainError
+from hpctrain.errors import CommunicationTimeoutError, HpctrainError, RankLostError
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     failure: HpctrainError | None = None
     try:
         result = work()
-    except CommunicationTimeoutError:  # no other rank would answer
+    except (CommunicationTimeoutError, RankLostError):  # no other rank would answer
         raise
     except HpctrainError as error:
         failure = error

@@ -12,7 +12,7 @@ from hpctrain import user_code
 from hpctrain.config.data_section import SYNTHETIC, DataConfig
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.open_section import AUTO, OpenSection
-from hpctrain.config.schema import Config, NonFiniteConfig, PlanConfig
+from hpctrain.config.schema import Config, LostRankConfig, NonFiniteConfig, PlanConfig
 from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
@@ -140,7 +140,7 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {}
     if isinstance(data, str) and section is not None and issubclass(section, Named):
         return {"name": data}
-    if isinstance(data, str) and section is NonFiniteConfig:
+    if isinstance(data, str) and section in (NonFiniteConfig, LostRankConfig):
         return {"action": data}
     if data == SYNTHETIC and section is DataConfig:
         return DataConfig.of_synthetic()

@@ -202,6 +202,31 @@ class NonFiniteConfig(Section):
         return {"action": value} if isinstance(value, str) else value
 
 
+class LostRankConfig(Section):
+    """The answer to a rank that dies; a plain string is its action."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_action)
+
+    action: Literal["stop", "shrink"] = Field(
+        default="stop",
+        description="Answer to a rank or node that dies: end the run (stop), or go on without it from the newest checkpoint, in "
+        "the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
+    )
+    least: Integer = Field(
+        default=1, ge=1, le=MOST_RANKS, description="Smallest number of ranks to go on with; where fewer are left, the run ends."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_action(cls, value: Any) -> Any:
+        return {"action": value} if isinstance(value, str) else value
+
+    @property
+    def shrinks(self) -> bool:
+        """True where the run goes on without ranks that die."""
+        return self.action == "shrink"
+
+
 class EvaluateConfig(Section):
     """Evaluation on the test file."""
 
@@ -299,6 +324,10 @@ class Config(Section):
     on_nonfinite: NonFiniteConfig = Field(
         default_factory=NonFiniteConfig,
         description="The answer to values that are not finite: stop, skip, rollback, or a mapping of action and most.",
+    )
+    on_lost_rank: LostRankConfig = Field(
+        default_factory=LostRankConfig,
+        description="The answer to a rank that dies: stop, shrink, or a mapping of action and least.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")

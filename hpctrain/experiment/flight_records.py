@@ -10,17 +10,21 @@ from pathlib import Path
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.experiment.session import Session
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import explanation
-from hpctrain.flight.ring import End
+from hpctrain.flight.ring import End, file_name
 from hpctrain.launch import keeper
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter
 
 #: of the configuration's `flight`: in the run directory, and nowhere
 IN_RUN, NOWHERE = "run", "none"
+
+#: of directories of records, numbered from 1 on
+_BEFORE_LOSS = "before-loss-"
 
 
 @contextlib.contextmanager
@@ -56,12 +60,18 @@ def _explanation(flight: FlightRecorder) -> list[str]:
     return explanation(flight.directory)
 
 
-def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:
-    """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run."""
+def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
+    """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run.
+
+    Collective where the run has `shrunk`: ranks have other numbers now, and the records until then go into a directory below.
+    """
     flight, where = session.progress.flight, session.config.flight
     if flight is None or where == NOWHERE:
         return
     target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
+    if shrunk:
+        leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
+        raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
     try:
         keep_in(flight, target)
         if session.is_root:
@@ -82,3 +92,16 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
 def missing(target: Path, error: OSError) -> str:
     """The sentence on records that cannot be kept."""
     return f"no flight records: {target} cannot be written ({error.strerror})"
+
+
+def _set_aside(directory: Path, *, leads: bool) -> None:
+    """One rank moves the records in a directory into one below it, `before-loss-1`, and so on; what cannot be moved stays."""
+    if not leads:
+        return
+    records = list(directory.glob(file_name(0).replace("00000", "*")))
+    with contextlib.suppress(OSError):
+        number = 1 + len(list(directory.glob(f"{_BEFORE_LOSS}*")))
+        below = directory / f"{_BEFORE_LOSS}{number}"
+        below.mkdir()
+        for record in records:
+            record.rename(below / record.name)

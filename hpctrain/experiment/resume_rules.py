@@ -69,6 +69,7 @@ RULES = (
                 "checks",
                 "flight",
                 "on_nonfinite",
+                "on_lost_rank",
             ),
             "code",
         )

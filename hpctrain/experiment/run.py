@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
-from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError
+from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
 from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records
 from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.lost_ranks import RunMemory
 from hpctrain.experiment.max_time import max_time
 from hpctrain.experiment.oversubscription import oversubscribed
 from hpctrain.experiment.progress import set_progress
@@ -52,6 +53,8 @@ def run_training(
     steps: int = 0,
     schedule_from: str | None = None,
     style: ProgressStyle | None = None,
+    memory: RunMemory | None = None,
+    complete: Callable[[], None] = lambda: None,
 ) -> bool:
     """Train; print the last test accuracy and where the run's files lie. Collective.
 
@@ -60,25 +63,23 @@ def run_training(
     Args:
         resume: see `find_start`. steps: to stop after.
         schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
+        memory: of a run that goes on without lost ranks. complete: called once the run is done, before that is said; may raise.
     """
+    memory = RunMemory() if memory is None else memory
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
-    start = find_start(session, resume) if resume is not None else None
-    parts = build(session, None if start is None else start.data)
-    collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
-    position, directory = Position(), None
-    if start is not None:
-        raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
-        start = start.without_tensors()
-        position, directory = start.position, start.directory
-        _cut_records(session, parts, start)
-    directory = directory or _new_directory(session, parts)
+    parts, start = _parts(session, resume, schedule_from)
+    position = Position() if start is None else start.position
+    directory = _directory(session, parts, start, memory)
+    memory.begins(directory, position)
+    steps = memory.steps_left(steps, position)
     reporter = _reporter(session, directory, style, position.global_step)
     try:
         _introduce(session, parts, reporter, (nothing_to_choose(session.config, len(parts.loader)), limit.sentence))
+        memory.tell(reporter, position, session.world.size)
         _introduce_start(session, parts, reporter, start, resume)
         reporter.say(f"run directory {directory.path}")
         watch.keeps(partial(kept_clause, directory))
-        flight_records.keep(session, directory, reporter)
+        flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
         collective_schedules.keep(session, parts, directory)
         account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
         trace = session.progress.trace
@@ -93,7 +94,7 @@ def run_training(
         )
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
         trainer = asked(go_back=go_back, sample=account.sample)
-        outcome, evaluation = _train(session, parts, trainer, checkpoints, position)
+        outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
         gaps.finish(outcome.position)
@@ -101,9 +102,21 @@ def run_training(
         session.progress.stop_thread()
         reporter.close()
     reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
+    complete()
     if session.is_root:
         _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
     return reason is not None
+
+
+def _parts(session: Session, resume: str | None, schedule_from: str | None) -> tuple[Parts, Start | None]:
+    """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
+    start = find_start(session, resume) if resume is not None else None
+    parts = build(session, None if start is None else start.data)
+    collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
+    if start is None:
+        return parts, None
+    raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
+    return parts, start.without_tensors()
 
 
 def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
@@ -114,16 +127,22 @@ def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, dir
 
 
 def _train(
-    session: Session, parts: Parts, trainer: Trainer, checkpoints: RunCheckpoints, position: Position
+    session: Session, parts: Parts, trainer: Trainer, checkpoints: RunCheckpoints, position: Position, *, nothing_left: bool
 ) -> tuple[Outcome, RunningSums | None]:
-    """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective."""
+    """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective.
+
+    nothing_left: the steps that were asked for are done.
+    """
     try:
-        outcome = trainer.run(position)
+        outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
         evaluation = outcome.evaluation
         if evaluation is None and not outcome.stopped and parts.test_loader is not None:
             evaluation = trainer.evaluate(outcome.position)
         parts.replica.drain()
     except CommunicationTimeoutError:
+        raise
+    except RankLostError:
+        checkpoints.saver.let_end()
         raise
     except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
@@ -186,6 +205,25 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
+
+
+def _directory(session: Session, parts: Parts, start: Start | None, memory: RunMemory) -> RunDirectory:
+    """The directory of the run, without what lies behind its start. Collective."""
+    if start is not None:
+        _cut_records(session, parts, start)
+        return start.directory
+    if memory.directory is None:
+        return _new_directory(session, parts)
+    directory = RunDirectory.open(memory.directory)  # ranks were lost before its first checkpoint: its first step comes again
+
+    def cut() -> None:
+        if session.is_root:
+            directory.cut_metrics(0, 0)
+            directory.follow_config(dump(session.config), 0, directory.config())
+            automatic.keep(session.resolved, directory)
+
+    raise_on_all_ranks(session.world, cut)
+    return directory
 
 
 def _cut_records(session: Session, parts: Parts, start: Start) -> None:

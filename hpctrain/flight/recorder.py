@@ -126,6 +126,11 @@ class FlightRecorder:
         return self._phase
 
     @property
+    def step_begun(self) -> int:
+        """The latest step that has begun; 0: none."""
+        return self._step
+
+    @property
     def doing(self) -> str:
         """The phase, and the step if there is one."""
         phase = self._phase or "its start"

@@ -17,6 +17,7 @@ _ENDS = {
     End.DEADLINE: "deadline",
     End.SIGNAL: "killed",
     End.LEFT: "left",
+    End.WENT_ON: "went on",
 }
 
 

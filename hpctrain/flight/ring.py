@@ -85,6 +85,7 @@ class End(IntEnum):
     DEADLINE = 3
     SIGNAL = 4
     LEFT = 5  # by something that called exit()
+    WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
 
 
 class RingWriter:

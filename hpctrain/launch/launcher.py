@@ -14,6 +14,9 @@ from hpctrain.errors import LaunchError
 #: set by the user: how many ranks the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
 
+# `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
+_FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
+
 # Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
 
@@ -98,6 +101,11 @@ def detect(environ: Mapping[str, str]) -> Launcher:
 def rank_of(environ: Mapping[str, str]) -> int | None:
     """This process's rank as its launcher gave it; None without a launcher. Reads nothing that can be wrong."""
     return _detect(environ).rank
+
+
+def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:
+    """True where the launcher goes on when a rank dies, and tells MPI: mpiexec --with-ft ulfm of Open MPI."""
+    return environ.get(_FAULT_TOLERANT, "0").lower() in ("1", "true", "yes", "enabled")
 
 
 def _detect(environ: Mapping[str, str]) -> Launcher:

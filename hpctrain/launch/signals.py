@@ -108,6 +108,10 @@ class SignalWatch:
         """Say what is kept, where the process ends at once: `kept` gives a clause, and is called on the watch's thread."""
         self._kept = kept
 
+    def renumber(self, rank: int) -> None:
+        """This process has another rank from now on."""
+        self._rank = rank
+
     def asked(self) -> bool:
         """True once a signal has asked this process to stop."""
         return self.request is not None

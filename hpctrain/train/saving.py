@@ -56,7 +56,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods but `news` are collective.
+    """Writes the checkpoints of a run, one at a time. All methods but `news` and `let_end` are collective.
 
     Args:
         world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
@@ -133,7 +133,8 @@ class Saver:
         something to tell at once; 0 else. All exchange their states where the sum is no less than that number."""
         if self._writing is None:
             return 0
-        if self._world.rank == 0 and self._late and not self._told_late:
+        late = time.monotonic() - self._begin_seconds > self._deadline_seconds
+        if self._world.rank == 0 and late and not self._told_late:
             return self._world.size
         if self._writer.busy:
             return 0
@@ -148,6 +149,18 @@ class Saver:
         """Exchange the states of all ranks: tell of failures, go on where all are done."""
         if self._writing is not None:
             self._look()
+
+    def let_end(self) -> None:
+        """Wait for this rank's part of what is being written, for the deadline at most. Not collective.
+
+        Raises:
+            CheckpointError: it is still being written.
+        """
+        if not self._writer.wait(self._deadline_seconds):
+            raise CheckpointError(
+                f"A checkpoint is still being written on rank {self._world.rank} after the deadline of "
+                f"{self._deadline_seconds:g} s; look after the disk, and start again with --resume."
+            )
 
     def settle(self) -> None:
         """Wait for what is being written, for the deadline at most, whether it comes to be or not."""
@@ -185,10 +198,6 @@ class Saver:
     def _require_last(self) -> None:
         if self._missing is not None:
             raise CheckpointError(f"{self._missing}; look after the disk, and resume from the checkpoint before it.")
-
-    @property
-    def _late(self) -> bool:
-        return time.monotonic() - self._begin_seconds > self._deadline_seconds
 
     def _start(self, work: Callable[[], Any] | None) -> None:
         self._work, self._told, self._pause_seconds = work, None, 0.0

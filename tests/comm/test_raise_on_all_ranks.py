@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import CommunicationTimeoutError, DataError, HpctrainError, ShapeError
+from hpctrain.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
 
 
 class Scripted(SingleCommunicator):
@@ -89,7 +89,7 @@ def test_one_process_raises_its_own_error() -> None:
     assert caught.value is error
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, CommunicationTimeoutError])
+@pytest.mark.parametrize("kind", [ZeroDivisionError, CommunicationTimeoutError, RankLostError])
 def test_bugs_and_lost_ranks_are_not_agreed_on(kind: type[Exception]) -> None:
     def work() -> None:
         raise kind("at once")

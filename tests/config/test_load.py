@@ -294,5 +294,8 @@ def test_an_action_alone_takes_overrides_of_its_section():
     for overrides in (("on_nonfinite=skip", "on_nonfinite.most=3"), ("on_nonfinite.most=3", "on_nonfinite.action=skip")):
         section = parse(TEXT, "f.yaml", overrides)[0].on_nonfinite
         assert (section.action, section.most) == ("skip", 3)
+    for overrides in (("on_lost_rank=shrink", "on_lost_rank.least=3"), ("on_lost_rank.least=3", "on_lost_rank.action=shrink")):
+        lost = parse(TEXT, "f.yaml", overrides)[0].on_lost_rank
+        assert (lost.shrinks, lost.least) == (True, 3)
     (fault,) = faults(TEXT, "on_nonfinite=skipp")
     assert "the nearest is 'skip'" in fault

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.launcher import Launcher, check_world, detect, expand_counts
+from hpctrain.launch.launcher import Launcher, check_world, detect, expand_counts, keeps_job_of_lost_ranks
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {
@@ -133,3 +133,9 @@ def test_neither_numpy_nor_mpi_is_imported() -> None:
     modules = "hpctrain.launch.launcher, hpctrain.launch.threads"
     program = f"import sys, {modules}; print(*[m for m in ('numpy', 'mpi4py') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_only_fault_tolerant_launchers_keep_a_job_that_has_lost_a_rank() -> None:
+    assert keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "1"})
+    assert not keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "0"})
+    assert not keeps_job_of_lost_ranks({"OMPI_COMM_WORLD_SIZE": "4"})

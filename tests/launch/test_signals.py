@@ -135,3 +135,11 @@ def test_without_a_thread_nothing_is_asked() -> None:
     watch = SignalWatch()
     watch.close()
     assert not watch.asked()
+
+
+@pytest.mark.job
+def test_a_process_with_a_new_rank_speaks_as_that() -> None:
+    """Rank 0 alone says what concerns all; where it is lost, another one is rank 0."""
+    program = "watch.renumber({}); send(signal.SIGTERM)\nwhile not watch.asked(): time.sleep(0.01)\ntime.sleep(0.1)"
+    assert _run(program.format(2)).stderr == ""
+    assert "[rank 0] SIGTERM received" in _run(program.format(0)).stderr

@@ -60,10 +60,11 @@ def run_job(
     cwd: Path | None = None,
     timeout_seconds: float = 60,
     through_mpi4py: bool = True,
+    launcher_options: Sequence[str] = (),
 ) -> Outcome:
     """Run `python -m mpi4py *arguments` on so many ranks; 0 ranks: as one process without a launcher.
 
-    through_mpi4py: False leaves `-m mpi4py` out.
+    through_mpi4py: False leaves `-m mpi4py` out. launcher_options: of mpiexec.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
@@ -72,7 +73,7 @@ def run_job(
     if ranks:
         mpiexec = find_mpiexec()
         assert mpiexec is not None, "there is no mpiexec"
-        command = [mpiexec, "-n", str(ranks), *command]
+        command = [mpiexec, *launcher_options, "-n", str(ranks), *command]
     begin = time.monotonic()
     # A session of its own: at a timeout all its ranks are ended with it.
     with subprocess.Popen(

@@ -239,3 +239,32 @@ def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
             steps_until(comm, saver, lambda: False)
 
     run_virtual(1, lambda comm: work(comm, Told()))
+
+
+def test_a_rank_waits_for_its_own_part_alone_where_others_are_lost() -> None:
+    """Nothing is exchanged: the others may be gone."""
+    written: list[int] = []
+
+    def work(comm: ThreadCommunicator, told: Told) -> None:
+        saver = saver_of(comm, told)
+        saver.begin(Writing(5, Path("c"), lambda: (time.sleep(0.05), written.append(comm.rank))))
+        if comm.rank == 1:
+            saver.let_end()
+            assert 1 in written
+
+    on_each(work)
+
+
+def test_a_part_that_does_not_end_ends_the_run() -> None:
+    go = threading.Event()
+
+    def work(comm: ThreadCommunicator, told: Told) -> None:
+        saver = saver_of(comm, told, deadline=0.05)
+        saver.begin(Writing(5, Path("c"), lambda: go.wait(30)))
+        try:
+            with pytest.raises(CheckpointError, match=f"still being written on rank {comm.rank} after the deadline of 0.05 s"):
+                saver.let_end()
+        finally:
+            go.set()
+
+    run_virtual(1, lambda comm: work(comm, Told()), deadline_seconds=60)

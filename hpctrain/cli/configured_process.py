@@ -1,0 +1,210 @@
+"""A process of a job that has a configuration, from its launcher to its session.
+
+Where ranks are lost and the configuration says so, it makes a new session over those that are left.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.loading import load_config
+from hpctrain.config.schema import Config
+from hpctrain.errors import HpctrainError, RankLostError
+from hpctrain.experiment.lost_ranks import RunMemory, check_offered
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.ring import End
+from hpctrain.launch import keeper
+from hpctrain.launch.launcher import detect
+from hpctrain.launch.signals import SignalWatch
+from hpctrain.launch.threads import ThreadPlan, set_threads
+
+if TYPE_CHECKING:
+    from hpctrain.comm.base import Communicator
+    from hpctrain.experiment.session import Session
+
+#: of a job whose configuration could not be read
+DEADLINE_SECONDS = 300.0
+
+#: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
+#: done; True where it was stopped
+Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
+
+
+class ConfiguredProcess(JobProcess):
+    """A process of a configured job.
+
+    Args:
+        watch: of its signals, which is told where its rank has another number.
+
+    Attributes:
+        world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
+        flight: the record of the process in the present world.
+    """
+
+    def __init__(self, watch: SignalWatch | None = None) -> None:
+        super().__init__(detect(os.environ))
+        self.memory, self._watch = RunMemory(), watch
+        self._config: Config | None = None
+        self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
+        self._asked = False  # this rank was at the end of the run, and has asked the others
+        self._revision: Mapping[str, object] = {}
+
+    def end_mpi(self) -> None:
+        if not self.memory.shrunk:  # what is left of MPI after a loss cannot always end: see `leave`
+            super().end_mpi()
+
+    def leave(self, code: int) -> NoReturn:
+        if self.memory.shrunk and self.world is not None:
+            from hpctrain.comm import mpi
+
+            keeper.own().finished()
+            mpi.leave(self.world, code)
+        super().leave(code)
+
+    def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
+        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
+
+        MPI starts in any case: a rank alone with its error would leave the others waiting for it.
+
+        Args:
+            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
+        """
+        self._begin(file, overrides)
+        return self._session(resume, repeated)
+
+    def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
+        """The result of `work`, which starts again on the ranks that are left where some are lost and the configuration says so.
+
+        Args:
+            work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
+        """
+        self._begin(file, overrides)
+        while True:
+            try:
+                return self._attempt(work, resume, repeated)
+            except RankLostError as error:
+                if self._config is None or not self._goes_on():
+                    raise
+                self.flight.ended(End.WENT_ON, str(error))
+            except HpctrainError as error:
+                if self.memory.lost:  # the user knows nothing of the loss, without which there was no error; another start may do
+                    raise RankLostError(f"{self.memory.loss()}, and without it the run cannot go on.\n{error}") from error
+                raise
+            self.watched.close()
+            repeated = None
+            self._shrink(self._config)
+
+    def _attempt(self, work: Training, resume: str | None, repeated: str | None) -> bool:
+        if self.memory.shrunk:
+            self.memory.agree(self._joined)
+            resume = self.memory.resume(resume)
+        return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
+
+    def _goes_on(self) -> bool:
+        """Whether this process, which has learnt of a loss, goes on without the rank."""
+        from hpctrain.comm import mpi
+
+        shrinks = self._config is not None and self._config.on_lost_rank.shrinks
+        return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
+
+    def _complete(self) -> None:
+        """Nothing, where all ranks are done, or the job ends without a lost one. Collective."""
+        from hpctrain.comm import mpi
+
+        self._asked = self._goes_on()
+        if self._asked and not mpi.all_done(self._joined, done=True):
+            raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
+
+    def _shrink(self, config: Config) -> None:
+        """Go over to a world of the ranks that are left. Collective over them."""
+        from hpctrain.comm import mpi
+
+        before, step = self._joined, self.flight.step_begun
+        self.flight = FlightRecorder()
+        if not self._asked:  # ranks agree once in each world, here or at the end of the run, whichever a rank comes to
+            mpi.all_done(before, done=False)
+        self._asked = False
+        self.world, lost = mpi.shrunk(before, self.flight)
+        self.memory.loses(before.size, lost, step)
+        if self._watch is not None:
+            self._watch.renumber(self.world.rank)
+        gc.collect()  # replica, loaders and groups of the old world, and the errors that hold them, refer to each other
+        if self.world.size < config.on_lost_rank.least:
+            raise RankLostError(
+                f"{self.memory.loss()}, which leaves {self.world.size}, but on_lost_rank.least is {config.on_lost_rank.least}; "
+                "start again with --resume."
+            )
+
+    @property
+    def _joined(self) -> Communicator:
+        assert self.world is not None, "MPI has started"
+        return self.world
+
+    def _begin(self, file: Path, overrides: tuple[str, ...]) -> None:
+        """Read the configuration, set the threads, then start MPI, in any case."""
+        try:
+            self._prepared = self._prepare(file, overrides)
+            self._config = self._prepared[0]
+        except HpctrainError as error:
+            self._prepared = error
+        from hpctrain.storage.run_directory import git_state
+
+        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
+        self.start_world(self._deadline_seconds)
+        self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
+
+    @property
+    def _deadline_seconds(self) -> float:
+        return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
+
+    def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
+        """A session over the world as it is now. Collective.
+
+        goes_on: without lost ranks, where the configuration says so.
+        """
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+        from hpctrain.experiment.automatic import resolve
+        from hpctrain.experiment.same_start import check_same_start
+        from hpctrain.experiment.session import Session
+        from hpctrain.experiment.start_search import StartedJob
+        from hpctrain.experiment.user_code import check_alike
+
+        world = self._joined
+        self.watch(world, self._deadline_seconds)
+        config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
+        if goes_on:
+            raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
+        check_same_start(world, config, leads_node=not self.launcher.local_rank)
+        check_alike(world)
+        if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
+            self._revision = world.broadcast_object(self._revision)
+        started = StartedJob(world, threads.threads, config.deadline_seconds)
+        resolved = resolve(config, started, resume, repeated)
+        session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight)
+        self.started(session.progress)
+        return session
+
+    def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
+        config, source = load_config(file, overrides)
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
+        from hpctrain.experiment.check import check_names
+        from hpctrain.experiment.options import filled
+
+        check_names(config, source)
+        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
+        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+            from hpctrain.train.reporters.tensorboard import tensorboard_writer
+
+            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
+        return filled(config), threads
+
+
+def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:
+    if isinstance(prepared, HpctrainError):
+        raise prepared
+    return prepared
