@@ -16,6 +16,7 @@ IDS = [str(path.relative_to(ROOT / "hpctrain")) for path in SOURCES]
 #: modules and packages that speak of rows and columns -> of what
 OF_ARRAYS = {
     "api.py": "the arguments rows and cols, named as the keys",
+    "experiment/job.py": "the arguments rows and tiles, named as the keys",
     "averaging/slices.py": "of a weight",
     "averaging/sufficient_factors.py": "of a weight, of inputs and errors",
     "backend/": "of images and matrices",

@@ -85,9 +85,7 @@ def run_training(
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
         gaps = UnreadableReport(session, parts.files, reporter)
-        checkpoints = RunCheckpoints(session, parts, directory, reporter)
-        if start is not None:
-            checkpoints.go_on(start, [change.key for change in start.changes])
+        checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
         asked = partial(
             trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell, evaluated=checkpoints.evaluated
@@ -117,6 +115,16 @@ def _parts(session: Session, resume: str | None, schedule_from: str | None) -> t
         return parts, None
     raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
     return parts, start.without_tensors()
+
+
+def _checkpoints(
+    session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter, start: Start | None
+) -> RunCheckpoints:
+    """The checkpoints of the run, which goes on from a start, if any. Collective."""
+    checkpoints = RunCheckpoints(session, parts, directory, reporter)
+    if start is not None:
+        checkpoints.go_on(start, [change.key for change in start.changes])
+    return checkpoints
 
 
 def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:

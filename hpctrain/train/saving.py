@@ -115,18 +115,11 @@ class Saver:
         assert self._writing is None, "the checkpoint before it is still being written"
         self._missing = None
         if not self.asynchronous:
-            self._write_now(writing)
+            _write_now(self._world, writing)
             return
         self._writing, self._publishes, self._told_late, self._sentence = writing, False, False, ""
         self._begin_seconds = time.monotonic()
         self._start(writing.own)
-
-    def _write_now(self, writing: Writing) -> None:
-        result = raise_on_all_ranks(self._world, writing.own or _nothing)
-        publish = writing.publish
-        if publish is not None:
-            results = self._world.allgather_object(result)
-            raise_on_all_ranks(self._world, (lambda: publish(results)) if self._world.rank == 0 else _nothing)
 
     def news(self) -> int:
         """This rank's share of the step's message: 1 where its part is done, and as many as there are ranks where there is
@@ -174,7 +167,7 @@ class Saver:
             CheckpointError: the last checkpoint is not there, on every rank.
         """
         if self._writing is None:
-            self._require_last()
+            _require(self._missing)
             return
         writing, until_seconds = self._writing, time.monotonic() + self._deadline_seconds
         written, states = self._advance(until_seconds)
@@ -183,7 +176,7 @@ class Saver:
                 self._retry()  # a last time
             written, states = self._advance(until_seconds)
         if written:
-            self._require_last()
+            _require(self._missing)
             return
         self._let_go()
         failures = [state.failure for state in states if state.failure is not None]
@@ -194,10 +187,6 @@ class Saver:
             f"The checkpoint {writing.path} is not written after the deadline of {self._deadline_seconds:g} s at the end of the "
             f"run and given up{on_ranks(busy, self._world.size)}; look after the disk, and resume from the one before it."
         )
-
-    def _require_last(self) -> None:
-        if self._missing is not None:
-            raise CheckpointError(f"{self._missing}; look after the disk, and resume from the checkpoint before it.")
 
     def _start(self, work: Callable[[], Any] | None) -> None:
         self._work, self._told, self._pause_seconds = work, None, 0.0
@@ -282,6 +271,20 @@ class Saver:
         self._reporter.say(f"warning: {sentence}")
         with contextlib.suppress(OSError):  # where the disk is full, the metrics' may be the same
             self._reporter.record("checkpoint", {"step": step, "warning": sentence})
+
+
+def _write_now(world: Communicator, writing: Writing) -> None:
+    result = raise_on_all_ranks(world, writing.own or _nothing)
+    publish = writing.publish
+    if publish is not None:
+        results = world.allgather_object(result)
+        raise_on_all_ranks(world, (lambda: publish(results)) if world.rank == 0 else _nothing)
+
+
+def _require(missing: str | None) -> None:
+    """Nothing, unless the last checkpoint was left out: a sentence says so."""
+    if missing is not None:
+        raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
 
 
 def _nothing() -> None:

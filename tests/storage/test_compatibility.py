@@ -32,7 +32,7 @@ def _newest(run: Path) -> CheckpointContent:
 
 
 def _schedules(content: CheckpointContent) -> dict[str, str]:
-    """By name; earlier versions kept the one of whole parameters once for each row of the grid."""
+    """By name; earlier versions kept the one of whole parameters once for each rank of a split group."""
     schedules: Any = content.meta["schedules"]
     of_rows = {name for name in schedules if name.startswith("all-row")}
     assert all(schedules[name] == schedules["all"] for name in of_rows)
