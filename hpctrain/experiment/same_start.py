@@ -26,19 +26,21 @@ _KINDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def check_same_start(world: Communicator, config: Config, *, leads_node: bool = True) -> None:
+def check_same_start(world: Communicator, config: Config | None, *, leads_node: bool = True) -> None:
     """Compare what the ranks have started with. Collective; every rank raises the same error.
 
     A few dozen bytes of each rank where all is well; the facts themselves travel only where they differ.
 
     Args:
+        config: None: there is none to compare.
         leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
 
     Raises:
         ConfigError: names the first rank that differs from rank 0, and the first thing that does.
     """
+    configuration = {} if config is None else flat(config.model_dump(mode="json"))
     facts: dict[str, Mapping[str, Any] | None] = {
-        "configuration": {key: value for key, value in flat(config.model_dump(mode="json")).items() if key not in _BY_NODE},
+        "configuration": {key: value for key, value in configuration.items() if key not in _BY_NODE},
         "packages": software_versions(),
         "files": package_files(_PACKAGE) if leads_node else None,
     }

@@ -1,0 +1,63 @@
+"""The start of a rank by the clock. Imports nothing that a training would load: that is what is measured."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from pathlib import Path
+
+_TRAINING = ("hpctrain.experiment.run", "hpctrain.experiment.resume")
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """The start of one rank.
+
+    Attributes:
+        seconds: until all was loaded. cpu_seconds: of these on a processor. queued_seconds: of these, waiting for one.
+        files: that were opened.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    queued_seconds: float
+    files: int
+
+
+class OpenedFiles:
+    """Counts the files that this process opens; for its whole life, as the system's hooks cannot be taken off."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            self.count += 1
+
+
+def load_training(age_seconds: float, opened: OpenedFiles) -> StartFacts:
+    """Load what a training loads, and say how long that took. age_seconds: until now, without waits for a core."""
+    begin, queued = time.perf_counter(), queued_seconds()
+    for module in _TRAINING:
+        importlib.import_module(module)
+    return StartFacts(age_seconds + time.perf_counter() - begin, time.process_time(), queued_seconds(), opened.count)
+
+
+def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
+    """Seconds that this process was ready and waited for a processor, as on a machine that others use; 0 where unknown."""
+    try:
+        return int(statistics.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
+    """Seconds that this process was ready and waited for a core, as on a machine that others use; 0 where nobody counts."""
+    try:
+        return int(statistics.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
