@@ -10,13 +10,16 @@ from typing import Any
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import node_numbers
+from hpctrain.config.schema import Config
 from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
 from hpctrain.doctor.checks import CHECKS, ENDED, FAILED, HANGS
 from hpctrain.doctor.findings import DoctorFinding
-from hpctrain.doctor.subjects import gpu, mpi_library
+from hpctrain.doctor.subjects import gpu, launcher, mpi_library
 from hpctrain.doctor.subjects.mpi_library import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
 
+#: the phase in which MPI may hang or end the process
+STARTS = "starting MPI"
 #: a rank's facts by the name of the check
 Facts = Mapping[str, Any]
 
@@ -35,6 +38,7 @@ class Progression:
     phase: str
     facts: Facts
     library: str = ""
+    config: Config | None = None
     concluded: bool = False
 
 
@@ -97,14 +101,21 @@ def examine_together(
     return judge(job, by_rank, checks)
 
 
-def examine_alone(place: OwnPlace, own: Facts, library: str, error: str, checks: Sequence[Check] = CHECKS) -> Examination:
-    """The outcome where ranks cannot talk to each other: from this one's facts. error: why there is no MPI."""
+def examine_alone(
+    place: OwnPlace, own: Facts, library: str = "", error: str = "", ended: DoctorFinding | None = None
+) -> Examination:
+    """The outcome where MPI did not bring the ranks together: from this one's facts. The number of ranks is not known then.
+
+    Args:
+        library: the MPI library's name, where it could start. error: why it could not be loaded. ended: how the rank ended.
+    """
     facts = dict(own)
     known = facts.get(mpi_library.CHECK.name)
-    if error and isinstance(known, LibraryFacts):
-        facts[mpi_library.CHECK.name] = replace(known, error=error)
+    if error:
+        facts[mpi_library.CHECK.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
     job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
-    return judge(job, [facts], checks)
+    outcome = judge(job, [facts], [check for check in CHECKS if check.name != launcher.CHECK.name])
+    return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)
 
 
 def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHECKS) -> Examination:
@@ -121,19 +132,19 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
     return Examination(job, findings, by_rank)
 
 
-def explained(place: OwnPlace, end: RankEnd) -> Examination:
-    """The outcome from the notes of a rank that came to no end by itself."""
+def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
+    """How a rank ended that came to no end by itself; and the outcome from its notes, for the rank that prints."""
     note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
-    # Nobody has counted the ranks, and a library that has not started has no name.
-    unknown = {"launcher"} if note.library else {"launcher", mpi_library.CHECK.name}
-    job = JobView(place.launcher, 1, (platform.node(),), (0,), note.library, place.config)
-    alone = judge(job, [note.facts], [check for check in CHECKS if check.name not in unknown])
-    found = gpu.from_start(end.words)
-    if found is None:
+    library = note.facts.get(mpi_library.CHECK.name)
+    ended = gpu.from_start(end.words)
+    if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
+        ended = launcher.wrong_launcher(place.launcher, library.library, library.beside)
+    if ended is None:
         words = f": {gpu.last_line(end.words)}" if end.code is not None and end.words.strip() else ""
         sentence = f"{_rank_of(place)} {end.in_words} while it was {note.phase}{words}"
-        found = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
-    return Examination(job, {"job": [found], **alone.findings}, alone.by_rank)
+        ended = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
+    configured = replace(place, config=note.config)
+    return ended, lambda: examine_alone(configured, note.facts, note.library, ended=ended)
 
 
 def _rank_of(place: OwnPlace) -> str:
@@ -143,11 +154,11 @@ def _rank_of(place: OwnPlace) -> str:
 class RankNotes:
     """Tells the parent of this rank what it is in, with all that it knows."""
 
-    def __init__(self, notebook: Notebook) -> None:
-        self._notebook = notebook
+    def __init__(self, notebook: Notebook, config: Config | None) -> None:
+        self._notebook, self._config = notebook, config
         self.facts: Facts = {}
         self.library = ""
 
     def phase(self, phase: str, *, concluded: bool = False) -> None:
         """Something begins."""
-        self._notebook.write(Progression(phase, self.facts, self.library, concluded))
+        self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))

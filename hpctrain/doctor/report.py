@@ -27,7 +27,7 @@ _STYLES = {Severity.OK: "green", Severity.REMARK: "cyan", Severity.WARNING: "yel
 
 def print_table(examination: Examination, *, strict: bool) -> None:
     """Print the findings, each with the line that mends it, the map of the ranks, and what follows."""
-    text, terminal = io.StringIO(), sys.stdout.isatty()
+    text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = Console(file=text, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))

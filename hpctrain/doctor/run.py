@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.doctor.job import Examination, RankNotes
 
 #: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
-LATER_SECONDS = 3.0
+LATER_SECONDS = 5.0
 _DEFAULT_DIRECTORY = Path("runs")
 
 _Read = tuple[Config, Source] | HpctrainError | None
@@ -69,12 +69,15 @@ class DoctorRank:
         place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None)
         configuration = _with_names_checked(configuration)
         from hpctrain.doctor import job
+        from hpctrain.doctor.subjects import gpu
 
-        notes = job.RankNotes(notebook)
+        notes = job.RankNotes(notebook, place.config)
         notes.phase("looking at what it sees by itself")
         if not isinstance(configuration, HpctrainError):
             notes.facts = job.gather_alone(place)
-        notes.phase("starting MPI")
+        if place.leads_job and gpu.from_start(str(notes.facts.get(gpu.CHECK.name))) is not None:
+            return self._report(job.examine_alone(place, notes.facts))  # MPI would end the whole job
+        notes.phase(job.STARTS)
         from hpctrain.comm import mpi
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 
@@ -98,10 +101,11 @@ class DoctorRank:
         if isinstance(end.note, job.Progression) and end.note.concluded:
             self._say(place, f"After its report, the doctor {end.in_words} while it was {end.note.phase}.")
             return USER_ERROR
-        examination = job.explained(place, end)
+        found, examine = job.explained(place, end)
         if place.leads_job:
-            return self._report(examination)
-        [found] = examination.findings["job"]
+            return self._report(examine())
+        if end.code is not None:  # a rank whose time is over has waited longer than rank 0
+            time.sleep(LATER_SECONDS)
         self._say(place, f"{found.sentence} {found.mend}")
         return USER_ERROR
 
@@ -134,7 +138,7 @@ class DoctorRank:
         from hpctrain.doctor import job
 
         if place.leads_job:
-            return self._report(job.examine_alone(place, notes.facts, "", error))
+            return self._report(job.examine_alone(place, notes.facts, error=error))
         time.sleep(LATER_SECONDS)  # where rank 0 finds the same, it has ended the job by now
         self._say(place, error)
         return USER_ERROR

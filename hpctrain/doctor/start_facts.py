@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pathlib import Path
 
-_TRAINING = ("hpctrain.experiment.run", "hpctrain.experiment.resume")
+#: the modules from which a training begins
+TRAINING = ("hpctrain.experiment.run", "hpctrain.experiment.resume")
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,12 @@ class StartFacts:
     """The start of one rank.
 
     Attributes:
-        seconds: until all was loaded. cpu_seconds: of these on a processor. queued_seconds: of these, waiting for one.
+        seconds: until all was loaded, without those in which it waited for a core. cpu_seconds: of these, computing.
         files: that were opened.
     """
 
     seconds: float
     cpu_seconds: float
-    queued_seconds: float
     files: int
 
 
@@ -39,20 +39,13 @@ class OpenedFiles:
             self.count += 1
 
 
-def load_training(age_seconds: float, opened: OpenedFiles) -> StartFacts:
+def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
     """Load what a training loads, and say how long that took. age_seconds: until now, without waits for a core."""
-    begin, queued = time.perf_counter(), queued_seconds()
-    for module in _TRAINING:
+    begin, queued_before = time.perf_counter(), queued_seconds()
+    for module in modules:
         importlib.import_module(module)
-    return StartFacts(age_seconds + time.perf_counter() - begin, time.process_time(), queued_seconds(), opened.count)
-
-
-def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
-    """Seconds that this process was ready and waited for a processor, as on a machine that others use; 0 where unknown."""
-    try:
-        return int(statistics.read_text().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    seconds = time.perf_counter() - begin - (queued_seconds() - queued_before)
+    return StartFacts(age_seconds + seconds, time.process_time(), opened.count)
 
 
 def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:

@@ -13,6 +13,7 @@ from hpctrain.backend.cuda import choose
 from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
+from hpctrain.doctor.subjects.launcher import without_launcher
 from hpctrain.errors import BackendError
 
 NO_GTL = FindingKind(
@@ -46,8 +47,6 @@ _SUPPORT = "MPICH_GPU_SUPPORT_ENABLED"
 _GTL = "GTL library is not linked"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _SECONDS = 20.0
-#: of launchers: without these variables a process starts MPI alone
-_LAUNCHERS = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
 #: of the process that tries it out
 AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
 
@@ -79,10 +78,11 @@ def gather(place: OwnPlace) -> GpuFacts:
 
 def _probe() -> str:
     """What `gpu_probe` prints, or the last words of an MPI that ended it."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     command = [sys.executable, "-m", "hpctrain.doctor.gpu_probe"]
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{UNAWARE}: {type(error).__name__}"
     said = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()

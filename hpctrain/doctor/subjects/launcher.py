@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, fine
-from hpctrain.launch.launcher import world_fault
+from hpctrain.launch.launcher import Launcher, world_fault
 
 SINGLETONS = FindingKind(
     "singletons",
@@ -30,6 +30,17 @@ ALONE = FindingKind(
     "One process without a launcher: nothing is said of several ranks.",
     "mpiexec -n 2 python -m mpi4py -m hpctrain doctor",
 )
+
+
+WRONG_LAUNCHER = FindingKind(
+    "wrong-launcher",
+    Severity.FAULT,
+    "The launcher is of another MPI than the library that mpi4py loads, and MPI ends each rank when it starts.",
+    "Use the mpiexec of the MPI that `python -m mpi4py --mpi-lib-version` names.",
+)
+
+#: of launchers: without these variables a process is alone
+_VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,26 @@ def mpiexec_beside_python() -> str:
     """The mpiexec that was installed with this Python's packages; empty where there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else ""
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that no launcher has started."""
+    return {name: value for name, value in environ.items() if not name.startswith(_VARIABLES)}
+
+
+def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFinding | None:
+    """The finding where one of launcher and library is Open MPI's, and the other one is not; None where that is not known.
+
+    Args:
+        library: the name of the library. beside: the mpiexec in the folder of this Python.
+    """
+    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these understand each other
+    of_open_mpi = launcher.name.startswith("Open MPI")
+    known = of_open_mpi or launcher.name.startswith(hydras)
+    if not library or not known or of_open_mpi == ("Open MPI" in library):
+        return None
+    mend = f"{beside} -n {launcher.expected_size} python -m mpi4py -m hpctrain ..." if beside else ""
+    return WRONG_LAUNCHER.found(f"{launcher.name} has started these ranks, but mpi4py loads {library}.", mend)
 
 
 def first_of_siblings() -> bool:
@@ -91,7 +122,7 @@ def judge(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
 CHECK = Check(
     "launcher",
     "the launcher, and whether MPI's world has the size that it was asked for",
-    (SINGLETONS, WORLD_SIZE, ALONE),
+    (SINGLETONS, WRONG_LAUNCHER, WORLD_SIZE, ALONE),
     gather,
     judge,
 )

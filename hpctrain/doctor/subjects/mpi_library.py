@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from hpctrain.config.schema import Config
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.subjects.launcher import mpiexec_beside_python
+from hpctrain.doctor.subjects.launcher import mpiexec_beside_python, without_launcher
 
 NO_LIBRARY = FindingKind(
     "no-mpi-library",
@@ -61,11 +62,13 @@ class LibraryFacts:
 
     Attributes:
         launchers: (path of an mpiexec, its MPI, "" where it does not say). beside: the mpiexec in the folder of this Python.
-        level_asked: the thread level that the environment asks for. error: why no library could be loaded.
+        library: that mpi4py loads, by a process that starts no MPI. level_asked: the thread level that the environment asks for.
+        error: why no library could be loaded.
     """
 
     launchers: tuple[tuple[str, str], ...] = ()
     beside: str = ""
+    library: str = ""
     level_asked: str = ""
     error: str = ""
 
@@ -76,8 +79,10 @@ def gather(place: OwnPlace) -> LibraryFacts | None:
         return None
     folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
     paths = [path for path in (shutil.which("mpiexec", path=folder) for folder in folders) if path]
-    launchers = tuple((path, family(_version(path))) for path in paths)
-    return LibraryFacts(launchers, mpiexec_beside_python(), os.environ.get(_LEVEL, ""))
+    launchers = tuple((path, family(_said_by([path, "--version"]))) for path in paths)
+    library = _said_by([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
+    name = library.partition("\n")[0].strip() if family(library) else ""
+    return LibraryFacts(launchers, mpiexec_beside_python(), name, os.environ.get(_LEVEL, ""))
 
 
 def family(text: str) -> str:
@@ -85,10 +90,12 @@ def family(text: str) -> str:
     return next((name for word, name in _FAMILIES if word in text), "")
 
 
-def _version(path: str) -> str:
-    """The version text of a launcher; empty where it gives none in time."""
+def _said_by(command: Sequence[str]) -> str:
+    """All that a short command prints, as by a process that no launcher has started; empty where it does not end in time."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout + done.stderr
@@ -97,11 +104,11 @@ def _version(path: str) -> str:
 def judge(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
     """All that is wrong with the library, or its name."""
     first = facts[0]
-    if not job.library:
-        reason = first.error or "mpi4py could load none"
-        return [NO_LIBRARY.from_error(reason), *_other_launcher(first, "")]
-    found = [*_other_launcher(first, family(job.library)), *_thread_level(job.library, first, job.config)]
-    return found or [fine(f"{job.library}.")]
+    library = job.library or first.library
+    if first.error or not library:
+        return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library that is known here.")]
+    found = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
+    return found or [fine(f"{library}.")]
 
 
 def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
@@ -117,7 +124,7 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
     """The finding where MPI lets only one thread call it."""
-    level = library.rpartition("thread level ")[2]
+    level = library.rpartition("thread level ")[2]  # the library's name where it has not started
     if level not in ("single", "funneled"):
         return []
     progress = "" if config is None else config.progress
