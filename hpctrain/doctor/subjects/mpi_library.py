@@ -81,7 +81,7 @@ def gather(place: OwnPlace) -> LibraryFacts | None:
     paths = [path for path in (shutil.which("mpiexec", path=folder) for folder in folders) if path]
     launchers = tuple((path, family(_said_by([path, "--version"]))) for path in paths)
     library = _said_by([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
-    name = library.partition("\n")[0].strip() if family(library) else ""
+    name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
     return LibraryFacts(launchers, mpiexec_beside_python(), name, os.environ.get(_LEVEL, ""))
 
 
