@@ -58,8 +58,9 @@ def fine(sentence: str) -> DoctorFinding:
 
 
 def capital(text: str) -> str:
-    """The text with a capital at its beginning."""
-    return text[:1].upper() + text[1:]
+    """The text with a capital at its beginning, unless it begins with a name, such as that of a key."""
+    word = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if word.rstrip(".,:").isalpha() else text
 
 
 def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:

@@ -149,8 +149,8 @@ class DoctorRank:
         from hpctrain.doctor.subjects.launcher import first_of_siblings
 
         if world.size == 1:
-            speaks = place.leads_job if self.launcher.name != "none" else first_of_siblings()
-            if not speaks:
+            is_first = place.leads_job if self.launcher.name != "none" else first_of_siblings()
+            if not is_first:
                 return FINISHED
         examination = job.examine_together(place, world, notes.facts, notes.library, notes.phase, 2 * self.seconds)
         code = None if examination is None else self._report(examination)

@@ -43,7 +43,7 @@ class RankEnd:
 
     @property
     def in_words(self) -> str:
-        """What ended it."""
+        """The end, as the verb of a sentence."""
         if self.code is None:
             return "did not end"
         if self.code < 0:

@@ -176,7 +176,7 @@ def test_a_missing_gtl_library_is_named_with_its_cure(job: Job, folder: Path) ->
     env = {"PYTHONPATH": python_path(folder), "MPICH_GPU_SUPPORT_ENABLED": "1"}
     found = examined(job, folder, env=env)
     assert "the GTL library is not linked" in found["no-gtl"]["sentence"]
-    assert "unset MPICH_GPU_SUPPORT_ENABLED" in found["no-gtl"]["mend"]
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found["no-gtl"]["mend"]
 
 
 def test_too_few_gpus_are_named(job: Job, folder: Path) -> None:

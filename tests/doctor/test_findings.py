@@ -43,4 +43,5 @@ def test_the_last_part_of_an_errors_sentence_mends_it(error: str, sentence: str,
 def test_all_is_well_without_a_key() -> None:
     assert fine("It is.").key == ""
     assert capital("it is.") == "It is."
+    assert capital("grid.rows must be 2.") == "grid.rows must be 2."
     assert capital("") == ""

@@ -21,7 +21,7 @@ NO_GTL = FindingKind(
     Severity.FAULT,
     "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
     "MPI ends each rank when it starts.",
-    "unset MPICH_GPU_SUPPORT_ENABLED, or load the library: `export LD_PRELOAD=$CRAY_MPICH_ROOTDIR/gtl/lib/libmpi_gtl_cuda.so`",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`, as no training sends from GPUs so far; or link mpi4py to the site's libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
     "too-few-gpus",
@@ -77,7 +77,7 @@ def gather(place: OwnPlace) -> GpuFacts:
 
 
 def _probe() -> str:
-    """What `gpu_probe` prints, or the last words of an MPI that ended it."""
+    """The word that `gpu_probe` prints, or the last ones of an MPI that ended it."""
     command = [sys.executable, "-m", "hpctrain.doctor.gpu_probe"]
     try:
         done = subprocess.run(

@@ -72,7 +72,7 @@ def _data_files(place: OwnPlace) -> list[Path]:
 
 
 def _fault_of(path: Path) -> tuple[str, str, bool] | None:
-    """What a training would say when it opens a data file; None where it would open it."""
+    """(path, a training's sentence, whether a lock is the cause) of a file that it could not open; None where it could."""
     from hpctrain.data.format import ImageFile
 
     try:

@@ -29,7 +29,7 @@ def test_gpus_are_counted_by_node() -> None:
 def test_crays_missing_library_is_named_with_its_cure() -> None:
     [found] = gpu.judge(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
     assert (found.key, found.severity) == ("no-gtl", Severity.FAULT)
-    assert "unset MPICH_GPU_SUPPORT_ENABLED" in found.mend
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.mend
     assert gpu.from_start("all is well") is None
 
 
