@@ -1,7 +1,7 @@
 """The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
 
-docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is, and in docs/doctor.md that of
-findings.
+docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is, and the findings in
+docs/doctor.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ NO_GTL = FindingKind(
     Severity.FAULT,
     "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
     "MPI ends each rank when it starts.",
-    "`export MPICH_GPU_SUPPORT_ENABLED=0`, as no training sends from GPUs so far; or link mpi4py to the site's libmpi_gtl_cuda.so.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: no training sends from GPUs so far. Or link mpi4py to the site's libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
     "too-few-gpus",
