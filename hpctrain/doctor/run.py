@@ -68,6 +68,8 @@ class DoctorRank:
         configuration = self._configuration()
         place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None)
         configuration = _with_names_checked(configuration)
+        if not self.launcher.starts_mpi:
+            _refuse(configuration)  # nobody waits for this rank
         from hpctrain.doctor import job
         from hpctrain.doctor.subjects import gpu
 

@@ -64,7 +64,7 @@ def gather(place: OwnPlace) -> MemoryFacts | None:
 
 
 def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
-    """(bytes of a pass, bytes that are always held, samples of a step) of the rank that needs most: one split group alone, with its samples.
+    """(bytes of a pass, bytes that are always held, samples of a step) of the rank that needs most, from one split group alone.
 
     Raises:
         HpctrainError: there is no such plan.
