@@ -15,6 +15,7 @@ from hpctrain.config.source import Source
 from hpctrain.doctor.findings import exit_code
 from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
+from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import VARIABLES, set_threads
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.doctor.check import OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
+    from hpctrain.doctor.start_facts import OpenedFiles
 
 #: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
 LATER_SECONDS = 5.0
@@ -65,8 +67,11 @@ class DoctorRank:
         Raises:
             ConfigError: the configuration has a fault; alike on all ranks.
         """
+        from hpctrain.doctor.start_facts import OpenedFiles
+
+        opened = OpenedFiles()
         configuration = self._configuration()
-        place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None)
+        place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None, opened)
         configuration = _with_names_checked(configuration)
         if not self.launcher.starts_mpi:
             _refuse(configuration)  # nobody waits for this rank
@@ -83,15 +88,19 @@ class DoctorRank:
         from hpctrain.comm import mpi
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 
+        shared_segments.announce()  # where this rank is ended, a later training removes what it leaves in /dev/shm
         try:
             self.world, notes.library = mpi.world(2 * self.seconds), mpi.describe()
         except MissingLibraryError as error:
+            shared_segments.forget()
             _refuse(configuration)
             return self._without_mpi(place, notes, str(error))
+        shared_segments.remember()
         raise_on_all_ranks(self.world, lambda: _refuse(configuration))
         code = self._with_mpi(self.world, place, notes)
         notes.phase("ending MPI", concluded=True)
         mpi.finish(2 * self.seconds)
+        shared_segments.forget()
         return code
 
     def explain(self, end: RankEnd) -> int:
@@ -118,7 +127,7 @@ class DoctorRank:
         except HpctrainError as error:
             return error
 
-    def _loaded_place(self, config: Config | None) -> OwnPlace:
+    def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
         """Set threads, before NumPy is loaded; then load what a training loads, by the clock."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         threads, fault = None, ""
@@ -127,9 +136,9 @@ class DoctorRank:
             threads = set_threads(self.launcher, wanted).threads
         except LaunchError as error:
             fault = str(error)
-        from hpctrain.doctor.start_facts import OpenedFiles, load_training
+        from hpctrain.doctor.start_facts import load_training
 
-        start = load_training(self.age_seconds, OpenedFiles())
+        start = load_training(self.age_seconds, opened)
         from hpctrain.doctor.check import OwnPlace
 
         directory = self.directory or (_DEFAULT_DIRECTORY if config is None else Path(config.output))

@@ -28,10 +28,16 @@ class StartFacts:
 
 
 class OpenedFiles:
-    """Counts the files that this process opens; for its whole life, as the system's hooks cannot be taken off."""
+    """Counts the files that this process opens; for its whole life, as the system's hooks cannot be taken off.
+
+    Attributes:
+        begin, queued_seconds: by `time.perf_counter`, and waits for a core, when it began to count.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.begin = time.perf_counter()
+        self.queued_seconds = queued_seconds()
         sys.addaudithook(self._see)
 
     def _see(self, event: str, arguments: tuple[object, ...]) -> None:
@@ -40,11 +46,14 @@ class OpenedFiles:
 
 
 def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
-    """Load what a training loads, and say how long that took. age_seconds: until now, without waits for a core."""
-    begin, queued_before = time.perf_counter(), queued_seconds()
+    """Load what a training loads, and say how long it took until then.
+
+    Args:
+        age_seconds: until `opened` began to count, without waits for a core.
+    """
     for module in modules:
         importlib.import_module(module)
-    seconds = time.perf_counter() - begin - (queued_seconds() - queued_before)
+    seconds = time.perf_counter() - opened.begin - (queued_seconds() - opened.queued_seconds)
     return StartFacts(age_seconds + seconds, time.process_time(), opened.count)
 
 

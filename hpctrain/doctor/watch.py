@@ -14,10 +14,9 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from hpctrain.launch.exit_codes import BUG, FINISHED, USER_ERROR
 from hpctrain.launch.keeper import may_fork
@@ -68,7 +67,10 @@ class Notebook:
 
 
 def watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
-    """Do the work in a child; the exit code that it ends with, or that of `explain` where it comes to none. Not in the child.
+    """Do the work in a child; the exit code that it ends with, or that of `explain` where it comes to none.
+
+    Returns in both: in the child, which leaves as any process does, with its work's code. MPI takes leave of the launcher when a
+    process exits; a launcher kills the ranks beside one that is gone without that.
 
     Where no process may be forked (see `keeper.may_fork`), the work is done in this one, and nobody watches.
 
@@ -84,30 +86,23 @@ def watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], 
     parent = os.getpid()
     child = os.fork()
     if not child:
-        _be_rank(parent, errors_in, lambda: work(Notebook(said)))
+        os.close(heard)
+        os.close(errors_out)
+        _be_rank(parent, errors_in)
+        return work(Notebook(said))
     os.close(said)
     os.close(errors_in)
     end = _Watch(child, heard, errors_out).until_end(seconds)
     return end.code if end.code is not None and end.code in (FINISHED, USER_ERROR) else explain(end)
 
 
-def _be_rank(parent: int, errors: int, work: Callable[[], int]) -> NoReturn:
-    """In the child: do the work, and leave with its code."""
-    code: object = BUG
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() == parent:
-            os.dup2(errors, 2)
-            code = work()
-    except SystemExit as left:
-        code = left.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else FINISHED if code is None else BUG)
+def _be_rank(parent: int, errors: int) -> None:
+    """In the child: end with the parent, and write to where it listens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(BUG)
+    os.dup2(errors, 2)
+    os.close(errors)
 
 
 class _Watch:

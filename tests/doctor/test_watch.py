@@ -55,7 +55,7 @@ def test_a_conclusion_is_passed_on(deed: str, code: int) -> None:
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", -11, "was ended by SIGSEGV"),
         ("os._exit(16)", 16, "left with exit code 16"),
-        ("sys.exit('text')", 1, "left with exit code 1"),
+        ("sys.exit(3)", 3, "left with exit code 3"),
     ],
 )
 def test_any_other_end_is_explained_with_the_last_words_and_note(deed: str, code: int, words: str) -> None:
