@@ -18,6 +18,7 @@ _COMMANDS = {
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
     "calibrate": ("hpctrain.cli.calibrate", "calibrate"),
+    "doctor": ("hpctrain.cli.doctor", "doctor"),
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),

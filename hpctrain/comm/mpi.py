@@ -214,6 +214,17 @@ def threads_may_call() -> bool:
     return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
 
+def send_to_itself(source: int, target: int, size_bytes: int) -> None:
+    """Send so many bytes from one address to another of this process, be they on the host or on a device. After `world`.
+
+    An MPI that knows nothing of the device ends the process, or brings other bytes.
+    """
+    from mpi4py import MPI
+
+    sent, received = (MPI.buffer.fromaddress(address, size_bytes) for address in (source, target))
+    MPI.COMM_SELF.Sendrecv((sent, MPI.BYTE), 0, 0, (received, MPI.BYTE), 0, 0)
+
+
 class MpiHandle:
     """A posted MPI operation; holds its buffers until it is complete.
 

@@ -31,16 +31,18 @@ _KINDS: Mapping[str, tuple[str, str]] = {
 _OF_FILES = ("program", "files")
 
 
-def check_same_start(world: Communicator, config: Config, *, leads_node: bool = True) -> None:
+def check_same_start(world: Communicator, config: Config | None, *, leads_node: bool = True) -> None:
     """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
 
     Args:
+        config: None: there is none to compare.
         leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
 
     Raises:
         ConfigError: names the first rank that differs from rank 0, and the first thing that does.
     """
-    configuration = {key: value for key, value in flat(config.model_dump(mode="json")).items() if key not in _BY_NODE}
+    values = {} if config is None else flat(config.model_dump(mode="json"))
+    configuration = {key: value for key, value in values.items() if key not in _BY_NODE}
     _check(world, {"configuration": configuration}, leads_node=leads_node)
 
 

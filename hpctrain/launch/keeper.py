@@ -87,7 +87,7 @@ def keep(
         mark: writes the signal that has ended the child into its flight record. mark_left: the exit code of one that has left
             without a word.
     """
-    if not _possible():
+    if not may_fork():
         return Keeper()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -108,7 +108,8 @@ def keep(
     return own()
 
 
-def _possible() -> bool:
+def may_fork() -> bool:
+    """True where a parent may be put before this process: MPI has not started in it, it has no threads, and SWITCH is not 0."""
     if os.environ.get(SWITCH) == "0" or "mpi4py.MPI" in sys.modules or sys.platform != "linux":
         return False
     return len(os.listdir("/proc/self/task")) == 1

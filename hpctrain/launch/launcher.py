@@ -176,18 +176,26 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
     Raises:
         LaunchError: the message names the launcher, both sizes and the likely cause.
     """
+    fault = world_fault(launcher, world_size, library)
+    if fault is not None:
+        raise LaunchError(f"{fault[0]}; {fault[1]}.")
+
+
+def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple[str, str] | None:
+    """(both sizes, what mends it) of a world of another size than asked for, as parts of a sentence; None where it has that."""
     expected = launcher.expected_size
     if expected is None or expected == world_size:
-        return
+        return None
     if launcher.name == "none":
-        raise LaunchError(
+        return (
             f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher that hpctrain "
-            f"knows, and MPI's world has {world_size}; start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`."
+            f"knows, and MPI's world has {world_size}",
+            f"start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`",
         )
     if launcher.overruled_size == world_size:
-        raise LaunchError(
-            f"{EXPECT_RANKS} asks for {expected} ranks, but {launcher.name} has started {world_size}; "
-            f"start as many as {EXPECT_RANKS} says, or unset it."
+        return (
+            f"{EXPECT_RANKS} asks for {expected} ranks, but {launcher.name} has started {world_size}",
+            f"start as many as {EXPECT_RANKS} says, or unset it",
         )
     if world_size != 1:
         cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"
@@ -198,7 +206,7 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
             "most likely mpi4py is linked to another MPI than the launcher's; use the mpiexec of the MPI that "
             "`python -m mpi4py --mpi-lib-version` names"
         )
-    raise LaunchError(f"{launcher.name} was asked for {expected} ranks, but MPI's world has {world_size}; {cause}.")
+    return f"{launcher.name} was asked for {expected} ranks, but MPI's world has {world_size}", cause
 
 
 def _srun_advice(library: str) -> str:

@@ -13,7 +13,8 @@ from hpctrain.errors import LaunchError
 from hpctrain.launch.launcher import Launcher
 
 _VARIABLE = "OMP_NUM_THREADS"
-_VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+#: in which thread pools read their number of threads
+VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -52,7 +53,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
         plan = _from_environment(environ[_VARIABLE], cores)
     else:
         plan = ThreadPlan(cores, cores, how)
-    for variable in _VARIABLES:
+    for variable in VARIABLES:
         if requested is not None:
             environ[variable] = str(plan.threads)
         else:
@@ -159,10 +160,15 @@ def _parent(process: int) -> int:
 
 def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:
     """Cores among logical CPUs: hardware threads of one core count once. Every CPU counts where the topology is unknown."""
-    cores = set()
+    return len(core_names(cpus, topology))
+
+
+def core_names(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> frozenset[str]:
+    """The physical cores of logical CPUs, by their hardware threads, such as "0,64"; names are those of one node."""
+    names = set()
     for cpu in cpus:
         try:
-            cores.add((topology / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+            names.add((topology / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
         except OSError:
-            cores.add(f"cpu{cpu}")
-    return len(cores)
+            names.add(f"cpu{cpu}")
+    return frozenset(names)

@@ -58,6 +58,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "calibrate": [
         (["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml"),
     ],
+    "doctor": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
+    ],
     "config show": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "batch"], "must have the form key=value"),
@@ -175,7 +179,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_a_users_mistake_is_a_sentence(folder: Path, command: str, arguments: list[str], words: str) -> None:
-    if command in ("train", "eval", "calibrate"):  # which end their process, and set up its log
+    if command in ("train", "eval", "calibrate", "doctor"):  # which end their process, and set up its log
         call = [sys.executable, "-m", "hpctrain", command, *arguments]
         done = subprocess.run(call, capture_output=True, text=True, timeout=180, check=False, env=clean_environment())
         code, output, errors = done.returncode, done.stdout, done.stderr

@@ -1,10 +1,12 @@
-"""docs/config.md describes every key as the schema does, and docs/options.md every option as its constructor does."""
+"""docs/config.md describes every key as the schema does, docs/options.md every option as its constructor does, and docs/doctor.md
+every finding as its check does.
+"""
 
 import re
 from pathlib import Path
 
 from hpctrain.config.schema import Config
-from tests.support.reference_pages import DOCS, KEYS_HEADING, keys_section, options_page
+from tests.support.reference_pages import DOCS, FINDINGS_HEADING, KEYS_HEADING, findings_section, keys_section, options_page
 
 PAGE = DOCS / "config.md"
 
@@ -16,6 +18,11 @@ def test_the_table_of_keys_is_the_schema():
 
 def test_the_options_are_those_of_the_constructors():
     assert (DOCS / "options.md").read_text(encoding="utf-8") == options_page(), "docs/options.md is out of date: run `make docs`"
+
+
+def test_the_findings_are_those_of_the_doctors_checks():
+    section = (DOCS / "doctor.md").read_text(encoding="utf-8").split(FINDINGS_HEADING)[1]
+    assert section == findings_section(), "docs/doctor.md is out of date: run `make docs`"
 
 
 def test_every_section_is_in_the_overview():

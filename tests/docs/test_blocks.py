@@ -65,6 +65,7 @@ CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with i
 
 #: (page, words in a ```text block) -> why nothing can be checked
 TEXTS = {
+    ("docs/doctor.md", "launcher  ok     2 ranks on 1 node"): "a report; tests/cli/test_doctor.py has its form",
     ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
@@ -219,6 +220,9 @@ KINDS = (
     ),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
+    Kind(
+        r"(hpctrain|mpiexec .*-m hpctrain) doctor ", takes, "looks at this machine; tests/cli/test_doctor.py runs it on several"
+    ),
     Kind(r"hpctrain run ", takes, "trains until it is done; tests/cli/test_run_command.py does"),
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),

@@ -1,6 +1,7 @@
 """The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
 
-docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is.
+docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is, and the findings in
+docs/doctor.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from pydantic_core import PydanticUndefined
 
 from hpctrain.config.faults import known_paths, section_at, show
 from hpctrain.config.source import KeyPath, dotted
+from hpctrain.doctor.checks import CHECKS, JOB_KINDS
 from hpctrain.experiment.options import FOLLOWING, Choice, choices
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS_HEADING = "## Every key\n"
+FINDINGS_HEADING = "## Every finding\n"
 
 _KINDS = {
     "models": ("Models", "model", "Options that follow from the data or from other keys where they are left out:"),
@@ -44,6 +47,15 @@ options, which [options.md](options.md) lists. This table is written by `make do
 
 """
 
+_FINDINGS_NOTE = """
+The checks, in the order of the table:
+
+{checks}
+
+"job" stands for the doctor's own job. This list and the table are written by `make docs`.
+
+"""
+
 
 def options_page() -> str:
     """docs/options.md."""
@@ -54,6 +66,20 @@ def keys_section() -> str:
     """The last section of docs/config.md, without its heading."""
     lines = ["| key | default | meaning |", "|---|---|---|", *(_key(path) for path in known_paths() if section_at(path) is None)]
     return _KEYS_NOTE + "\n".join(lines) + "\n"
+
+
+def findings_section() -> str:
+    """The last section of docs/doctor.md, without its heading."""
+    checks = "\n".join(f"- {check.name}: {check.looks_at}" for check in CHECKS)
+    kinds = [(check.name, kind) for check in CHECKS for kind in check.kinds] + [("job", kind) for kind in JOB_KINDS]
+    lines = ["| key | check | | meaning | mended by |", "|---|---|---|---|---|"]
+    lines += [f"| `{kind.key}` | {name} | {kind.severity} | {kind.meaning} | {_remedy(kind.remedy)} |" for name, kind in kinds]
+    return _FINDINGS_NOTE.format(checks=checks) + "\n".join(lines) + "\n"
+
+
+def _remedy(line: str) -> str:
+    """A command in backticks, a sentence as it is."""
+    return line if line.endswith(".") or "`" in line else f"`{line}`"
 
 
 def _key(path: KeyPath) -> str:
@@ -111,11 +137,14 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def write(docs: Path = DOCS) -> None:
-    """Write both pages."""
+    """Write all of them."""
     (docs / "options.md").write_text(options_page(), encoding="utf-8")
     config = docs / "config.md"
     head = config.read_text(encoding="utf-8").split(KEYS_HEADING)[0]
     config.write_text(head + KEYS_HEADING + keys_section(), encoding="utf-8")
+    doctor = docs / "doctor.md"
+    head = doctor.read_text(encoding="utf-8").split(FINDINGS_HEADING)[0]
+    doctor.write_text(head + FINDINGS_HEADING + findings_section(), encoding="utf-8")
 
 
 if __name__ == "__main__":

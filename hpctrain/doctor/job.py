@@ -1,0 +1,164 @@
+"""The job of the doctor: each rank gathers facts, alone and then together, and rank 0 judges them all."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.two_level import node_numbers
+from hpctrain.config.schema import Config
+from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
+from hpctrain.doctor.checks import CHECKS, ENDED, FAILED, HANGS
+from hpctrain.doctor.findings import DoctorFinding
+from hpctrain.doctor.subjects import gpu, launcher, mpi_library
+from hpctrain.doctor.subjects.mpi_library import LibraryFacts
+from hpctrain.doctor.watch import Notebook, RankEnd
+
+#: the phase in which MPI may hang or end the process
+STARTS = "starting MPI"
+#: a rank's facts by the name of the check
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckFailure:
+    """A check that could not be made on a rank: the system's reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Progression:
+    """How far a rank has got: a note for its parent. phase: what it is in. facts: those that it has. library: the MPI's name."""
+
+    phase: str
+    facts: Facts
+    library: str = ""
+    config: Config | None = None
+    concluded: bool = False
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The outcome: of the job, and findings by the name of the check. by_rank: the facts."""
+
+    job: JobView
+    findings: Mapping[str, Sequence[DoctorFinding]]
+    by_rank: Sequence[Facts]
+
+    @property
+    def all_findings(self) -> list[DoctorFinding]:
+        """In the order of the checks."""
+        return [finding for found in self.findings.values() for finding in found]
+
+
+def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
+    """The facts that this rank finds by itself; before MPI starts, as checks start processes."""
+    facts: dict[str, Any] = {}
+    for check in checks:
+        if not check.joined:
+            try:
+                facts[check.name] = check.gather(place)
+            except Exception as error:  # whatever is wrong here is what the doctor was called for
+                facts[check.name] = CheckFailure(f"{type(error).__name__}: {error}")
+    return facts
+
+
+def examine_together(
+    place: OwnPlace,
+    world: Communicator,
+    own: Facts,
+    library: str,
+    note: Callable[[str], None],
+    deadline_seconds: float,
+    checks: Sequence[Check] = CHECKS,
+) -> Examination | None:
+    """The outcome, on rank 0. Collective over the world.
+
+    Args:
+        own: facts that this rank has found by itself. note: is told what begins. deadline_seconds: of one wait.
+    """
+    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
+    note("finding the ranks of each node")
+    node = world.split_shared_memory("node")
+    joined = JoinedPlace(place, world, node, progress)
+    facts = dict(own)
+    for check in checks:
+        if check.joined:
+            note(f"looking at {check.name}")
+            facts[check.name] = check.gather(joined)
+    note("gathering the facts of all ranks")
+    node_of = node_numbers(world, node)
+    hosts = world.allgather_object(platform.node())
+    by_rank = world.allgather_object(facts)
+    if world.rank != 0:
+        return None
+    job = JobView(place.launcher, world.size, tuple(hosts), node_of, library, place.config)
+    return judge(job, by_rank, checks)
+
+
+def examine_alone(
+    place: OwnPlace, own: Facts, library: str = "", error: str = "", ended: DoctorFinding | None = None
+) -> Examination:
+    """The outcome where MPI did not bring the ranks together: from this one's facts. The number of ranks is not known then.
+
+    Args:
+        library: the MPI library's name, where it could start. error: why it could not be loaded. ended: how the rank ended.
+    """
+    facts = dict(own)
+    known = facts.get(mpi_library.CHECK.name)
+    if error:
+        facts[mpi_library.CHECK.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
+    job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
+    outcome = judge(job, [facts], [check for check in CHECKS if check.name != launcher.CHECK.name])
+    return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)
+
+
+def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHECKS) -> Examination:
+    """The findings of all checks of which there are facts."""
+    findings: dict[str, Sequence[DoctorFinding]] = {}
+    for check in checks:
+        facts = [facts.get(check.name) for facts in by_rank]
+        failed = [rank for rank, fact in enumerate(facts) if isinstance(fact, CheckFailure)]
+        if failed:
+            reason = next(fact.reason for fact in facts if isinstance(fact, CheckFailure))
+            findings[check.name] = [FAILED.found(f"Not looked at{job.on(failed)}: {reason}.")]
+        elif any(check.name in facts for facts in by_rank):
+            findings[check.name] = check.judge(job, facts)
+    return Examination(job, findings, by_rank)
+
+
+def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
+    """How a rank ended that came to no end by itself; and the outcome from its notes, for the rank that prints."""
+    note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
+    library = note.facts.get(mpi_library.CHECK.name)
+    ended = gpu.from_start(end.words)
+    if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
+        ended = launcher.wrong_launcher(place.launcher, library.library, library.beside)
+    if ended is None:
+        words = f": {gpu.last_line(end.words)}" if end.code is not None and end.words.strip() else ""
+        sentence = f"{_rank_of(place)} {end.in_words} while it was {note.phase}{words}"
+        ended = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
+    configured = replace(place, config=note.config)
+    return ended, lambda: examine_alone(configured, note.facts, note.library, ended=ended)
+
+
+def _rank_of(place: OwnPlace) -> str:
+    return "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"
+
+
+class RankNotes:
+    """Tells the parent of this rank what it is in, with all that it knows."""
+
+    def __init__(self, notebook: Notebook, config: Config | None) -> None:
+        self._notebook, self._config = notebook, config
+        self.facts: Facts = {}
+        self.library = ""
+
+    def phase(self, phase: str, *, concluded: bool = False) -> None:
+        """Something begins."""
+        self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))

@@ -1,0 +1,117 @@
+"""The doctor's report: a table for people, 80 characters wide, and the same for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
+from hpctrain.doctor.job import Examination
+from hpctrain.doctor.subjects.cores import BINDING, CoreFacts
+from hpctrain.doctor.subjects.gpu import CHECK as GPUS
+from hpctrain.doctor.subjects.gpu import GpuFacts
+from hpctrain.experiment.cores import ranges
+
+_WIDTH = 80  # where there is no terminal, as under mpiexec
+_MOST_RANKS = 16
+_MOST_CONTAINED = 4  # GPUs of a rank, by name
+
+_STYLES = {Severity.OK: "green", Severity.REMARK: "cyan", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
+
+
+def print_table(examination: Examination, *, strict: bool) -> None:
+    """Print the findings, each with the line that mends it, the map of the ranks, and what follows."""
+    text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
+    width = None if terminal else _WIDTH
+    console = Console(file=text, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, found in examination.findings.items():
+        for number, finding in enumerate(found):
+            table.add_row(name if not number else "", finding.severity.value, finding.sentence, style=_style(finding))
+            if finding.mend:
+                table.add_row("", "mend", finding.mend)
+    console.print(table)
+    if examination.job.size > 1:
+        console.print()
+        console.print(_map_table(examination))
+    console.print()
+    console.print(conclusion(examination, strict=strict))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+
+
+def _style(finding: DoctorFinding) -> str:
+    return "" if finding.severity is Severity.OK else _STYLES[finding.severity]
+
+
+def conclusion(examination: Examination, *, strict: bool) -> str:
+    """The last line: whether a training would run well here."""
+    counts = {severity: sum(one.severity is severity for one in examination.all_findings) for severity in Severity}
+    faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
+    told = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
+    if not exit_code(examination.all_findings, strict=strict):
+        return "A training would run well here." if not warnings else f"A training would run here: {told}."
+    return f"{'A training would not run well here' if faults else 'Warnings count here'}: {told}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun if number == 1 else f'{noun}s'}"
+
+
+def _map_table(examination: Examination) -> Table:
+    """Rank, host, logical CPUs, threads and GPUs of the first ranks."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("rank", "host", "CPUs", "threads", "GPUs"):
+        table.add_column(heading, overflow="fold")
+    places = list(rank_map(examination))
+    for place in places[:_MOST_RANKS]:
+        table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), _shortened(place["gpus"]))
+    if len(places) > _MOST_RANKS:
+        table.add_row("...", f"{len(places) - _MOST_RANKS} more ranks, which --json lists")
+    return table
+
+
+def _shortened(gpus: list[str]) -> str:
+    return ", ".join(gpus) if len(gpus) <= _MOST_CONTAINED else f"{len(gpus)} GPUs"
+
+
+def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
+    """Where each rank runs, in rank order."""
+    for rank, facts in enumerate(examination.by_rank):
+        cores, gpus = facts.get(BINDING.name), facts.get(GPUS.name)
+        yield {
+            "rank": rank,
+            "host": examination.job.hosts[rank],
+            "node": examination.job.node_of[rank],
+            "cpus": ranges(cores.cpus) if isinstance(cores, CoreFacts) else "",
+            "threads": cores.threads if isinstance(cores, CoreFacts) else None,
+            "gpus": list(gpus.visible) if isinstance(gpus, GpuFacts) else [],
+        }
+
+
+def print_json(examination: Examination, *, strict: bool) -> None:
+    """Print all of it as one JSON object."""
+    findings = [
+        {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "mend": one.mend}
+        for name, found in examination.findings.items()
+        for one in found
+    ]
+    job = examination.job
+    content = {
+        "exit_code": exit_code(examination.all_findings, strict=strict),
+        "ranks": job.size,
+        "nodes": len(job.nodes),
+        "launcher": job.launcher.name,
+        "mpi": job.library,
+        "findings": findings,
+        "map": list(rank_map(examination)),
+    }
+    print(json.dumps(content, indent=1))

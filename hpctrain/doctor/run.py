@@ -1,0 +1,198 @@
+"""The course of `hpctrain doctor` on one rank: what it finds alone, MPI's start, what it finds with the others, the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.config.schema import Config
+from hpctrain.config.source import Source
+from hpctrain.doctor.findings import exit_code
+from hpctrain.doctor.watch import Notebook, RankEnd
+from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
+from hpctrain.launch import shared_segments
+from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import VARIABLES, set_threads
+
+if TYPE_CHECKING:
+    from hpctrain.comm.base import Communicator
+    from hpctrain.doctor.check import OwnPlace
+    from hpctrain.doctor.job import Examination, RankNotes
+    from hpctrain.doctor.start_facts import OpenedFiles
+
+#: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
+LATER_SECONDS = 5.0
+_DEFAULT_DIRECTORY = Path("runs")
+
+_Read = tuple[Config, Source] | HpctrainError | None
+
+
+@dataclass
+class DoctorRank:
+    """One rank of the doctor's job.
+
+    Attributes:
+        read: reads the configuration; None: there is none. directory: for runs; None: the configuration's.
+        strict: warnings count. as_json: the report is for programs. seconds: that the whole may take.
+        age_seconds: of this process, without waits for a core. world: MPI's, once it has started.
+    """
+
+    launcher: Launcher
+    read: Callable[[], tuple[Config, Source]] | None
+    directory: Path | None
+    strict: bool
+    as_json: bool
+    seconds: float
+    age_seconds: float
+    world: Communicator | None = field(default=None, init=False)
+
+    def rank(self) -> int:
+        """This process's rank, as far as it is known."""
+        return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
+
+    def abort(self, code: int) -> None:
+        """End the whole job."""
+        if self.world is not None:
+            self.world.abort(code)
+
+    def run(self, notebook: Notebook) -> int:
+        """The exit code, after the report. Collective, where MPI starts.
+
+        Raises:
+            ConfigError: the configuration has a fault; alike on all ranks.
+        """
+        from hpctrain.doctor.start_facts import OpenedFiles
+
+        opened = OpenedFiles()
+        configuration = self._configuration()
+        place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None, opened)
+        configuration = _with_names_checked(configuration)
+        if not self.launcher.starts_mpi:
+            _refuse(configuration)  # nobody waits for this rank
+        from hpctrain.doctor import job
+        from hpctrain.doctor.subjects import gpu
+
+        notes = job.RankNotes(notebook, place.config)
+        notes.phase("looking at what it sees by itself")
+        if not isinstance(configuration, HpctrainError):
+            notes.facts = job.gather_alone(place)
+        if place.leads_job and gpu.from_start(str(notes.facts.get(gpu.CHECK.name))) is not None:
+            return self._report(job.examine_alone(place, notes.facts))  # MPI would end the whole job
+        notes.phase(job.STARTS)
+        from hpctrain.comm import mpi
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+
+        shared_segments.announce()  # where this rank is ended, a later training removes what it leaves in /dev/shm
+        try:
+            self.world, notes.library = mpi.world(2 * self.seconds), mpi.describe()
+        except MissingLibraryError as error:
+            shared_segments.forget()
+            _refuse(configuration)
+            return self._without_mpi(place, notes, str(error))
+        shared_segments.remember()
+        raise_on_all_ranks(self.world, lambda: _refuse(configuration))
+        code = self._with_mpi(self.world, place, notes)
+        notes.phase("ending MPI", concluded=True)
+        mpi.finish(2 * self.seconds)
+        shared_segments.forget()
+        return code
+
+    def explain(self, end: RankEnd) -> int:
+        """Report, in the parent of a rank that came to no end by itself, what its notes tell."""
+        from hpctrain.doctor import job
+        from hpctrain.doctor.check import OwnPlace
+
+        place = OwnPlace(self.launcher, None, self.directory or _DEFAULT_DIRECTORY)
+        if isinstance(end.note, job.Progression) and end.note.concluded:
+            self._say(place, f"After its report, the doctor {end.in_words} while it was {end.note.phase}.")
+            return USER_ERROR
+        found, examine = job.explained(place, end)
+        if place.leads_job:
+            return self._report(examine())
+        if end.code is not None:  # a rank whose time is over has waited longer than rank 0
+            time.sleep(LATER_SECONDS)
+        self._say(place, f"{found.sentence} {found.mend}")
+        return USER_ERROR
+
+    def _configuration(self) -> _Read:
+        """The configuration, or what is wrong with it."""
+        try:
+            return None if self.read is None else self.read()
+        except HpctrainError as error:
+            return error
+
+    def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
+        """Set threads, before NumPy is loaded; then load what a training loads, by the clock."""
+        variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        threads, fault = None, ""
+        try:
+            wanted = None if config is None or config.threads == "auto" else config.threads
+            threads = set_threads(self.launcher, wanted).threads
+        except LaunchError as error:
+            fault = str(error)
+        from hpctrain.doctor.start_facts import load_training
+
+        start = load_training(self.age_seconds, opened)
+        from hpctrain.doctor.check import OwnPlace
+
+        directory = self.directory or (_DEFAULT_DIRECTORY if config is None else Path(config.output))
+        return OwnPlace(self.launcher, config, directory, threads, fault, variables, start)
+
+    def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:
+        """There is no MPI library on this node, and maybe on no other."""
+        from hpctrain.doctor import job
+
+        if place.leads_job:
+            return self._report(job.examine_alone(place, notes.facts, error=error))
+        time.sleep(LATER_SECONDS)  # where rank 0 finds the same, it has ended the job by now
+        self._say(place, error)
+        return USER_ERROR
+
+    def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
+        """The ranks of MPI's world examine together; a rank that is alone and should not be leaves the word to the first one."""
+        from hpctrain.doctor import job
+        from hpctrain.doctor.subjects.launcher import first_of_siblings
+
+        if world.size == 1:
+            is_first = place.leads_job if self.launcher.name != "none" else first_of_siblings()
+            if not is_first:
+                return FINISHED
+        examination = job.examine_together(place, world, notes.facts, notes.library, notes.phase, 2 * self.seconds)
+        code = None if examination is None else self._report(examination)
+        return int(world.broadcast_object(code))
+
+    def _report(self, examination: Examination) -> int:
+        from hpctrain.doctor import report
+
+        show = report.print_json if self.as_json else report.print_table
+        show(examination, strict=self.strict)
+        sys.stdout.flush()
+        return exit_code(examination.all_findings, strict=self.strict)
+
+    def _say(self, place: OwnPlace, sentence: str) -> None:
+        """Tell it on standard error, once a node."""
+        if place.leads_node:
+            print(f"hpctrain: [rank {self.launcher.rank or 0}] {sentence}", file=sys.stderr, flush=True)
+
+
+def _with_names_checked(configuration: _Read) -> _Read:
+    """The same, or what is wrong with its names and options."""
+    if isinstance(configuration, tuple):
+        from hpctrain.experiment.check import check_names
+
+        try:
+            check_names(*configuration)
+        except HpctrainError as error:
+            return error
+    return configuration
+
+
+def _refuse(configuration: _Read) -> None:
+    if isinstance(configuration, HpctrainError):
+        raise configuration

@@ -1,0 +1,292 @@
+"""`hpctrain doctor` as users start it: well where all is well, and fifteen broken environments, each named with what mends it.
+
+Clocks that are apart and nodes with unlike files are made up in tests/doctor/subjects; all else is staged for real processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cli.failure import USER_ERROR
+from tests.cli.test_starting import folder as folder
+from tests.support.doctored import python_path
+from tests.support.jobs import Outcome, clean_environment, find_mpiexec
+
+pytestmark = [pytest.mark.job, pytest.mark.slow]
+
+Job = Callable[..., Outcome]
+DOCTOR = ("-m", "hpctrain", "doctor")
+
+# As where MPI_Init of Cray's MPICH finds no GTL: it ends the process when mpi4py.MPI is imported.
+_NO_GTL = """
+import os, sys
+
+class Crash:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI" and "--mpi-lib-version" not in sys.argv:
+            os.write(2, b"MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked\\n")
+            os._exit(255)
+
+sys.meta_path.insert(0, Crash())
+"""
+_SLOW = "import time\ntime.sleep(6)\n"
+_OTHER_MPIEXEC = "#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n"
+
+
+def findings(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """What is not well, by its kind, from `--json`."""
+    content = json.loads(outcome.stdout)
+    assert content["exit_code"] == outcome.code
+    return {finding["key"]: finding for finding in content["findings"] if finding["key"]}
+
+
+def examined(job: Job, folder: Path, *words: str, ranks: int = 0, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The findings of a job that ends by itself, with code 0 or 2 and no traceback."""
+    outcome = job(ranks, [*DOCTOR, *words, "--json"], cwd=folder, env=env, timeout_seconds=150)
+    assert outcome.code in (0, USER_ERROR), outcome.output
+    assert "Traceback" not in outcome.output
+    return findings(outcome)
+
+
+def test_a_sound_job_is_well_and_has_a_map(job: Job, folder: Path) -> None:
+    outcome = job(2, [*DOCTOR, "tiny.yaml"], cwd=folder, timeout_seconds=150)
+    assert outcome.code == 0, outcome.output
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    words = " ".join(outcome.stdout.split())
+    assert "launcher ok 2 ranks on 1 node" in words
+    assert "grid ok 1 x 2." in words
+    assert "rank host CPUs threads GPUs 0 " in words
+    assert "A training would run" in words
+    assert "fault " not in words
+    assert not (folder / "runs").exists(), "nothing is left behind"
+    assert not list(folder.glob(".hpctrain*"))
+
+
+def test_one_process_says_that_it_is_alone(job: Job, folder: Path) -> None:
+    found = examined(job, folder)
+    assert found["alone"]["severity"] == "remark"
+    assert "mpiexec" in found["alone"]["mend"]
+
+
+@pytest.mark.parametrize(
+    ("env", "key", "mend"),
+    [
+        ({"MPI4PY_RC_THREAD_LEVEL": "single"}, "thread-level", "unset MPI4PY_RC_THREAD_LEVEL"),
+        ({"OPENBLAS_NUM_THREADS": "1024", "OMP_NUM_THREADS": "1024"}, "too-many-threads", "OMP_NUM_THREADS="),
+        ({"TMPDIR": "/nowhere/scratch"}, "no-scratch", "export TMPDIR="),
+        ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "no-mpi-library", "pip install mpich"),
+        ({"HPCTRAIN_EXPECT_RANKS": "3"}, "world-size", "mpiexec -n 3"),
+    ],
+)
+def test_an_environment_variable_is_named(job: Job, folder: Path, env: dict[str, str], key: str, mend: str) -> None:
+    found = examined(job, folder, env=env)
+    assert key in found, found
+    assert mend in found[key]["mend"]
+
+
+def test_a_thread_level_that_the_configuration_needs_is_a_fault(job: Job, folder: Path) -> None:
+    found = examined(job, folder, "tiny.yaml", "progress=thread", env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
+    assert found["thread-level-needed"]["severity"] == "fault"
+    assert found["thread-level-needed"]["mend"] == "unset MPI4PY_RC_THREAD_LEVEL"
+
+
+def test_warnings_count_where_the_user_is_strict(job: Job, folder: Path) -> None:
+    env = {"TMPDIR": "/nowhere/scratch"}
+    assert job(0, [*DOCTOR], cwd=folder, env=env, timeout_seconds=150).code == 0
+    strict = job(0, [*DOCTOR, "--strict"], cwd=folder, env=env, timeout_seconds=150)
+    assert strict.code == USER_ERROR
+    assert "Warnings count here: no faults and " in strict.stdout
+
+
+def test_a_wrong_grid_is_named_with_the_nearest(job: Job, folder: Path) -> None:
+    found = examined(job, folder, "tiny.yaml", "grid.rows=3", "grid.cols=1", ranks=2)
+    assert "A grid of 3 x 1 has 3 places, the world has 2 ranks" in found["wrong-grid"]["sentence"]
+    assert "the nearest legal grid is 2 x 1." in found["wrong-grid"]["mend"]
+
+
+def test_ranks_of_a_wrong_launcher_are_named_once(folder: Path) -> None:
+    """Each has a world of its own: the first one of the launcher speaks, and the others leave in silence."""
+    processes = [alone(folder, of_open_mpi(rank)) for rank in (0, 1)]
+    first, second = [(process.communicate(timeout=150)[0], process.returncode) for process in processes]
+    assert (second[0], second[1], first[1]) == ("", 0, USER_ERROR)
+    [found] = [one for one in json.loads(first[0])["findings"] if one["key"] == "singletons"]
+    assert found["sentence"].startswith("Open MPI mpiexec has started 2 processes, and each is rank 0 of 1")
+    assert "mpiexec -n 2" in found["mend"] or "mpi-lib-version" in found["mend"]
+
+
+def of_open_mpi(rank: int) -> dict[str, str]:
+    names = {"WORLD_SIZE": 2, "WORLD_RANK": rank, "WORLD_LOCAL_SIZE": 2, "WORLD_LOCAL_RANK": rank}
+    return {f"OMPI_COMM_{name}": str(value) for name, value in names.items()}
+
+
+def alone(folder: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=clean_environment(env), cwd=folder, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_processes_that_nobody_has_made_ranks_are_named(folder: Path) -> None:
+    """A launcher that says nothing: the oldest of the processes side by side speaks."""
+    words = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
+    program = f"""
+        import subprocess, sys
+        processes = [subprocess.Popen({words!r}, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        outputs = [process.communicate()[0] for process in processes]
+        print(*[output for output in outputs if output], sep="\\n")
+        sys.exit(max(process.returncode for process in processes))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    env = clean_environment()
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == USER_ERROR, done.stdout + done.stderr
+    decoder, text = json.JSONDecoder(), done.stdout.lstrip()
+    content, _ = decoder.raw_decode(text)
+    [found] = [one for one in content["findings"] if one["key"] == "singletons"]
+    assert found["sentence"].startswith("2 processes of this command run side by side, and each is rank 0 of 1")
+    assert "-n 2 python -m mpi4py -m hpctrain" in found["mend"]
+
+
+def test_an_mpi_that_ends_the_ranks_of_another_ones_launcher_is_named(job: Job, folder: Path) -> None:
+    """MPICH 5 refuses Open MPI's PMIx by ending the process, here by a library that does so at its start."""
+    crash = folder / "crash"
+    crash.mkdir()
+    (crash / "sitecustomize.py").write_text(_NO_GTL.replace("GTL library is not linked", "unsupported PMI version"))
+    outcome = job(0, [*DOCTOR, "--json"], cwd=folder, env={"PYTHONPATH": python_path(crash), **of_open_mpi(0)})
+    found = findings(outcome)
+    if "Open MPI" in found.get("wrong-launcher", {"sentence": ""})["sentence"]:
+        assert "mpi4py loads MPICH" in found["wrong-launcher"]["sentence"]
+    else:  # this Python's MPI is Open MPI itself: no launcher is wrong then, but the process has ended
+        assert "unsupported PMI version" in found["ended"]["sentence"]
+
+
+def test_a_missing_gtl_library_is_named_with_its_cure(job: Job, folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(_NO_GTL)
+    env = {"PYTHONPATH": python_path(folder), "MPICH_GPU_SUPPORT_ENABLED": "1"}
+    found = examined(job, folder, env=env)
+    assert "the GTL library is not linked" in found["no-gtl"]["sentence"]
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found["no-gtl"]["mend"]
+
+
+def test_too_few_gpus_are_named(job: Job, folder: Path) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    found = examined(job, folder, "tiny.yaml", "backend=cuda", ranks=3, env=env)
+    assert "has 2 GPUs for 3 ranks" in found["too-few-gpus"]["sentence"]
+    assert "at most 2 ranks on a node" in found["too-few-gpus"]["mend"]
+
+
+def test_two_mpis_on_the_path_are_named(job: Job, folder: Path) -> None:
+    other = folder / "bin"
+    other.mkdir()
+    (other / "mpiexec").write_text(_OTHER_MPIEXEC)
+    (other / "mpiexec").chmod(0o755)
+    found = examined(job, folder, env={"PATH": f"{other}{os.pathsep}{os.environ['PATH']}"})
+    assert str(other / "mpiexec") in found["other-mpiexec"]["sentence"]
+    assert "export PATH=" in found["other-mpiexec"]["mend"] or "Use the mpiexec of" in found["other-mpiexec"]["mend"]
+
+
+def test_a_data_file_that_somebody_has_locked_is_named(job: Job, folder: Path) -> None:
+    with (folder / "train.h5").open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = examined(job, folder, "tiny.yaml", env={"HDF5_USE_FILE_LOCKING": "TRUE"})
+        assert found["hdf5-lock"]["mend"] == "export HDF5_USE_FILE_LOCKING=FALSE"
+        assert "train.h5 (HDF5_USE_FILE_LOCKING is TRUE)" in found["hdf5-lock"]["sentence"]
+        assert "hdf5-lock" not in examined(job, folder, "tiny.yaml", env={"HDF5_USE_FILE_LOCKING": "FALSE"})
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts small disks with options; skips where this user may mount none."""
+    places: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / f"disk-{len(places)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "hpctrain-test", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_read_only_run_directory_is_named(job: Job, folder: Path, mounted: Callable[[str], Path]) -> None:
+    disk = mounted("size=1m,ro")
+    found = examined(job, folder, "--run-directory", str(disk / "runs"))
+    assert found["run-directory"]["sentence"] == f"{disk} cannot be written: Read-only file system."
+    assert "output=DIR" in found["run-directory"]["mend"]
+
+
+def test_a_full_run_directory_is_named(job: Job, folder: Path, mounted: Callable[[str], Path]) -> None:
+    disk = mounted("size=64k")
+    found = examined(job, folder, "tiny.yaml", f"output={disk}/runs")
+    assert "No space left on device" in found["run-directory"]["sentence"]
+    assert found["run-directory"]["mend"].startswith("Make room")
+    assert not list(disk.iterdir()), "the probe is gone"
+
+
+def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str], Path]) -> None:
+    disk = mounted("size=64k")
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    found = examined(job, folder, env={"TMPDIR": str(disk)})
+    assert f"{disk} (TMPDIR) has room for 0.0 MB." in found["full-scratch"]["sentence"]
+    assert f"Make room in {disk}" in found["full-scratch"]["mend"]
+
+
+def test_a_slow_import_is_named(job: Job, folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(_SLOW)
+    found = examined(job, folder, env={"PYTHONPATH": python_path(folder)})
+    assert found["slow-import"]["severity"] == "warning"
+    assert "own disks" in found["slow-import"]["mend"]
+
+
+def of_several_programs(folder: Path, programs: Sequence[Sequence[str]]) -> Outcome:
+    """One rank of each command, in one job."""
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        pytest.skip("there is no mpiexec, neither beside this Python nor on PATH")
+    words = [word for number, program in enumerate(programs) for word in ([":"] * bool(number) + ["-n", "1", *program])]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [mpiexec, *words], env=clean_environment(), cwd=folder, capture_output=True, text=True, timeout=150, check=False
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def test_mismatched_versions_are_named_with_rank_and_host(folder: Path) -> None:
+    other = folder / "other" / "numpy-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.1\n")
+    program = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
+    outcome = of_several_programs(folder, [program, ["env", f"PYTHONPATH={python_path(folder / 'other')}", *program]])
+    found = findings(outcome)["mismatch"]
+    assert "Rank 1 has other packages than rank 0: numpy is 0.0.1, not " in found["sentence"]
+    assert found["mend"] == "Give all nodes the same environment."
+
+
+def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:
+    """The other rank never starts MPI."""
+    program = [sys.executable, "-m", "mpi4py", *DOCTOR, "--seconds", "15"]
+    outcome = of_several_programs(folder, [program, ["sleep", "100"]])
+    assert outcome.code != 0
+    assert outcome.seconds < 60
+    words = " ".join(outcome.stdout.split())
+    assert "did not end while it was starting MPI." in words, outcome.output
+    assert "directory ok" in words, "what the rank has found by itself is told"
