@@ -135,6 +135,7 @@ grid-seeds: $(VENV)/installed-dev
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages
+	$(PY) -m tests.support.job_scripts
 
 slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs

@@ -14,6 +14,8 @@ _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
     "run": ("hpctrain.cli.run_command", "run"),
+    "submit": ("hpctrain.cli.submit", "submit"),
+    "sites": ("hpctrain.cli.sites", "sites"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
     "calibrate": ("hpctrain.cli.calibrate", "calibrate"),

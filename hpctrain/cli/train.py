@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -63,7 +63,7 @@ class _Job:
         """The run is over, and well."""
         self._exits.close()
 
-    def leave(self, code: int) -> None:
+    def leave(self, code: int) -> NoReturn:
         """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
         if self.launcher.name != "none":
             from hpctrain.comm import mpi
@@ -161,6 +161,11 @@ def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config,
     metavar="RUN",
     help="Average gradients in the slices and the order of this run, a directory or a checkpoint file, to repeat it bit by bit.",
 )
+@click.option(
+    "--stopped-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
+)
 @click.pass_obj
 def train(
     watch: SignalWatch | None,
@@ -171,6 +176,7 @@ def train(
     compute_only: bool,
     style: ProgressStyle | None,
     schedule_from: str | None,
+    stopped_file: Path | None,
 ) -> None:
     """Train the model of FILE.
 
@@ -195,7 +201,10 @@ def train(
             stopped = run_training(session, watch, resume=resume, steps=steps, schedule_from=schedule_from, style=style)
         job.finish()
     if stopped:
-        job.leave(STOPPED)
+        if stopped_file is None:
+            job.leave(STOPPED)
+        if job.rank() == 0:
+            stopped_file.touch()
 
 
 @click.command()
