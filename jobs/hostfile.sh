@@ -23,7 +23,7 @@ if [ $# -eq 0 ]; then
 fi
 TRAIN=("$@")
 ENVIRONMENT=.venv                 # <-- the environment with hpctrain and an mpi4py for this site's MPI; empty: python is on PATH
-DOCTOR_SECONDS=60                 # <-- 0: train without a look at the nodes before
+DOCTOR_SECONDS=80                 # <-- that a look at the nodes may take, which ends itself after 60; 0: none
 STAGE=""                          # <-- a tar of the environment to unpack on each node; empty: none (docs/clusters.md)
 HOSTFILE=hosts                    # <-- a host on each line; all see this directory and the environment by the same path
 NODES=2                           # <--
@@ -62,8 +62,13 @@ fi
 
 # The same ranks as of the training, for seconds: a wrong launcher, cores that overlap or a full disk are told before.
 if [ "$DOCTOR_SECONDS" -gt 0 ]; then
+    CHECKED=()
+    for word in "${TRAIN[@]}"; do
+        case "$word" in -*) break ;; esac # options are those of train
+        CHECKED+=("$word")
+    done
     status=0
-    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${TRAIN[0]}" --strict ||
+    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" --strict ||
         status=$?
     if [ "$status" -ne 0 ]; then
         echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so nothing is trained" >&2

@@ -18,7 +18,7 @@ if [ $# -eq 0 ]; then
 fi
 TRAIN=("$@")
 ENVIRONMENT=.venv                 # <-- the environment with hpctrain and an mpi4py for this site's MPI; empty: python is on PATH
-DOCTOR_SECONDS=60                 # <-- 0: train without a look at the nodes before
+DOCTOR_SECONDS=80                 # <-- that a look at the nodes may take, which ends itself after 60; 0: none
 NODES=1
 RANKS_PER_NODE=2                  # <-- ranks that nobody binds share a host's cores evenly
 
@@ -38,8 +38,13 @@ LAUNCH=(mpiexec -n $((NODES * RANKS_PER_NODE)))
 
 # The same ranks as of the training, for seconds: a wrong launcher, cores that overlap or a full disk are told before.
 if [ "$DOCTOR_SECONDS" -gt 0 ]; then
+    CHECKED=()
+    for word in "${TRAIN[@]}"; do
+        case "$word" in -*) break ;; esac # options are those of train
+        CHECKED+=("$word")
+    done
     status=0
-    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${TRAIN[0]}" --strict ||
+    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" --strict ||
         status=$?
     if [ "$status" -ne 0 ]; then
         echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so nothing is trained" >&2

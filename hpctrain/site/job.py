@@ -10,8 +10,8 @@ from hpctrain.config.duration import parse_duration
 from hpctrain.errors import ConfigError
 from hpctrain.site.profile_files import Site
 
-#: that a look at the nodes may take before a training
-DOCTOR_SECONDS = 60
+#: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
+DOCTOR_SECONDS = 80
 
 
 @dataclass(frozen=True)
