@@ -18,6 +18,7 @@ from hpctrain.storage.atomic_write import write_text
 
 _FOLDER = "jobs"
 _SUBMIT_SECONDS = 120
+_IN_BACKGROUND = 'setsid bash "$1" </dev/null >>"$2" 2>&1 & echo $!'
 _COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 
@@ -104,8 +105,8 @@ def _following(site: Site, job: Job, number: str) -> tuple[str, ...]:
 
 
 def _started(job: Job) -> Submission:
-    """The script as a process of its own, which outlives this one."""
-    with open(job.log, "ab") as log:
-        process = subprocess.Popen(["bash", job.script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    lines = (f"follow it: tail -F {job.log}", f"stop it with a checkpoint: kill -USR1 {process.pid}")
-    return Submission(str(process.pid), lines)
+    """The script as a process of its own session, which outlives this one and its terminal."""
+    start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
+    done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
+    number = done.stdout.strip()
+    return Submission(number, (f"follow it: tail -F {job.log}", f"stop it with a checkpoint: kill -USR1 {number}"))
