@@ -55,7 +55,8 @@ END
 )
 if [ -n "$STAGE" ]; then
     ON_NODE="${TMPDIR:-/tmp}/hpctrain-$$"
-    mpiexec -hostfile "$HOSTFILE" -n "$NODES" -ppn 1 bash -ec "$UNPACK" unpack "$STAGE" "$ON_NODE" ||
+    ON_EACH=(mpiexec -hostfile "$HOSTFILE" -n "$NODES" -ppn 1)
+    "${ON_EACH[@]}" bash -ec "$UNPACK" unpack "$STAGE" "$ON_NODE" ||
         fail "$STAGE could not be unpacked in $ON_NODE on each node, and nothing is started; make room there, or empty STAGE."
     PATH="$ON_NODE/bin:$PATH"
 fi
@@ -98,6 +99,9 @@ if [ -e "$STOPPED" ]; then
     [ "$status" -ne 0 ] || status=85
 fi
 
+if [ -n "$STAGE" ]; then
+    "${ON_EACH[@]}" rm -rf "$ON_NODE" || true
+fi
 # 85: somebody, or the time limit, has stopped it, with a checkpoint; there is no queue to put it into again.
 if [ "$status" -eq 85 ]; then
     echo "job script: stopped with a checkpoint; start it again to go on" >&2

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,8 +89,12 @@ def _wait(reached: Callable[[], bool], log: Path) -> None:
 def _started(*arguments: str) -> tuple[int, Path]:
     """Submit on this machine; the process and its log."""
     result = _submit("storm.yaml", *arguments, "--site", "local", "--ranks-per-node", "2", "--no-doctor")
+    return _told(result)
+
+
+def _told(result: Result) -> tuple[int, Path]:
     assert result.exit_code == 0, result.output
-    match = re.search(r"job (\d+) on local.*script (\S+)\.sh", result.output)
+    match = re.search(r"job (\d+) on \w+.*script (\S+)\.sh", result.output)
     assert match is not None
     return int(match[1]), Path(f"{match[2]}.log")
 
@@ -114,3 +119,30 @@ def test_a_training_on_this_machine_is_stopped_and_goes_on(tmp_path: Path, monke
     assert "resumed" in log.read_text()
     assert not list(Path("parts/jobs").glob(".stopped*"))
     assert same_bits(final_tensors(tmp_path, "whole"), final_tensors(tmp_path, "parts"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+def test_a_training_on_hosts_of_a_file_uses_the_environment_that_is_unpacked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "disk"))
+    prepare(tmp_path, images=160, epochs=1)
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\necho "unpacked in $(dirname "$0")"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with tarfile.open("environment.tar", "w") as tar:
+        tar.add("environment", ".")
+    Path("hosts").write_text("localhost\n")
+    arguments = ["--site", "hostfile", "--hostfile", "hosts", "--ranks-per-node", "2", "--stage", "environment.tar"]
+    process, log = _told(_submit("storm.yaml", *arguments, "--no-doctor"))
+    _wait(lambda: not Path(f"/proc/{process}").exists(), log)
+    text = log.read_text()
+    assert text.count(f"unpacked in {tmp_path}/disk/hpctrain-{process}/bin") == 2
+    assert not list((tmp_path / "disk").glob("hpctrain-*"))
+    final_tensors(tmp_path, "runs")

@@ -20,7 +20,7 @@ JOB = "7"
 
 _LOG = 'printf "%s" "$(basename "$0")" >>"$CALLS"; printf " %q" "$@" >>"$CALLS"; echo >>"$CALLS"\n'
 _LAUNCHER = """
-while [ "$1" != python ] && [ "$1" != bash ]; do shift; done
+while [ "$1" != python ] && [ "$1" != bash ] && [ "$1" != rm ]; do shift; done
 worst=0
 # What is unpacked, on a disk that both nodes share here, is unpacked once.
 [ "$2" = -ec ] && ranks=0 || ranks="0 1"
