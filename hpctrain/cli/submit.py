@@ -54,7 +54,7 @@ def submit(
     from hpctrain.site import profile_files
     from hpctrain.site.job import JobRequest, check_backend, plan_job
     from hpctrain.site.script import render
-    from hpctrain.site.submission import placement
+    from hpctrain.site.submission import job_files
     from hpctrain.site.submission import submit as hand_over
 
     config, source = load_config(file, overrides)
@@ -64,8 +64,8 @@ def submit(
         nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor
     )
     check_backend(site, config.backend, request)
-    place = placement(site, config.name, Path(config.output), (str(file), *overrides))
-    job = plan_job(site, request, place, own_limit=config.max_time is not None)
+    files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
+    job = plan_job(site, request, files, own_limit=config.max_time is not None)
     if dry_run:
         click.echo(render(site, job), nl=False)
         return

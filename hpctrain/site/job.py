@@ -38,7 +38,7 @@ class JobRequest:
 
 
 @dataclass(frozen=True)
-class Placement:
+class JobFiles:
     """Where a job's files lie, as its script names them, and what it trains.
 
     Attributes:
@@ -56,7 +56,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Job:
+class SiteJob:
     """All that a template needs beside the profile.
 
     Attributes:
@@ -87,7 +87,7 @@ class Job:
         return int(parse_duration(self.time))
 
 
-def plan_job(site: Site, request: JobRequest, placement: Placement, *, own_limit: bool = False) -> Job:
+def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit: bool = False) -> SiteJob:
     """The job that a request makes on a site.
 
     Args:
@@ -101,8 +101,8 @@ def plan_job(site: Site, request: JobRequest, placement: Placement, *, own_limit
     _check_nodes(site, request)
     ranks = _ranks(site, request)
     cores = _cores(site, request, ranks)
-    return Job(
-        **vars(placement),
+    return SiteJob(
+        **vars(job_files),
         nodes=request.nodes,
         ranks=ranks,
         cpus=cores * profile.node.cpus_per_core,

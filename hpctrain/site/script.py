@@ -1,4 +1,4 @@
-"""Job scripts from one set of templates, a site's profile and a job."""
+"""SiteJob scripts from one set of templates, a site's profile and a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpctrain.site.job import Job
+from hpctrain.site.job import SiteJob
 from hpctrain.site.profile_files import Site
 
 _TEMPLATES = {"slurm": "slurm.j2", "pbs": "pbs.j2", "hostfile": "mpiexec.j2", "local": "mpiexec.j2"}
@@ -23,7 +23,7 @@ _PLAIN_WORD = re.compile(r"[\w@%+=:./-]+", re.ASCII)
 ACCOUNT = "PROJECT"
 
 
-def render(site: Site, job: Job) -> str:
+def render(site: Site, job: SiteJob) -> str:
     """The script, for bash; it ends with a newline and has no trailing blanks."""
     environment = Environment(
         loader=PackageLoader("hpctrain.site"),

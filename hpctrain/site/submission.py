@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
-from hpctrain.site.job import Job, Placement
+from hpctrain.site.job import JobFiles, SiteJob
 from hpctrain.site.profile_files import Site
 from hpctrain.site.script import ENDINGS, render
 from hpctrain.storage.atomic_write import write_text
@@ -30,7 +30,7 @@ class Submission:
     lines: tuple[str, ...]
 
 
-def placement(site: Site, name: str, output: Path, train: Sequence[str]) -> Placement:
+def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
     """Where the files of a job lie: beside the runs, below `output`, named after the run and the time.
 
     Args:
@@ -41,7 +41,7 @@ def placement(site: Site, name: str, output: Path, train: Sequence[str]) -> Plac
     logs = output / _FOLDER
     # Slurm's number stays when a job is queued again; the others write to their log themselves.
     log = f"{stem}-%j.log" if site.profile.scheduler == "slurm" else f"{stem}.log"
-    return Placement(
+    return JobFiles(
         name=plain,
         script=str(logs / f"{stem}{ENDINGS[site.profile.scheduler]}"),
         logs=str(logs),
@@ -57,7 +57,7 @@ def _environment() -> str:
     return sys.prefix if isolated else ""
 
 
-def submit(site: Site, job: Job) -> Submission:
+def submit(site: Site, job: SiteJob) -> Submission:
     """Write the script and hand it over.
 
     Raises:
@@ -92,7 +92,7 @@ def _number(command: Sequence[str]) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def _following(site: Site, job: Job, number: str) -> tuple[str, ...]:
+def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
     if site.profile.scheduler == "pbs":
         return (
             f"follow it: qstat {number}; tail -F {job.log}",
@@ -104,7 +104,7 @@ def _following(site: Site, job: Job, number: str) -> tuple[str, ...]:
     )
 
 
-def _started(job: Job) -> Submission:
+def _started(job: SiteJob) -> Submission:
     """The script as a process of its own session, which outlives this one and its terminal."""
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.site import profile_files
-from hpctrain.site.job import Job, JobRequest, Placement, check_backend, plan_job
+from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
 from tests.support.job_scripts import SITES
 
-PLACE = Placement("run", "runs/jobs/run.sbatch")
+FILES = JobFiles("run", "runs/jobs/run.sbatch")
 
 
-def _plan(site: str, request: JobRequest, *, own_limit: bool = False) -> Job:
-    return plan_job(profile_files.read(site, {}), request, PLACE, own_limit=own_limit)
+def _plan(site: str, request: JobRequest, *, own_limit: bool = False) -> SiteJob:
+    return plan_job(profile_files.read(site, {}), request, FILES, own_limit=own_limit)
 
 
 @given(site=st.sampled_from(["perlmutter-cpu", "lumi-c", "slurm"]), ranks=st.integers(1, 128))

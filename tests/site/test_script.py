@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.site import profile_files
-from hpctrain.site.job import JobRequest, Placement, plan_job
+from hpctrain.site.job import JobFiles, JobRequest, plan_job
 from hpctrain.site.profile import SetupFields
 from hpctrain.site.script import render
 from tests.support.job_scripts import SITES
@@ -26,7 +26,7 @@ TEXTS = st.text(CHARACTERS, min_size=1, max_size=12)
 def _script(site: str, train: tuple[str, ...] = ("a.yaml",), request: JobRequest | None = None) -> str:
     found = profile_files.read(site, {})
     request = request or JobRequest(1, account="mine" if found.profile.account else None)
-    return render(found, plan_job(found, request, Placement("run", "jobs/run", "runs/jobs", "runs/jobs/run.log", train)))
+    return render(found, plan_job(found, request, JobFiles("run", "jobs/run", "runs/jobs", "runs/jobs/run.log", train)))
 
 
 @given(words=st.lists(TEXTS, min_size=1, max_size=3))
@@ -65,7 +65,7 @@ def test_commands_of_a_profile_come_first() -> None:
     step = SetupFields(command="module load cray-python", why="the site's Python", source="the site's guide")
     profile = found.profile.model_copy(update={"setup": (step,)})
     site = profile_files.Site("slurm", found.path, profile)
-    text = render(site, plan_job(site, JobRequest(1), Placement("run", "jobs/run")))
+    text = render(site, plan_job(site, JobRequest(1), JobFiles("run", "jobs/run")))
     head, tail = text.split("# the site's Python (the site's guide)\nmodule load cray-python\n")
     assert "set -eo pipefail" in head  # modules read variables that are not set
     assert tail.startswith("set -u\n")

@@ -16,7 +16,7 @@ from hpctrain.errors import LaunchError
 from hpctrain.site import profile_files
 from hpctrain.site.job import JobRequest, plan_job
 from hpctrain.site.script import render
-from hpctrain.site.submission import Submission, placement, submit
+from hpctrain.site.submission import Submission, job_files, submit
 from tests.support import stand_ins
 
 pytestmark = pytest.mark.job
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _submit(site: str, request: JobRequest) -> tuple[Submission, Path]:
     found = profile_files.read(site, {})
-    job = plan_job(found, request, placement(found, "a run", Path("out"), ("a.yaml", "batch=8")))
+    job = plan_job(found, request, job_files(found, "a run", Path("out"), ("a.yaml", "batch=8")))
     submission = submit(found, job)
     script = Path(job.script)
     assert script.read_text() == render(found, job)
@@ -120,4 +120,4 @@ def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.Monkey
     for prefix, base, used in (("/v", "/usr", "/v"), ("/usr", "/usr", ""), (conda, conda, conda)):
         monkeypatch.setattr("sys.prefix", prefix)
         monkeypatch.setattr("sys.base_prefix", base)
-        assert placement(site, "run", Path("out"), ()).environment == used
+        assert job_files(site, "run", Path("out"), ()).environment == used

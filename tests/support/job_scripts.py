@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.site import profile_files
-from hpctrain.site.job import JobRequest, Placement, plan_job
+from hpctrain.site.job import JobFiles, JobRequest, plan_job
 from hpctrain.site.profile_files import INSTALLED
 from hpctrain.site.script import ACCOUNT, ENDINGS, render
 
@@ -26,8 +26,8 @@ def script_of(site: str) -> str:
     found = profile_files.read(site, {})
     account = found.profile.account
     request = JobRequest(_NODES.get(site, _OTHERWISE), account=ACCOUNT if account is not None and account.needed else None)
-    place = Placement("hpctrain", f"jobs/{path_of(site).name}", environment=".venv")
-    return render(found, plan_job(found, request, place))
+    files = JobFiles("hpctrain", f"jobs/{path_of(site).name}", environment=".venv")
+    return render(found, plan_job(found, request, files))
 
 
 def write() -> None:
