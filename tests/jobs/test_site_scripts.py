@@ -4,6 +4,8 @@ and how each way to end is answered. `make slurm` runs one of them on a real Slu
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import signal
@@ -257,12 +259,17 @@ def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, numbe
     (tmp_path / "bin" / "python").write_text(_LISTENS)
     (tmp_path / "script").write_text(edited(path_of(site).read_text(), DOCTOR_SECONDS="0"))
     log = tmp_path / "hpctrain.log"
-    with subprocess.Popen(["bash", "script", "tiny.yaml"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 30
-        while time.monotonic() < end and not (log.exists() and "trains" in log.read_text()):
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(timeout=30) == 85
+    command = ["bash", "script", "tiny.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            end = time.monotonic() + 30
+            while time.monotonic() < end and not (log.exists() and "trains" in log.read_text()):
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 85
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert log.read_text() == "trains\nasked to stop\njob script: stopped with a checkpoint; start it again to go on\n"
 
 
