@@ -24,6 +24,7 @@ fi
 TRAIN=("$@")
 ENVIRONMENT=.venv                 # <-- the environment with hpctrain and an mpi4py for this site's MPI; empty: python is on PATH
 DOCTOR_SECONDS=80                 # <-- that a look at the nodes may take, which ends itself after 60; 0: none
+STRICT=--strict                   # <-- warnings of that look end the job, too; empty: they are only printed
 STAGE=""                          # <-- a tar of the environment to unpack on each node; empty: none (docs/clusters.md)
 HOSTFILE=hosts                    # <-- a host on each line; all see this directory and the environment by the same path
 NODES=2                           # <--
@@ -69,7 +70,7 @@ if [ "$DOCTOR_SECONDS" -gt 0 ]; then
         CHECKED+=("$word")
     done
     status=0
-    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" --strict ||
+    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" ${STRICT:+"$STRICT"} ||
         status=$?
     if [ "$status" -ne 0 ]; then
         echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so nothing is trained" >&2

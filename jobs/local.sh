@@ -19,6 +19,7 @@ fi
 TRAIN=("$@")
 ENVIRONMENT=.venv                 # <-- the environment with hpctrain and an mpi4py for this site's MPI; empty: python is on PATH
 DOCTOR_SECONDS=80                 # <-- that a look at the nodes may take, which ends itself after 60; 0: none
+STRICT=--strict                   # <-- warnings of that look end the job, too; empty: they are only printed
 NODES=1
 RANKS_PER_NODE=2                  # <-- ranks that nobody binds share a host's cores evenly
 
@@ -44,7 +45,7 @@ if [ "$DOCTOR_SECONDS" -gt 0 ]; then
         CHECKED+=("$word")
     done
     status=0
-    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" --strict ||
+    timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" ${STRICT:+"$STRICT"} ||
         status=$?
     if [ "$status" -ne 0 ]; then
         echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so nothing is trained" >&2

@@ -244,6 +244,12 @@ def test_the_doctor_can_be_left_out(tmp_path: Path, site: str) -> None:
     assert (outcome.code, len(_launches(outcome, "train"))) == (0, 1)
 
 
+@pytest.mark.parametrize("site", EACH)
+def test_warnings_of_the_doctor_can_be_let_pass(tmp_path: Path, site: str) -> None:
+    (doctor,) = _launches(_run(tmp_path, site, settings={"STRICT": ""}), "doctor")
+    assert doctor[-3:] == ("tiny.yaml", "batch=8", "name=a b")
+
+
 _LISTENS = """#!/bin/bash
 trap 'echo "asked to stop"; while [ "$1" != --stopped-file ]; do shift; done; : >"$2"; exit 0' USR1
 echo "trains"
