@@ -10,7 +10,7 @@
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
-# make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) from the program
+# make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
@@ -136,6 +136,7 @@ grid-seeds: $(VENV)/installed-dev
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages
+	$(PY) -m tests.support.job_scripts
 
 slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs

@@ -49,8 +49,8 @@ def test_everything_that_is_used_is_installed(installed: Path) -> None:
     modules = {path.relative_to(TOP / "hpctrain") for path in (TOP / "hpctrain").rglob("*.py")}
     assert {path.relative_to(packaged) for path in packaged.rglob("*.py")} == modules
     assert (packaged / "py.typed").is_file()
-    for folder, ending in (("configs", "*.yaml"), ("configs/machines", "*.yaml"), ("jobs", "*.sbatch")):
-        originals = {path.name: path.read_bytes() for path in (TOP / folder).glob(ending)}
+    for folder in ("configs", "configs/machines", "jobs", "jobs/sites"):
+        originals = {path.name: path.read_bytes() for path in (TOP / folder).glob("*.*") if path.suffix != ".md"}
         assert {path.name: path.read_bytes() for path in (packaged / "examples" / folder).glob("*.*")} == originals
 
 
@@ -71,3 +71,5 @@ def test_the_examples_of_an_installation_can_be_copied_and_checked(installed: Pa
     _hpctrain(installed, tmp_path, "config", "copy")
     assert (tmp_path / "jobs" / "slurm.sbatch").is_file()
     assert "ok: " in _hpctrain(installed, tmp_path, "config", "check", "configs/quickstart.yaml")
+    script = _hpctrain(installed, tmp_path, "submit", "configs/quickstart.yaml", "--site", "slurm", "--dry-run")
+    assert "TRAIN=(configs/quickstart.yaml)" in script

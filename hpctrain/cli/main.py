@@ -15,6 +15,8 @@ _COMMANDS = {
     "eval": ("hpctrain.cli.train", "evaluate"),
     "script": ("hpctrain.cli.script", "script"),
     "run": ("hpctrain.cli.run_command", "run"),
+    "submit": ("hpctrain.cli.submit", "submit"),
+    "sites": ("hpctrain.cli.sites", "sites"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
     "calibrate": ("hpctrain.cli.calibrate", "calibrate"),

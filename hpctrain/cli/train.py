@@ -49,6 +49,11 @@ _OVERRIDES = click.argument("overrides", nargs=-1)
     metavar="RUN",
     help="Average gradients in the slices and the order of this run, a directory or a checkpoint file, to repeat it bit by bit.",
 )
+@click.option(
+    "--stopped-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
+)
 @click.pass_obj
 def train(
     watch: SignalWatch | None,
@@ -59,6 +64,7 @@ def train(
     compute_only: bool,
     style: ProgressStyle | None,
     schedule_from: str | None,
+    stopped_file: Path | None,
 ) -> None:
     """Train the model of FILE.
 
@@ -98,6 +104,10 @@ def train(
         else:
             stopped = job.train(file, overrides, work, resume, schedule_from)
         job.finish()
+    if stopped and stopped_file is not None:
+        if job.rank() == 0:
+            stopped_file.touch()
+        stopped = False
     if stopped or job.memory.shrunk:
         job.leave(STOPPED if stopped else FINISHED)
 

@@ -36,6 +36,15 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
     ],
     "script": [(["nowhere.py"], "There is no program nowhere.py; give the path of a Python file.")],
+    "submit": [
+        (["nowhere.yaml", "--site", "local"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG, "--site", "lokal"], "There is no site 'lokal'; the nearest is \"local\""),
+        ([CONFIG, "--site", "polaris"], "Site polaris refuses jobs without an account; give --account."),
+        ([CONFIG, "--site", "local", "output=file/x"], "file/x/jobs cannot be used: Not a directory."),
+        ([CONFIG, "--site", "lumi-g", "--account", "a", "backend=cuda"], "site lumi-g has GPUs of AMD"),
+        ([CONFIG, "--site", "slurm", "optimizer=adamw"], 'There is no optimizer "adamw"'),
+    ],
+    "sites": [(["nowhere"], "There is no site 'nowhere'")],
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),

@@ -64,6 +64,21 @@ def _signalled(job: Job, folder: Path, ranks: int, number: str, rank: int, step:
     return job(ranks, arguments, cwd=folder)
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_stop_can_be_told_by_a_file_and_code_0(job: Job, folder: Path, ranks: int) -> None:
+    """For launchers that kill the other ranks where one leaves with a code that is not 0."""
+    told = folder / "stopped"
+    outcome = _signalled(job, folder, ranks, "SIGUSR1", 0, 2, "--stopped-file", "stopped")
+    assert (outcome.code, told.exists()) == (0, True), outcome.output
+    assert "stopped by SIGUSR1" in outcome.output
+    told.unlink()
+    outcome = _train(job, folder, ranks, "--resume", "auto", "--stopped-file", "stopped")
+    assert (outcome.code, told.exists()) == (0, False), outcome.output
+    outcome = _signalled(job, folder, ranks, "SIGUSR1", 0, 2, "output=other", "--stopped-file", "nowhere/stopped")
+    assert outcome.code != 0
+    assert "nowhere/stopped cannot be used: No such file or directory." in outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("ranks", "stops"),
     [(0, [("SIGINT", 0, 1)]), (2, [("SIGTERM", 0, 2), ("SIGUSR1", 1, 6), ("SIGHUP", 1, 8)])],

@@ -15,7 +15,8 @@ TOP = Path(__file__).parents[2]
 
 
 def test_the_examples_are_the_repositorys_files() -> None:
-    files = [*TOP.glob("configs/*.yaml"), *TOP.glob("configs/machines/*.yaml"), *TOP.glob("jobs/*.sbatch")]
+    files = [*TOP.glob("configs/*.yaml"), *TOP.glob("configs/machines/*.yaml")]
+    files += [path for path in TOP.glob("jobs/*.*") if path.suffix != ".md"]
     assert examples.names() == sorted(path.relative_to(TOP).as_posix() for path in files)
     assert all(examples.path_of(name).samefile(TOP / name) for name in examples.names())
     assert all(len(examples.purpose(name)) > 10 for name in examples.names())

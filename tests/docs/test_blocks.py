@@ -8,7 +8,7 @@ How a new block is classified: its language says what is done with it.
                 whether it is run. Commands of one page run in order, in a directory such as a user has after `make train`.
 - ```console    a command after "$ ", then exactly what it prints.
 - ```yaml       a configuration, or keys of one: must be valid together with one of the files in configs/. A machine (with
-                ranks_per_node) must be valid by itself.
+                ranks_per_node) must be valid by itself, and so must a site profile (with extends).
 - ```python     run; names that the page does not define come from `GIVEN`.
                 One that starts a job is a file of its own, run on two ranks.
 - ```text       not checked: needs a line in `TEXTS` that says why.
@@ -54,6 +54,7 @@ from hpctrain.experiment.check import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner import machine_file
+from hpctrain.site import profile_files
 from tests.support import how_tos
 from tests.support.jobs import Outcome
 
@@ -224,6 +225,7 @@ KINDS = (
         r"(hpctrain|mpiexec .*-m hpctrain) doctor ", takes, "looks at this machine; tests/cli/test_doctor.py runs it on several"
     ),
     Kind(r"hpctrain run ", takes, "trains until it is done; tests/cli/test_run_command.py does"),
+    Kind(r"hpctrain submit (?!.*--dry-run)", takes, "needs a scheduler; tests/cli/test_submit.py has stand-ins"),
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
@@ -238,7 +240,8 @@ KINDS = (
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip install ", installs, "needs a network"),
-    Kind(r"(sbatch|scancel) ", names_files, "needs Slurm"),
+    Kind(r"(sbatch|scancel|scontrol|qsub|qsig) ", names_files, "needs a scheduler"),
+    Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
     Kind(r"(cd|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )
@@ -329,6 +332,11 @@ def test_commands_run(
 def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     """With one of the shipped files, whose keys of the same names they replace."""
     given = yaml.safe_load(block.text)
+    if "extends" in given:
+        (tmp_path / "hpctrain" / "sites").mkdir(parents=True)
+        (tmp_path / "hpctrain" / "sites" / "ours.yaml").write_text(block.text)
+        profile_files.read("ours", {"XDG_CONFIG_HOME": str(tmp_path)})
+        return
     if "ranks_per_node" in given:
         machine_file.parse(block.text, str(block))
         return
@@ -438,7 +446,7 @@ def test_commands_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
             assert not word.startswith("--") or word in options, f"{page}: `{' '.join(words)}`"
 
 
-_COMMENTED = [*sorted(ROOT.glob("configs/*.yaml")), ROOT / "jobs" / "slurm.sbatch"]
+_COMMENTED = [*sorted(ROOT.glob("configs/*.yaml")), *sorted(path for path in ROOT.glob("jobs/*.*") if path.suffix != ".md")]
 
 
 @pytest.mark.parametrize("path", _COMMENTED, ids=lambda path: path.name)

@@ -1,0 +1,76 @@
+"""`hpctrain submit`: a job script for a site, written beside the runs and handed to its scheduler. Needs no MPI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.loading import load_config
+
+
+@click.command()
+@click.argument("file", metavar="CONFIG", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--site", "site_name", required=True, metavar="NAME", help="Take the machine of this name (see hpctrain sites).")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Ask for this number of nodes.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Start this number of ranks on each node.")
+@click.option("--cores-per-rank", type=click.IntRange(min=1), help="Bind each rank to so many cores; by default they share all.")
+@click.option("--time", "limit", metavar="HH:MM:SS", help="Ask for this time; a job that it stops is queued again.")
+@click.option("--account", help="Charge this account or project.")
+@click.option("--queue", help="Use this queue, partition or quality of service.")
+@click.option("--hostfile", type=click.Path(dir_okay=False, path_type=Path), help="Start on the hosts that this file names.")
+@click.option(
+    "--stage",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="TAR",
+    help="Unpack this environment on each node's own disk and run from there.",
+)
+@click.option("--restarts", type=click.IntRange(min=0), help="Queue a stopped job again at most this many times.")
+@click.option("--no-doctor", is_flag=True, help="Train without a look at the nodes before.")
+@click.option("--dry-run", is_flag=True, help="Print the script; write and submit nothing.")
+def submit(
+    file: Path,
+    overrides: tuple[str, ...],
+    site_name: str,
+    nodes: int,
+    ranks_per_node: int | None,
+    cores_per_rank: int | None,
+    limit: str | None,
+    account: str | None,
+    queue: str | None,
+    hostfile: Path | None,
+    stage: Path | None,
+    restarts: int | None,
+    no_doctor: bool,
+    dry_run: bool,
+) -> None:
+    """Submit the training of CONFIG to a scheduler.
+
+    OVERRIDES such as optimizer.lr=0.2 win over the file. The script is kept in jobs/ of the output directory, beside its log.
+    Submitted again, the same command goes on from the newest checkpoint of the run of that name.
+    """
+    from hpctrain.experiment.check import check_names
+    from hpctrain.site import profile_files
+    from hpctrain.site.job import JobRequest, check_backend, plan_job
+    from hpctrain.site.script import render
+    from hpctrain.site.submission import job_files
+    from hpctrain.site.submission import submit as hand_over
+
+    config, source = load_config(file, overrides)
+    check_names(config, source)
+    site = profile_files.read(site_name)
+    request = JobRequest(
+        nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor
+    )
+    check_backend(site, config.backend, request)
+    files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
+    job = plan_job(site, request, files, own_limit=config.max_time is not None)
+    if dry_run:
+        click.echo(render(site, job), nl=False)
+        return
+    submission = hand_over(site, job)
+    ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
+    click.echo(f"job {submission.number} on {site.name}: {ranks}, script {job.script}")
+    for line in submission.lines:
+        click.echo(line)

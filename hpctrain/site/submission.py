@@ -1,0 +1,112 @@
+"""A job's script written where its runs lie, and handed to the scheduler; without one it is started in the background."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import LaunchError
+from hpctrain.site.job import JobFiles, SiteJob
+from hpctrain.site.profile_files import Site
+from hpctrain.site.script import ENDINGS, render
+from hpctrain.storage.atomic_write import write_text
+
+_FOLDER = "jobs"
+_SUBMIT_SECONDS = 120
+_IN_BACKGROUND = 'setsid bash "$1" </dev/null >>"$2" 2>&1 & echo $!'
+_COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that the scheduler has taken. number: its own, or that of the process. lines: how to follow and to stop it."""
+
+    number: str
+    lines: tuple[str, ...]
+
+
+def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
+    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time.
+
+    Args:
+        name: of the run. train: configuration and overrides.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.") or "run"
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    logs = output / _FOLDER
+    # Slurm's number stays when a job is queued again; the others write to their log themselves.
+    log = f"{stem}-%j.log" if site.profile.scheduler == "slurm" else f"{stem}.log"
+    return JobFiles(
+        name=plain,
+        script=str(logs / f"{stem}{ENDINGS[site.profile.scheduler]}"),
+        logs=str(logs),
+        log=str(logs / log),
+        train=tuple(train),
+        environment=_environment(),
+    )
+
+
+def _environment() -> str:
+    """The virtual or conda environment of this Python; empty where it is the system's."""
+    isolated = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
+    return sys.prefix if isolated else ""
+
+
+def submit(site: Site, job: SiteJob) -> Submission:
+    """Write the script and hand it over.
+
+    Raises:
+        LaunchError: the scheduler's command is missing or refuses the job. OSError: the script cannot be written.
+    """
+    script = Path(job.script)
+    script.parent.mkdir(parents=True, exist_ok=True)
+    write_text(script, render(site, job))
+    command = _COMMANDS.get(site.profile.scheduler)
+    if command is None:
+        return _started(job)
+    number = _number([*command, job.script])
+    return Submission(number, _following(site, job, number))
+
+
+def _number(command: Sequence[str]) -> str:
+    """The number that the scheduler gives to a job."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"There is no {command[0]} on PATH; submit on a login node of the site, or print the script with --dry-run."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{command[0]} did not answer within {_SUBMIT_SECONDS} s; look whether it has taken {command[-1]}."
+        ) from None
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise LaunchError(f"{command[0]} refuses {command[-1]}: {words.rstrip('.')}.")
+    # Slurm puts the cluster's name behind a semicolon.
+    return done.stdout.strip().partition(";")[0]
+
+
+def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
+    if site.profile.scheduler == "pbs":
+        return (
+            f"follow it: qstat {number}; tail -F {job.log}",
+            f"stop it with a checkpoint, for good: touch {job.logs}/no-restart; qsig -s USR1 {number}",
+        )
+    return (
+        f"follow it: squeue --jobs={number}; tail -F {job.log.replace('%j', number)}",
+        f"stop it with a checkpoint, for good: scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}",
+    )
+
+
+def _started(job: SiteJob) -> Submission:
+    """The script as a process of its own session, which outlives this one and its terminal."""
+    start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
+    done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
+    number = done.stdout.strip()
+    return Submission(number, (f"follow it: tail -F {job.log}", f"stop it with a checkpoint: kill -USR1 {number}"))

@@ -1,0 +1,148 @@
+"""`hpctrain submit`: with stand-ins for schedulers, and on this machine for real: trained, stopped, submitted again, finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.main import cli
+from tests.support import stand_ins
+from tests.support.jobs import clean_environment, find_mpiexec
+from tests.support.signal_storm import final_tensors, prepare, same_bits
+
+pytestmark = pytest.mark.job
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with stand-ins for schedulers."""
+    for name, value in stand_ins.install(tmp_path).items():
+        if name in ("PATH", "CALLS", "HOME"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _submit(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["submit", *arguments])
+
+
+def test_a_job_is_submitted_and_its_number_told(folder: Path) -> None:
+    result = _submit(CONFIG, "batch=32", "--site", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--account", "mine")
+    assert result.exit_code == 0, result.output
+    (call,) = stand_ins.calls(folder)
+    script = Path(call[2])
+    assert script.parent == Path("runs/jobs")
+    first, *others = result.output.splitlines()
+    assert first == f"job 12345 on slurm: 2 nodes with 4 ranks each, script {script}"
+    assert [line.partition(":")[0] for line in others] == ["follow it", "stop it with a checkpoint, for good"]
+    text = script.read_text()
+    assert f"TRAIN=({CONFIG} batch=32)\n" in text
+    assert f"ENVIRONMENT={sys.prefix} " in text
+    for line in ("--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--account=mine", "--time=06:00:00"):
+        assert re.search(rf"^#SBATCH {line}( |$)", text, re.MULTILINE), line
+
+
+def test_a_dry_run_prints_the_same_script_and_does_nothing(folder: Path) -> None:
+    arguments = [CONFIG, "--site", "polaris", "--nodes", "10", "--account", "mine", "--queue", "prod", "--time", "2h"]
+    printed = _submit(*arguments, "--dry-run")
+    assert printed.exit_code == 0, printed.output
+    assert not stand_ins.calls(folder)
+    assert not Path("runs").exists()
+    assert _submit(*arguments).exit_code == 0
+    (written,) = Path("runs/jobs").glob("*.pbs")
+    without_time = [re.sub(r"\d{8}-\d{6}", "", text) for text in (printed.output, written.read_text())]
+    assert without_time[0] == without_time[1]
+
+
+def test_a_max_time_of_the_configuration_is_kept(folder: Path) -> None:
+    arguments = [CONFIG, "--site", "local", "--time", "1h", "--dry-run"]
+    assert "max_time=$((" in _submit(*arguments).output
+    assert "max_time=$((" not in _submit(*arguments, "max_time=30m").output
+
+
+def test_restarts_doctor_and_stage_reach_the_script(folder: Path) -> None:
+    Path("environment.tar").touch()
+    text = _submit(CONFIG, "--site", "slurm", "--restarts", "3", "--no-doctor", "--stage", "environment.tar", "--dry-run").output
+    for line in ("MOST_RESTARTS=3 ", "DOCTOR_SECONDS=0 ", "STAGE=environment.tar "):
+        assert f"\n{line}" in text
+
+
+def _wait(reached: Callable[[], bool], log: Path) -> None:
+    end = time.monotonic() + 120
+    while not reached():
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+
+
+def _started(*arguments: str) -> tuple[int, Path]:
+    """Submit on this machine; the process and its log."""
+    result = _submit("storm.yaml", *arguments, "--site", "local", "--ranks-per-node", "2", "--no-doctor")
+    return _told(result)
+
+
+def _told(result: Result) -> tuple[int, Path]:
+    assert result.exit_code == 0, result.output
+    match = re.search(r"job (\d+) on \w+.*script (\S+)\.sh", result.output)
+    assert match is not None
+    return int(match[1]), Path(f"{match[2]}.log")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+def test_a_training_on_this_machine_is_stopped_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    prepare(tmp_path, images=160, epochs=100)
+    process, log = _started("output=whole")
+    _wait(lambda: not Path(f"/proc/{process}").exists(), log)
+    assert "stopped" not in log.read_text()
+    process, log = _started("output=parts", "metrics.interval_seconds=0.1")
+    _wait(lambda: log.exists() and "epoch 2/" in log.read_text(), log)
+    os.kill(process, signal.SIGUSR1)
+    _wait(lambda: not Path(f"/proc/{process}").exists(), log)
+    assert "job script: stopped with a checkpoint; start it again to go on" in log.read_text()
+    process, log = _started("output=parts", "metrics.interval_seconds=0.1")
+    _wait(lambda: not Path(f"/proc/{process}").exists(), log)
+    assert "resumed" in log.read_text()
+    assert not list(Path("parts/jobs").glob(".stopped*"))
+    assert same_bits(final_tensors(tmp_path, "whole"), final_tensors(tmp_path, "parts"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+def test_a_training_on_hosts_of_a_file_uses_the_environment_that_is_unpacked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "disk"))
+    prepare(tmp_path, images=160, epochs=1)
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\necho "unpacked in $(dirname "$0")"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with tarfile.open("environment.tar", "w") as tar:
+        tar.add("environment", ".")
+    Path("hosts").write_text("localhost\n")
+    arguments = ["--site", "hostfile", "--hostfile", "hosts", "--ranks-per-node", "2", "--stage", "environment.tar"]
+    process, log = _told(_submit("storm.yaml", *arguments, "--no-doctor"))
+    _wait(lambda: not Path(f"/proc/{process}").exists(), log)
+    text = log.read_text()
+    assert text.count(f"unpacked in {tmp_path}/disk/hpctrain-{process}/bin") == 2
+    assert not list((tmp_path / "disk").glob("hpctrain-*"))
+    final_tensors(tmp_path, "runs")
