@@ -24,6 +24,7 @@ import numpy as np
 from hpctrain.comm import objects
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.lost_ranks import LostRanks, named, translated
+from hpctrain.comm.mpi_handle import MpiHandle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
 from hpctrain.errors import MissingLibraryError, RankLostError
@@ -42,9 +43,6 @@ _ABORT_SECONDS = 10.0
 _SETTLE_SECONDS = 5.0
 
 T = TypeVar("T")
-
-# The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
-_DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
 
 
 def world(deadline_seconds: float, flight: FlightRecorder | None = None) -> MpiCommunicator:
@@ -223,46 +221,6 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
     sent, received = (MPI.buffer.fromaddress(address, size_bytes) for address in (source, target))
     MPI.COMM_SELF.Sendrecv((sent, MPI.BYTE), 0, 0, (received, MPI.BYTE), 0, 0)
-
-
-class MpiHandle:
-    """A posted MPI operation; holds its buffers until it is complete.
-
-    lost: is told of its begin and its end, and what MPI says of lost ranks; None: nobody asks.
-    """
-
-    __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
-
-    def __init__(self, request: MPI.Request, operation: str, buffer: Array | None = None, lost: LostRanks | None = None) -> None:
-        self._request, self._lost = request, lost
-        self._operation = operation
-        self._elements: int = 0 if buffer is None else buffer.size
-        self._dtype: str = "" if buffer is None else buffer.dtype.char
-        if lost is not None:
-            lost.begun(self)
-
-    def test(self) -> bool:
-        if self._lost is not None:
-            return self._test_beside(self._lost)
-        complete: bool = self._request.Test()
-        return complete
-
-    def _test_beside(self, lost: LostRanks) -> bool:
-        """As `test`, where MPI goes on when a rank dies."""
-        try:
-            complete: bool = self._request.Test()
-        except lost.error as error:
-            lost.ended(self)
-            lost.check(error)
-            raise
-        if complete:
-            lost.ended(self)
-        else:
-            lost.polled()
-        return complete
-
-    def __str__(self) -> str:
-        return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 
 NOTHING_HIDES = FindingKind(
     "nothing-hides",
-    Severity.WARNING,
+    Severity.REMARK,
     "In no progress mode do messages move while layers compute: their time adds to that of a step.",
     "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
