@@ -213,7 +213,7 @@ def layer_table(found: Measurement) -> Any:
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("operator", overflow="fold", min_width=20)
-    table.add_column("kind", overflow="fold", min_width=9)
+    table.add_column("kind", overflow="fold", min_width=9, max_width=15)
     for title in ("forward\nms", "weights\nms", "input\nms", "GFLOP/s", "of\npeak", "of\nstep"):
         table.add_column(title, justify="right", no_wrap=True)
     total = sum(layer.seconds for layer in found.layers)
@@ -223,8 +223,15 @@ def layer_table(found: Measurement) -> Any:
         # element-wise work counts a few operations per byte: its rate says nothing about arithmetic
         dense = layer.kind in ("Conv2d", "Linear")
         rates = (f"{rate:.1f}", f"{rate / found.peak_gflops:.0%}") if dense else ("", "")
-        table.add_row(layer.name, layer.kind, *(f"{one * 1e3:.3f}" for one in times), *rates, f"{layer.seconds / total:.1%}")
+        table.add_row(layer.name, layer.kind, *map(_milliseconds, times), *rates, f"{layer.seconds / total:.1%}")
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    """In five characters up to a minute, so that columns keep their width: three decimals, and fewer of more."""
+    value = seconds * 1e3
+    decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
+    return f"{value:.{decimals}f}"
 
 
 def _comparison_table(compared: Mapping[str, Mapping[str, float]]) -> Any:

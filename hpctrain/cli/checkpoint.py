@@ -23,7 +23,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the same as 
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, verify, show, convert and prune the checkpoints of a run."""
+    """List, verify, show, convert and prune checkpoints of runs."""
 
 
 @checkpoint.command("list")
@@ -136,7 +136,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep this many, those that were written last.")
 @click.option("--drop-best", is_flag=True, help="Delete the one with the best evaluation, too, unless it is among the latest.")
 def prune(path: Path, keep: int, drop_best: bool) -> None:
-    """Delete all checkpoints of a run but the latest, and the best.
+    """Delete checkpoints of a run but the latest and the best.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
     them, and so is the one with the best evaluation. What killed runs have left of unfinished checkpoints goes, too, once nothing

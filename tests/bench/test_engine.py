@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,8 +13,12 @@ from hpctrain.bench.engine_step import workload
 
 
 @pytest.mark.parametrize("columns", [80, 130])
-def test_the_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(columns: int) -> None:
+@pytest.mark.parametrize("slower", [1.0, 60.0, 4e3, 1e5])
+def test_the_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(columns: int, slower: float) -> None:
     measured = measure(workload("resnet20", 1, 8, {"width": 0.125}), "numpy", 1, 1)
+    names = ("forward_seconds", "parameters_seconds", "input_seconds")
+    layers = [replace(layer, **{name: slower * getattr(layer, name) for name in names}) for layer in measured.layers]
+    measured = replace(measured, layers=layers)
     text = io.StringIO()
     Console(file=text, width=columns).print(layer_table(measured))
     lines = text.getvalue().splitlines()

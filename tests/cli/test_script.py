@@ -33,7 +33,7 @@ with hpctrain.start(batch=8, progress="test", flight="flight", deadline_seconds=
             job.stop()
 if LAST:
     @AFTER@
-print("end", sys.argv[1:], __name__, __file__)
+sys.stdout.write(f"end {sys.argv[1:]} {__name__} {__file__}\\n")  # at once: ranks share a pipe
 """
 
 
