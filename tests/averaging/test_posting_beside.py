@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpctrain.averaging.dependencies import EventKind
 from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.errors import DivergedError
 from tests.support import combinations
 from tests.support.dimensions import parsed
 from tests.support.interleaved_thread import InterleavedThread
@@ -30,10 +32,12 @@ def test_replicas_are_those_of_one_rank(options: tuple[str, ...]) -> None:
 
 def test_an_event_before_what_it_announces_is_found_by_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def announced_early(self: Any, weight: str, dy: Any) -> None:
+        exchange = self._operations.exchange_of[weight]
+        exchange.pack_errors(np.full_like(dy, np.nan))  # memory that was used before may hold the right numbers
         self._happens(EventKind.GRADIENT, weight)
-        self._operations.exchange_of[weight].pack_errors(dy)
+        exchange.pack_errors(dy)
 
     monkeypatch.setattr(ReduceScatterAverager, "_take_errors", announced_early)
     assert combinations.run(parsed(["posting=program", *EXCHANGE])) <= combinations.TOLERANCE
-    with pytest.raises(AssertionError, match="is not rank 0's"):
+    with pytest.raises(DivergedError):
         combinations.run(parsed(["posting=thread", *EXCHANGE]))
