@@ -23,7 +23,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.nearest import choices
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import EntryPoints
 
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -94,17 +94,18 @@ def offers(group: str) -> tuple[Offer, ...]:
     return tuple(
         dict.fromkeys(
             Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
-            for point in sorted(_entry_points(group, tuple(sys.path)))
+            for point in sorted(_entry_points(tuple(sys.path)).select(group=group))
         )
     )
 
 
 @cache
-def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Those of packages on the import path, which are looked for once."""
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Those of packages on the import path: each has a file, which is read once for all groups."""
     from importlib.metadata import entry_points  # takes longer than all of this module
 
-    return tuple(entry_points(group=group))
+    found: EntryPoints = entry_points()  # type: ignore[assignment]  # until 3.11, the annotation has an older type, too
+    return found
 
 
 def _from_module(reference: str, name: str) -> ModuleType:

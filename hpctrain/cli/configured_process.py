@@ -152,9 +152,10 @@ class ConfiguredProcess(JobProcess):
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
+        from hpctrain.experiment import automatic  # noqa: F401  loads h5py, which starts a process: no one should once MPI runs
         from hpctrain.storage.run_directory import git_state
 
-        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, which no one should once MPI runs
+        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
         self.start_world(self._deadline_seconds)
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 

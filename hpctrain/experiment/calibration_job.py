@@ -8,9 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from hpctrain.backend.backend import make_backend
 from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.base import Communicator
@@ -62,6 +59,9 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """A table of every number of a machine, on stdout, and where it is from: beside the first of several from one source."""
+    from rich.console import Console  # not for the trainings that take facts from here
+    from rich.table import Table
+
     table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
     for heading in ("number", "value", "source"):
         table.add_column(heading, overflow="fold")

@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 #: how a run shows where it is
 ProgressStyle = Literal["bar", "lines", "none"]
@@ -66,6 +68,8 @@ class ConsoleReporter(Reporter):
         self._samples = samples_per_epoch
         self._left = TimeLeft(done_samples, last_sample, self._clock)
         if self._style == "bar":
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # some dozen files for a bar alone
+
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hpctrain
 from hpctrain.data import format as data_format
 from tests.support.jobs import Outcome
 
@@ -101,3 +102,37 @@ def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, fol
     assert outcome.code != 0, outcome.output
     assert outcome.stderr.count("tensorboardX is not installed; install hpctrain[export]") == 1
     assert not (folder / "runs").exists()
+
+
+_COUNTED = """
+import atexit, os, sys
+
+opened = []
+
+def count(event, arguments):
+    if event == "open":
+        opened.append(arguments[0])
+
+def tell():
+    late = sorted({"PIL", "jinja2", "matplotlib", "onnx", "psutil", "pytest", "tensorboardX", "torch"} & sys.modules.keys())
+    sys.stderr.write(f"files {len(opened)} late {late}\\n")
+
+sys.addaudithook(count)
+atexit.register(tell)
+from hpctrain.__main__ import main
+main()
+"""
+
+
+def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job, folder: Path) -> None:
+    """A thousand ranks that start at once open them all from one file system."""
+    (folder / "counted.py").write_text(textwrap.dedent(_COUNTED))
+    outcome = job(2, ["counted.py", "train", "tiny.yaml"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    told = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
+    assert len(told) == 2, outcome.stderr
+    least, most = sorted(int(files) for _, files, _, _ in told)
+    sources = len(list(Path(hpctrain.__file__).parent.rglob("*.py")))  # which the first rank of a node reads, to compare them
+    assert least < 1000
+    assert most < 1000 + sources
+    assert {late for *_, late in told} == {"[]"}, told
