@@ -31,6 +31,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import hpctrain
+from tests.support import nets
 images, labels = np.random.default_rng(0).standard_normal((24, 9, 7, 3)), np.arange(24) % 4
 with hpctrain.start(batch=8, progress="test", @KEYWORDS@) as job:
     replica = job.replica(nets.plain(), (9, 7, 3), optimizer={"name": "sgd", "momentum": 0.9}, backend="numpy")
