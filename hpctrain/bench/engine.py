@@ -228,7 +228,7 @@ def layer_table(found: Measurement) -> Any:
 
 
 def _milliseconds(seconds: float) -> str:
-    """In five characters up to a minute, so that columns keep their width: three decimals, and fewer of more."""
+    """In five characters up to a minute, so that a table keeps its width: three decimals, and fewer of more."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"
