@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.shared_segments import MEMORY, Removed, _folder, forget, remember, remove_stale
+from hpctrain.launch.shared_segments import Removed, _folder, forget, remember, remove_stale
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome
-from tests.support.kills import shared_memory_of
 
 # A process that has mapped segments and written that down, then ends as is said.
 _PROGRAM = """
@@ -151,18 +150,23 @@ def test_words() -> None:
 def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome], folder: Path) -> None:
     """All ranks are killed at once, and their launcher with them."""
     killed = """
-    import os, signal, sys
+    import os, signal, sys, time
     from hpctrain.train.step import TrainingStep
-    TrainingStep.run = lambda self, *rest: os.killpg(0, signal.SIGKILL)
+    from tests.support.kills import shared_memory_of
+    def end(self, *rest):
+        with open(f"mapped-{os.getpid()}", "w") as file:
+            file.write("\\n".join(map(str, shared_memory_of([os.getpid()]))))
+        time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+    TrainingStep.run = end
     from hpctrain.__main__ import main
     sys.argv = ["hpctrain", "train", "tiny.yaml"]
     main()
     """
-    before = set(MEMORY.iterdir())
-    outcome = job(2, ["-c", textwrap.dedent(killed)], cwd=folder)
+    outcome = job(2, ["-c", textwrap.dedent(killed)], cwd=folder, env={"PYTHONPATH": str(Path(__file__).parents[2])})
     assert outcome.code != 0
-    used = shared_memory_of(int(path.name) for path in Path("/proc").glob("[0-9]*"))  # by other jobs
-    left = {path for path in set(MEMORY.iterdir()) - before - used if path.is_file()}
+    mapped = {Path(line) for file in folder.glob("mapped-*") for line in file.read_text().splitlines()}
+    left = {path for path in mapped if path.exists()}
     outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder)
     assert outcome.code == 0, outcome.output
     assert ("of shared memory" in outcome.stderr) >= bool(left)
