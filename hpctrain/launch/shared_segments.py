@@ -111,7 +111,7 @@ def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -
     if not dead_ns:
         return set(), False
     mapped = {path for process in Path("/proc").glob("[0-9]*") for path in _mapped(process)}
-    found, unclear = set[Path](), False
+    stale, unclear = set[Path](), False
     for path in memory.iterdir():
         with contextlib.suppress(OSError):
             made_ns = path.lstat().st_ctime_ns
@@ -121,8 +121,8 @@ def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -
             if any(begin <= made_ns for begin in living_ns):
                 unclear = True
             else:
-                found.add(path)
-    return found, unclear
+                stale.add(path)
+    return stale, unclear
 
 
 def _remove(path: Path, memory: Path) -> int | None:

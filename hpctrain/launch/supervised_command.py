@@ -135,10 +135,10 @@ class SupervisedCommand:
 
 def _children() -> list[int]:
     """The processes whose parent this one is, zombies among them."""
-    own, found = os.getpid(), []
+    this, children = os.getpid(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == own:
-                    found.append(int(entry.name))
-    return found
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == this:
+                    children.append(int(entry.name))
+    return children

@@ -46,7 +46,7 @@ _OTHER_MPIEXEC = "#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n"
 
 
 def findings(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """What is not well, by its kind, from `--json`."""
+    """The findings that are not well, by kind, from `--json`."""
     content = json.loads(outcome.stdout)
     assert content["exit_code"] == outcome.code
     return {finding["key"]: finding for finding in content["findings"] if finding["key"]}

@@ -1,4 +1,4 @@
-"""What an attempt has left: new checkpoints by name and time, the first finding of new flight records, and the node to blame."""
+"""Traces of an attempt: new checkpoints by name and time, the first finding of new flight records, and the node to blame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What judges are given: nodes, and ranks in words."""
+"""The view that judges are given: nodes, and ranks in words."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def _sentences(overrides: list[list[str]], **leads: Any) -> list[str]:
-    """What each rank raises; "" where it raises nothing. overrides: by rank."""
+    """The sentence that each rank raises; "" where it raises nothing. overrides: by rank."""
 
     def program(comm: ThreadCommunicator) -> str:
         config, _ = load(CONFIG, overrides[comm.rank])

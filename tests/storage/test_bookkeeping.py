@@ -1,4 +1,4 @@
-"""What a disk refuses is told once, written later where that is possible, and said to be lost where it is not."""
+"""A line that a disk refuses is told of once, written later where that is possible, and said to be lost where it is not."""
 
 import errno
 import logging

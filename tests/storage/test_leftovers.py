@@ -1,4 +1,4 @@
-"""What killed runs leave: it goes where it is old, and nothing else does."""
+"""Leftovers of killed runs go where they are old, and nothing else does."""
 
 from __future__ import annotations
 

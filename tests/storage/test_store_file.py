@@ -1,4 +1,4 @@
-"""What HDF5 takes for a file: it reads what it wrote, and the disk sees nothing of it before the end."""
+"""A file in the eyes of HDF5: it reads what it wrote, and the disk sees nothing of it before the end."""
 
 from __future__ import annotations
 

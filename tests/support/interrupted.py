@@ -60,7 +60,7 @@ class Killed(Exception):
 
 @dataclass(frozen=True)
 class Course:
-    """What happens to a run, and when.
+    """The events of a run, and when they come.
 
     Attributes:
         end: "own": nothing; "request", "max_time", "steps" or "kill": it ends early, and goes on. step: of that, steps done.
@@ -82,7 +82,7 @@ class Course:
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """What a rank has at the end of a part of a run, which has begun behind `first_step` steps."""
+    """The outcome of a part of a run on a rank; the part has begun behind `first_step` steps."""
 
     first_step: int
     position: Position

@@ -41,7 +41,7 @@ def plan_of(rows: int, cols: int) -> ParallelPlan:
 def save(
     comm: ThreadCommunicator, content: CheckpointContent, grid: tuple[int, int], path: Path, strategy: StrategyFactory
 ) -> None:
-    """What ranks of that grid hold of a content goes to shards."""
+    """Each rank of that grid writes its share of a content to a shard."""
     trained = replica(comm, nets.plain(), plan_of(*grid), strategy)
     trained.load(content)
     parts, meta = trained.own_parts(POSITION, {"ranks": 1})

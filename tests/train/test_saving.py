@@ -45,7 +45,7 @@ def saver_of(comm: Communicator, told: Told, *, asynchronous: bool = True, deadl
 
 
 def step(comm: ThreadCommunicator, saver: Saver) -> bool:
-    """What a training step does with the news; whether ranks exchanged their states."""
+    """Hear the news as a training step does; whether ranks exchanged their states."""
     total = sum(comm.allgather_object(saver.news()))
     if total >= saver.size:
         saver.hear()

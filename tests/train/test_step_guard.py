@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Kept(Reporter):
-    """What one rank has been told, and where it ended."""
+    """The lines that one rank has been told, and where it ended."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)

@@ -103,7 +103,7 @@ def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, rank: 
 
 
 def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> Run:
-    """What all ranks saw, which is the same."""
+    """The outcome of all ranks, which is the same."""
     runs = run_virtual(ranks, lambda comm: _run(comm, task, strategy, flip, rank), deadline_seconds=300)
     assert all(run == runs[0] for run in runs)
     return runs[0]
@@ -206,7 +206,7 @@ def _owner(strategy: str) -> int:
 @pytest.mark.parametrize("flip", [_parameter, _state])
 @pytest.mark.parametrize("strategy", REPLICATED)
 def test_parts_in_turn_find_it_once_all_were_looked_at(strategy: str, flip: Flip) -> None:
-    """What differs on a rank stays different: no update mends it."""
+    """A difference on a rank stays: no update mends it."""
     task = replace(TASK, checks=SLOWLY, steps=20)
     run = _runs(3, task, strategy, flip)
     assert "rank 1 holds other bits" in run.error

@@ -1,4 +1,4 @@
-"""What progress modes hide, in words, and the measurement on virtual ranks."""
+"""The sentence on how much progress modes hide, and the measurement on virtual ranks."""
 
 from __future__ import annotations
 
