@@ -90,9 +90,10 @@ def judge(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFindi
     node = facts[worst]
     assert node is not None
     count = ranks_of.get(worst, 1)
+    need = count * rank_bytes / 1e9
     told = (
         f"{'1 rank' if count == 1 else f'{count} ranks'} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
-        f"{count * rank_bytes / 1e9:.1f} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
+        f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
     )
     if shares[worst] <= _TIGHT:
         return [fine(told)]
