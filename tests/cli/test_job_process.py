@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.experiment import session
 from hpctrain.flight.ring import End, file_name, read
+from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.shared_segments import Removed
 
 
 def test_before_the_world_its_launcher_knows_the_rank() -> None:
@@ -44,3 +49,27 @@ def test_the_first_error_stays_in_the_record(tmp_path: Path) -> None:
     process.finish()
     record = read(tmp_path / file_name(0))
     assert (record.end, record.sentence) == (End.FAILED, "mine alone")
+
+
+@pytest.mark.parametrize("left", [Removed(), Removed(2, 8192)])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
+    left: Removed, local_rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+    monkeypatch.setattr(shared_segments, "announce", lambda: calls.append("announce"))
+    monkeypatch.setattr(shared_segments, "remove_stale", lambda: calls.append("remove") or left)
+    monkeypatch.setattr(session, "start_world", lambda *_: calls.append("start") or SingleCommunicator())
+    monkeypatch.setattr(shared_segments, "remember", lambda: calls.append("remember"))
+    monkeypatch.setattr(shared_segments, "forget", lambda: calls.append("forget"))
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
+    process = JobProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
+    world = process.start_world(30.0)
+    progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
+    with caplog.at_level(logging.INFO):
+        process.started(progress)
+        process.started(progress)
+    process.finish()
+    first = ["announce"] if local_rank else ["announce", "remove"]
+    assert calls == [*first, "start", "remember", "forget"]
+    assert caplog.messages == ([str(left)] if left.count and not local_rank else [])
