@@ -86,6 +86,7 @@ class AllreduceAverager(GradientAverager):
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         """Queue all operations of the step; each starts once the gradients of its slice are ready."""
         self._previous = self._step
+        self.optimizer.begin_step()
         events = {name: LocalEvent(text) for name, text in self._event_texts.items()}
         step = self._step = AllreduceStep(lr, events)
         for operation in self.schedule.operations:
@@ -158,16 +159,21 @@ class AllreduceAverager(GradientAverager):
             self.progress.wait(step.pending[k])
             for segment in self._segments[k]:
                 norms.squares[norms.index[segment.parameter]] = 0.0
+            self.optimizer.prepare_norms(self._segments[k])
             norms.add_partial(self.group, self._segments[k])
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
             norms.squares[...] = 0.0
+            for segments in self._segments:
+                self.optimizer.prepare_norms(segments)
             norms.add_partial(self.group, tuple(chain.from_iterable(self._segments)))
             step.norms_complete = True
         return norms
 
     def _contribute(self, joint: JointStep) -> Handle:
         """Give this rank's part in the norms of all groups; the engine calls it once all sums are there."""
+        for segments in self._segments:
+            self.optimizer.prepare_norms(segments)
         fill_share(joint.norms[self._member], self.group, self.comm, self._names)
         joint.contribute(self._member)
         return Complete()

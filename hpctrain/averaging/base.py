@@ -172,10 +172,11 @@ class GradientAverager(ABC):
 
     def counters(self) -> dict[str, int]:
         """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""
-        return {}
+        return self.optimizer.counters()
 
-    def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027  most count nothing
+    def load_counters(self, counters: Mapping[str, int]) -> None:
         """Take what `counters` gave; names that are missing, as in a checkpoint of another strategy, start as in a new run."""
+        self.optimizer.load_counters(counters)
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:

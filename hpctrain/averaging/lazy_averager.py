@@ -162,7 +162,8 @@ class LazyAverager(ReduceScatterAverager):
             self._arithmetic.from_host(self._added[segment.start : segment.stop], state[_ADDED][self.comm.rank])
 
     def counters(self) -> dict[str, int]:
-        return self._interval.counters()
+        return {**super().counters(), **self._interval.counters()}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
+        super().load_counters(counters)
         self._interval.load_counters(counters)

@@ -161,6 +161,7 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
+            self._optimizer.prepare_norms((*self._own[k], *self._replicated[k]))
             if self._rounded is None:
                 segments += self._counted(k)
             else:

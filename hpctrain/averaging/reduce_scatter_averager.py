@@ -114,7 +114,10 @@ class ReduceScatterAverager(GradientAverager):
         events = {kind: {name: LocalEvent(text) for name, text in texts.items()} for kind, texts in self._event_texts.items()}
         joint = None if self._joint is None else self._joint.begin_step(self._member)
         norms = self._norms if joint is None else joint.norms[self._member]
-        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, self._left_out()), events)
+        left_out = self._left_out()
+        slices = self.schedule.slices
+        self.optimizer.begin_step({name for k in left_out for name in (*slices[k].parameters, *slices[k].replicated)})
+        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, left_out), events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
         if not self._operations.takes_part(operation, step.update):

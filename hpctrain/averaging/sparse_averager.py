@@ -96,7 +96,8 @@ class SparseAverager(ReduceScatterAverager):
             self._sparse.load_velocity(parameter.name, state[_VELOCITY])
 
     def counters(self) -> dict[str, int]:
-        return {_STEPS: self._number}
+        return {**super().counters(), _STEPS: self._number}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
+        super().load_counters(counters)
         self._number = counters.get(_STEPS, 0)

@@ -48,6 +48,42 @@ class Descent(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class MomentRule:
+    """The constants of a descent by two moments of the gradient: those of Adam (Kingma and Ba, ICLR 2015).
+
+    beta1, beta2: shares of the first and the second moment that are kept. epsilon: is added to the root of the second one.
+    """
+
+    beta1: float
+    beta2: float
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Factors that make up for moments that began as zeros: of the first moment, and of the root of the second."""
+
+    first: float
+    root: float
+
+
+class MomentDescent(Protocol):
+    """Descent by two moments on flat buffers, bound to them at set-up.
+
+    With g' = gradient_scale * g of each run: m := beta1 * m + (1 - beta1) * g'; v := beta2 * v + (1 - beta2) * g'^2; the
+    direction is u = first * m / (root * sqrt(v) + epsilon) + decay * w.
+    """
+
+    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
+        """Replace m and v; w := w - lr * u. The gradient is read only."""
+        ...
+
+    def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
+        """Replace m and v; g := u. The data is read only."""
+        ...
+
+
 class Arithmetic(ABC):
     """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
 
@@ -115,4 +151,14 @@ class Arithmetic(ABC):
 
         Args:
             shadow: bfloat16, of the size of `data`: is written with the rounded data of all that is updated.
+        """
+
+    @abstractmethod
+    def moment_descent(
+        self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
+    ) -> MomentDescent:
+        """Descent of flat `data` by two moments of flat `gradient`, of one size; `first` and `second` hold these, alike packed.
+
+        Args:
+            shadow: as in `descent`.
         """

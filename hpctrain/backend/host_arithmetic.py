@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch, UpdateRun
+from hpctrain.backend.arithmetic import Arithmetic, Array, Corrections, Descent, Fetch, MomentDescent, MomentRule, UpdateRun
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.boxes import Box
 
@@ -66,9 +66,8 @@ class HostDescent:
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         # A NumPy float64 scalar would turn float32 arithmetic into float64.
         lr = float(lr)
-        for run in runs:
-            for low in range(run.start, run.stop, CHUNK):
-                self._update_chunk(run, low, min(low + CHUNK, run.stop), lr)
+        for run, low, high in _chunks(runs):
+            self._update_chunk(run, low, high, lr)
 
     def _update_chunk(self, run: UpdateRun, low: int, high: int, lr: float) -> None:
         w, g = self._data[low:high], self._grad[low:high]
@@ -89,6 +88,54 @@ class HostDescent:
                 g = m
         np.multiply(g, lr, out=work)
         np.subtract(w, work, out=w)
+
+
+class HostMomentDescent:
+    """Descent by two moments, in chunks as `HostDescent`. Attributes and arguments: `Arithmetic.moment_descent`."""
+
+    def __init__(self, data: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, rule: MomentRule) -> None:
+        self._beta1, self._beta2, self._epsilon = float(rule.beta1), float(rule.beta2), float(rule.epsilon)
+        self._data, self._grad, self._first, self._second = data, gradient, first, second
+        longest = min(CHUNK, data.size)
+        self._work = np.empty(longest, data.dtype)
+        self._spare = np.empty(longest, data.dtype)
+
+    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
+        lr = float(lr)
+        for run, low, high in _chunks(runs):
+            direction, w = self._direction(run, low, high, corrections), self._data[low:high]
+            np.multiply(direction, lr, out=direction)
+            np.subtract(w, direction, out=w)
+
+    def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
+        for run, low, high in _chunks(runs):
+            self._grad[low:high] = self._direction(run, low, high, corrections)
+
+    def _direction(self, run: UpdateRun, low: int, high: int, corrections: Corrections) -> np.ndarray:
+        """The direction of elements [low, high), in a buffer that the next chunk takes."""
+        g, place = self._grad[low:high], slice(low + run.offset, high + run.offset)
+        m, v = self._first[place], self._second[place]
+        work, spare = self._work[: high - low], self._spare[: high - low]
+        if run.gradient_scale != 1.0:
+            g = np.multiply(g, run.gradient_scale, out=work)
+        np.multiply(m, self._beta1, out=m)
+        np.add(m, np.multiply(g, 1.0 - self._beta1, out=spare), out=m)
+        np.multiply(v, self._beta2, out=v)
+        np.multiply(np.multiply(g, g, out=spare), 1.0 - self._beta2, out=spare)
+        np.add(v, spare, out=v)
+        np.multiply(np.sqrt(v, out=spare), corrections.root, out=spare)
+        np.add(spare, self._epsilon, out=spare)
+        np.divide(np.multiply(m, corrections.first, out=work), spare, out=work)
+        if run.decay:
+            np.add(work, np.multiply(self._data[low:high], run.decay, out=spare), out=work)
+        return work
+
+
+def _chunks(runs: Iterable[UpdateRun]) -> Iterator[tuple[UpdateRun, int, int]]:
+    """Each run's elements [low, high), as many at once as stay in a cache."""
+    for run in runs:
+        for low in range(run.start, run.stop, CHUNK):
+            yield run, low, min(low + CHUNK, run.stop)
 
 
 class HostArithmetic(Arithmetic):
@@ -150,3 +197,9 @@ class HostArithmetic(Arithmetic):
     ) -> Descent:
         assert shadow is None, "kernels of the host read the parameters themselves"
         return HostDescent(data, gradient, momentum, factor, nesterov)
+
+    def moment_descent(
+        self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
+    ) -> MomentDescent:
+        assert shadow is None, "kernels of the host read the parameters themselves"
+        return HostMomentDescent(data, gradient, first, second, rule)

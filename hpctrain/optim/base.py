@@ -7,7 +7,7 @@ those. It never communicates; what must be summed over ranks (squared norms, for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ class NormsNeeded(StrEnum):
     """The norms that updates are made with, and so what each of them waits for."""
 
     NONE = "none"
-    #: of the parameters that are updated, and of no others (LARS)
+    #: of the parameters that are updated, and of no others (LARS, LAMB)
     LAYER = "layer"
     #: of all parameters together (clipping)
     GLOBAL = "global"
@@ -57,11 +57,13 @@ class Optimizer(ABC):
 
     #: it computes by the arithmetic of its group alone, wherever the arrays lie, and not by NumPy, which knows those of the host
     any_arrays: ClassVar[bool] = False
-    #: the update of one layer needs that layer's norms (LARS)
+    #: the update of one layer needs that layer's norms (LARS, LAMB)
     layer_norms: ClassVar[bool] = False
     clip_norm: float | None = None
     #: share of the previous update's direction that is kept; 0 by an optimiser that has none
     momentum: float = 0.0
+    #: `prepare_norms` does something
+    prepares_norms: bool = False
 
     @property
     def norms_needed(self) -> NormsNeeded:
@@ -72,12 +74,21 @@ class Optimizer(ABC):
 
     @property
     def needs_norms(self) -> bool:
-        """True where `update` must be given `norms` (LARS or clipping)."""
+        """True where `update` must be given `norms` (LARS, LAMB or clipping)."""
         return self.norms_needed is not NormsNeeded.NONE
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         """Allocate the state of the owned segments, zeroed."""
+
+    def begin_step(self, left_out: Collection[str] = ()) -> None:  # noqa: B027  most count nothing
+        """A step begins that updates all parameters of the group but `left_out`; updates of earlier ones may still come."""
+
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:  # noqa: B027  most take those of the gradient
+        """Where norms are needed: replace the gradients of `segments`, which are complete, by that of which they are taken.
+
+        Once per update, which then gets the same segments. Nothing writes to the parameters here.
+        """
 
     @abstractmethod
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
@@ -86,3 +97,10 @@ class Optimizer(ABC):
     @abstractmethod
     def state(self, segment: Segment) -> dict[str, Array]:
         """Views of the state of one owned segment, 1-D, by name ("momentum"): what a checkpoint writes and restores."""
+
+    def counters(self) -> dict[str, int]:
+        """Numbers by name, the same on every rank of the group, that later updates follow from. Between steps."""
+        return {}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027
+        """Take what `counters` gave, among names of others; those that are missing are as in a new run."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from hpctrain.errors import OptionError
 from hpctrain.optim.base import Norms
 
 #: added to |g|, so that a gradient of zeros is not divided by
 EPSILON = 1e-6
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Nothing, where the value is legal.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if clip_norm is not None and not clip_norm > 0.0:
+        sentence = f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off."
+        raise OptionError(sentence, "clip_norm")
 
 
 def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:

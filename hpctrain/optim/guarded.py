@@ -6,7 +6,7 @@ change within one word shows; two changes with the same sum do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class GuardedOptimizer(Optimizer):
         self._inner = inner
         self.clip_norm = inner.clip_norm
         self.momentum = inner.momentum
+        self.prepares_norms = inner.prepares_norms
         self.found: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
@@ -83,9 +84,26 @@ class GuardedOptimizer(Optimizer):
         self._group = group
         self._inner.bind(group, owned)
 
+    def begin_step(self, left_out: Collection[str] = ()) -> None:
+        self._inner.begin_step(left_out)
+
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters()
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        self._inner.load_counters(counters)
+
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:
+        if self.prepares_norms:
+            self._watched(segments, lambda: self._inner.prepare_norms(segments))
+
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        self._watched(segments, lambda: self._inner.update(segments, lr, norms))
+
+    def _watched(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+        """Compare before `write`, which alone writes to the state of `segments`, and remember what there is behind it."""
         if not (self._on and segments):
-            self._inner.update(segments, lr, norms)
+            write()
             return
         known, pieces = self._runs.get(segments[0].start), tuple(segments)
         runs: list[_Run] = []
@@ -98,7 +116,7 @@ class GuardedOptimizer(Optimizer):
         else:
             runs = self._runs_of(pieces)
             self._runs[pieces[0].start] = pieces, runs
-        self._inner.update(segments, lr, norms)
+        write()
         for run in runs:
             run.remember()
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
 from hpctrain.errors import OptionError
-from hpctrain.nn.parameter import FlatGroup, Segment, whole
+from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Optimizer
-
-DecayExclude = Literal["norm_and_bias", "none"]
+from hpctrain.optim.clip import check_clip_norm
+from hpctrain.optim.decay import DecayExclude, check_decay, is_excluded
+from hpctrain.optim.packing import Packing
 
 
 def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
@@ -44,19 +42,8 @@ class MomentumDescent:
     """
 
     def __init__(self, group: FlatGroup, owned: Sequence[Segment], momentum: float, nesterov: bool) -> None:
-        ordered = sorted((segment for segment in owned if segment.size), key=lambda segment: segment.start)
-        assert all(a.stop <= b.start for a, b in pairwise(ordered)), "owned segments overlap"
-        self._factor = float(momentum)
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self._offsets: list[int] = []
-        size = 0
-        for start, stop in whole(ordered):
-            self._starts.append(start)
-            self._stops.append(stop)
-            self._offsets.append(size - start)
-            size += stop - start
-        self._momentum: Array = group.arithmetic.zeros(size if self._factor else 0, group.dtype)
+        self._factor, self._packing = float(momentum), Packing(owned)
+        self._momentum: Array = group.arithmetic.zeros(self._packing.size if self._factor else 0, group.dtype)
         self._descent = group.arithmetic.descent(
             group.data, group.grad, self._momentum, factor=self._factor, nesterov=nesterov, shadow=group.shadow
         )
@@ -65,23 +52,11 @@ class MomentumDescent:
         """{"momentum": view} of an owned segment or of a part of one; empty where momentum is 0."""
         if not self._factor:
             return {}
-        low = segment.start + (self._offset(segment.start, segment.stop) if segment.size else 0)
-        return {"momentum": self._momentum[low : low + segment.size]}
-
-    def _offset(self, start: int, stop: int) -> int:
-        """The number to add to a place in the flat buffers to get the place in the state."""
-        i = bisect_right(self._starts, start) - 1
-        owned = i >= 0 and stop <= self._stops[i]
-        assert owned, f"elements [{start}, {stop}) are not owned here"
-        return self._offsets[i]
+        return {"momentum": self._momentum[self._packing.place(segment)]}
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Update the data of `runs`, each inside owned segments; their places in the state are found here."""
-        self._descent.update(map(self._placed, runs), lr)
-
-    def _placed(self, run: UpdateRun) -> UpdateRun:
-        offset = self._offset(run.start, run.stop)
-        return UpdateRun(run.start, run.stop, run.gradient_scale, run.decay, offset) if offset else run
+        self._descent.update(map(self._packing.placed, runs), lr)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,15 +90,8 @@ class MomentumOptimizer(Optimizer):
             raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
         if self.nesterov and self.momentum == 0.0:
             raise OptionError("nesterov needs a momentum above 0; the usual value is 0.9.", "nesterov")
-        if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
-            sentence = f"weight_decay {self.weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
-            raise OptionError(sentence, "weight_decay")
-        if self.decay_exclude not in get_args(DecayExclude):
-            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; it is one of {', '.join(get_args(DecayExclude))}."
-            raise OptionError(sentence, "decay_exclude")
-        if self.clip_norm is not None and not self.clip_norm > 0.0:
-            sentence = f"clip_norm {self.clip_norm} must be positive; leave it out (null) to switch clipping off."
-            raise OptionError(sentence, "clip_norm")
+        check_decay(self.weight_decay, self.decay_exclude)
+        check_clip_norm(self.clip_norm)
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         # The options are frozen; what is updated by them is no option.
@@ -144,4 +112,4 @@ class MomentumOptimizer(Optimizer):
 
     def decay_excludes(self, segment: Segment) -> bool:
         """True for a norm's parameters and biases, where `decay_exclude` leaves them out."""
-        return self.decay_exclude == "norm_and_bias" and not segment.decay
+        return is_excluded(segment, self.decay_exclude)

@@ -148,11 +148,11 @@ def _put_exact(content: CheckpointContent, network: Network, shards: Shards, nam
 
 
 def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
-    """Counters go by parameter group; on another grid, which may have other groups, any group's do, as all count the same."""
+    """Counters go by parameter group; on another grid, with other groups, any group's do, as names in several count alike."""
     stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
-    any_group: Mapping[str, int] = next(iter(stored.values()), {})
+    of_all = {name: count for counters in stored.values() for name, count in counters.items()}
     for group, averager in averagers.items():
-        averager.load_counters(stored.get(group, any_group))
+        averager.load_counters({**of_all, **stored.get(group, {})})
 
 
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -86,6 +86,7 @@ class TimedOptimizer(Optimizer):
         self._account, self._trace = progress.account, progress.trace
         self.clip_norm = inner.clip_norm
         self.momentum = inner.momentum
+        self.prepares_norms = inner.prepares_norms
 
     @property
     def norms_needed(self) -> NormsNeeded:
@@ -94,9 +95,25 @@ class TimedOptimizer(Optimizer):
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         self._inner.bind(group, owned)
 
+    def begin_step(self, left_out: Collection[str] = ()) -> None:
+        self._inner.begin_step(left_out)
+
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters()
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        self._inner.load_counters(counters)
+
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:
+        if self.prepares_norms:
+            self._timed(segments, lambda: self._inner.prepare_norms(segments))
+
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        self._timed(segments, lambda: self._inner.update(segments, lr, norms))
+
+    def _timed(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
         begin_ns = self._account.clock_ns()
-        self._inner.update(segments, lr, norms)
+        write()
         stop_ns = self._account.clock_ns()
         self._account.updated(begin_ns, stop_ns)
         if segments and self._trace is not None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend import host_arithmetic
-from hpctrain.backend.arithmetic import UpdateRun
+from hpctrain.backend.arithmetic import Corrections, MomentRule, UpdateRun
 from hpctrain.backend.host_arithmetic import HostArithmetic, all_finite, square_sum
 from hpctrain.backend.kernels.numpy.memory import allocate
 
@@ -96,6 +96,39 @@ def test_a_descent_is_its_equations_in_whatever_chunks(chunk, factor, nesterov, 
         descent.update([UpdateRun(start, stop, scale, decay, offset)], 0.1)
     np.testing.assert_allclose(w, expected_w, rtol=1e-13, atol=1e-15)
     np.testing.assert_allclose(m, expected_m, rtol=1e-13, atol=1e-15)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([1.0, 0.25]),
+    st.sampled_from([0.0, 0.01]),
+    st.integers(0, 3),
+)
+def test_moments_are_their_equations_in_whatever_chunks(chunk, directs, scale, decay, offset) -> None:
+    w, g, start, stop = values(20, "float64", 3), values(20, "float64", 4), 3, 17
+    m, v = values(20, "float64", 5), values(20, "float64", 6) ** 2
+    inside, state = slice(start, stop), slice(start + offset, stop + offset)
+    gradient = scale * g[inside]
+    expected = [x.copy() for x in (w, g, m, v)]
+    expected[2][state] = 0.9 * m[state] + 0.1 * gradient
+    expected[3][state] = 0.75 * v[state] + 0.25 * gradient**2
+    direction = 1.5 * expected[2][state] / (2.5 * np.sqrt(expected[3][state]) + 1e-3) + decay * w[inside]
+    if directs:
+        expected[1][inside] = direction
+    else:
+        expected[0][inside] -= 0.1 * direction
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arithmetic, "CHUNK", chunk)
+        descent = ARITHMETIC.moment_descent(w, g, m, v, MomentRule(0.9, 0.75, 1e-3))
+        runs = [UpdateRun(start, stop, scale, decay, offset)]
+        if directs:
+            descent.direct(runs, Corrections(1.5, 2.5))
+        else:
+            descent.update(runs, Corrections(1.5, 2.5), 0.1)
+    for array, wanted in zip((w, g, m, v), expected, strict=True):
+        np.testing.assert_allclose(array, wanted, rtol=1e-13, atol=1e-15)
 
 
 def test_a_rate_of_numpy_does_not_widen_the_arithmetic() -> None:

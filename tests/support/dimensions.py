@@ -96,6 +96,10 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "clipping": {**_SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2, "clip_norm": 0.3},
         "lars": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1},
         "lars-clipping": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1, "clip_norm": 0.5},
+        # with a small epsilon they would make steps of what is rounding alone, as a gradient of a bias before a batch norm is
+        "adamw": {"name": "adamw", "epsilon": 0.1, "weight_decay": 1e-2},
+        "adamw-clipping": {"name": "adamw", "epsilon": 0.1, "beta2": 0.9, "decay_exclude": "none", "clip_norm": 0.3},
+        "lamb": {"name": "lamb", "epsilon": 0.1, "weight_decay": 1e-2},
     },
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "smoothing": {"0": 0.0, "0.1": 0.1},

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch, UpdateRun
+from hpctrain.backend.arithmetic import Arithmetic, Array, Corrections, Descent, Fetch, MomentDescent, MomentRule, UpdateRun
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels import abilities
@@ -94,6 +94,26 @@ class LateDescent:
             self.queue.put(np.copyto, self.shadow[run.start : run.stop], self.data[run.start : run.stop], "same_kind")
 
 
+@dataclass
+class LateMomentDescent:
+    """A descent by moments of the host, done in its turn. shadow: written for each run of an update."""
+
+    queue: Queue
+    inner: MomentDescent
+    data: DeviceArray
+    shadow: DeviceArray | None
+
+    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
+        runs = list(runs)
+        self.queue.put(lambda: self.inner.update(runs, corrections, lr))
+        for run in runs if self.shadow is not None else ():
+            self.queue.put(np.copyto, self.shadow[run.start : run.stop], self.data[run.start : run.stop], "same_kind")
+
+    def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
+        runs = list(runs)
+        self.queue.put(lambda: self.inner.direct(runs, corrections))
+
+
 class LateArithmetic(Arithmetic):
     """The arithmetic of the host, done late."""
 
@@ -156,6 +176,12 @@ class LateArithmetic(Arithmetic):
     ) -> Descent:
         inner = self._host.descent(*unwrapped((data, gradient, momentum)), factor=factor, nesterov=nesterov)
         return LateDescent(self._queue, inner, data, shadow)
+
+    def moment_descent(
+        self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
+    ) -> MomentDescent:
+        inner = self._host.moment_descent(*unwrapped((data, gradient, first, second)), rule)
+        return LateMomentDescent(self._queue, inner, data, shadow)
 
 
 class LateOperator(Operator):

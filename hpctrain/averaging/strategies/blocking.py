@@ -34,6 +34,7 @@ class BlockingAverager(GradientAverager):
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         self._update_late()
         self._lr = lr
+        self.optimizer.begin_step()
         if self._joint is not None:
             self._step = self._joint.begin_step(self._member)
 
@@ -42,6 +43,8 @@ class BlockingAverager(GradientAverager):
 
     def end_backward(self) -> None:
         self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self.group.grad), "all gradients"))
+        if self.optimizer.needs_norms:
+            self.optimizer.prepare_norms(self.group.segments)
         if self._step is not None:  # the update needs what other groups have not summed yet
             fill_share(self._step.norms[self._member], self.group, self.comm, self._names)
             self._step.contribute(self._member)

@@ -114,8 +114,8 @@ class Sparse(ReduceScatterStrategy):
         chosen = self.options
         if chosen.momentum_correction and group.momentum:
             raise OptionError(
-                f"momentum_correction is {chosen.momentum_correction}, but optimizer.momentum is {group.momentum}, too; set "
-                f"that to 0, or leave momentum_correction out.",
+                f"momentum_correction is {chosen.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
+                f"too; set optimizer.momentum of sgd or lars to 0, or leave momentum_correction out.",
                 "momentum_correction",
             )
         if chosen.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch
+from hpctrain.backend.arithmetic import Arithmetic, Array, Descent, Fetch, MomentDescent, MomentRule
 from hpctrain.backend.cuda.device import Argument, grid_for, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.descent import CudaDescent
+from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.kernels.cuda.staging import Staging
@@ -140,6 +140,11 @@ class CudaArithmetic(Arithmetic):
     ) -> Descent:
         state = momentum if factor else None
         return CudaDescent(self._runtime, data, gradient, state, shadow, factor=factor, nesterov=nesterov)
+
+    def moment_descent(
+        self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
+    ) -> MomentDescent:
+        return CudaMomentDescent(self._runtime, data, gradient, first, second, shadow, rule)
 
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:

@@ -1,4 +1,4 @@
-"""Momentum descent on a device gives the bits of the host's, for every cut of the buffers into runs."""
+"""Descents on a device give the bits of the host's, for every cut of the buffers into runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.arithmetic import UpdateRun
+from hpctrain.backend.arithmetic import Corrections, MomentRule, UpdateRun
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.cuda.descent import TILE
@@ -156,3 +156,32 @@ def test_more_runs_in_the_same_place_get_a_larger_table(cuda_kernels: CudaKernel
         descent.update([UpdateRun(i * step, (i + 1) * step, i, 0.0) for i in range(count)], 1.0)
         expected -= np.arange(64) // step
     np.testing.assert_array_equal(kernels.arithmetic.to_host(arrays[0]), expected)
+
+
+@pytest.mark.parametrize("directs", [False, True])
+@pytest.mark.parametrize("start", [0, 1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_moments_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: str, start: int, directs: bool) -> None:
+    """Three steps: of numbers as they come, of very small and of large ones. start: of the buffers in their memory."""
+    random, arithmetic = np.random.default_rng(7), cuda_kernels(seed=start).arithmetic
+    rule = MomentRule(0.9, 0.99, 1e-8)
+    host = [random.standard_normal(SIZE).astype(dtype) for _ in range(2)] + [np.zeros(SIZE, dtype) for _ in range(2)]
+    device = [arithmetic.zeros(x.size + start, dtype)[start:] for x in host]
+    shadow = arithmetic.zeros(SIZE + start, "bfloat16")[start:] if dtype == "float32" else None
+    arithmetic.from_host(device[0], host[0])
+    descents = HOST.moment_descent(*host, rule), arithmetic.moment_descent(*device, rule, shadow=shadow)
+    for step, scale in enumerate((1.0, 1e-25, 1e10)):
+        gradient = (scale * random.standard_normal(SIZE)).astype(dtype)
+        host[1][:] = gradient
+        arithmetic.from_host(device[1], gradient)
+        corrections = Corrections(1 / (1 - 0.9 ** (step + 1)), 1 / (1 - 0.99 ** (step + 1)) ** 0.5)
+        for descent in descents:
+            if directs:
+                descent.direct(iter(_runs(step)), corrections)
+            else:
+                descent.update(iter(_runs(step)), corrections, 0.01)
+        for array, values in zip(device, host, strict=True):
+            np.testing.assert_array_equal(arithmetic.to_host(array), values)
+    if shadow is not None and not directs:
+        written = arithmetic.to_host(shadow)[: _runs(0)[1].stop]
+        np.testing.assert_array_equal(written, bfloat16_values(bfloat16_bits(host[0]))[: written.size])
