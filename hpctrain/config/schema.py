@@ -48,7 +48,7 @@ class ModelConfig(Named):
 class OptimizerConfig(Named):
     """The optimiser: how a gradient becomes an update."""
 
-    name: Text = Field(description='Name of an optimiser: "sgd" or "lars"; further keys are its options, such as momentum.')
+    name: Text = Field(description='Name of an optimiser: sgd, lars, adamw or lamb; further keys are its options, such as momentum.')
     lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
 
 
