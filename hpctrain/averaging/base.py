@@ -170,6 +170,25 @@ class GradientAverager(ABC):
                 for name, view in self._state_of(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
+    def swap_parameters(self, state: str) -> None:
+        """Exchange the parameters with the state of that name, on every rank; a second time undoes it. Collective; after `drain`.
+
+        Each owner swaps its own parts, so nothing is copied but one segment, and the others get what the owners then have.
+        """
+        arithmetic = self.group.arithmetic
+        owned = [segment for segment in self.owned() if segment.size]
+        spare = arithmetic.zeros(max((segment.size for segment in owned), default=0), self.group.dtype)
+        for segment in owned:
+            data, other = self.group.data[segment.start : segment.stop], self._state_of(segment)[state]
+            arithmetic.copy(spare[: segment.size], data)
+            arithmetic.copy(data, other)
+            arithmetic.copy(other, spare[: segment.size])
+        self._gather_parameters()
+        self.group.refresh_shadow()
+
+    def _gather_parameters(self) -> None:  # noqa: B027  nothing, where every rank updates all
+        """Let every rank have what the owners have of the parameters. Collective; while nothing is queued."""
+
     def counters(self) -> dict[str, int]:
         """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""
         return self.optimizer.counters()

@@ -13,7 +13,7 @@ from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.norms import JointStep
 from hpctrain.averaging.rounded_parameters import RoundedParameters
 from hpctrain.averaging.rounding import caster
-from hpctrain.averaging.slices import layer_slices
+from hpctrain.averaging.slices import Slice, layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.progress import ProgressEngine
@@ -227,6 +227,17 @@ class OwnerOperations:
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole
 
+    def gather_parameters(self, progress: ProgressEngine) -> None:
+        """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
+        comm = self._comm
+        for piece in self._schedule.slices if comm.size > 1 else ():
+            # Of ranks that own the same part the first gives it.
+            counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
+            begin, end = piece.part(comm.rank, comm.size)
+            own = np.array(self._group.data[begin:end]) if counts[comm.rank] else self._group.data[:0].copy()
+            handle = comm.iallgather(own, self._group.data[piece.start : piece.stop], counts)
+            progress.wait_handle(handle, f"parameters of {piece.name}")
+
     def owned_state(self, segment: Segment) -> dict[str, Array]:
         """Views of the state of an owned segment, or of one without elements."""
         rounded = {} if self._rounded is None else self._rounded.state(segment)
@@ -235,3 +246,8 @@ class OwnerOperations:
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:
         """The same on the host."""
         return {key: self._group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
+
+
+def _by_rank(piece: Slice, ranks: int) -> list[int]:
+    """Elements that each rank owns of a slice."""
+    return [piece.owned_size(rank, ranks) for rank in range(ranks)]

@@ -236,6 +236,9 @@ class ReduceScatterAverager(GradientAverager):
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
         return self._operations.full_state(parameter.name, self.progress)
 
+    def _gather_parameters(self) -> None:
+        self._operations.gather_parameters(self.progress)
+
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
     """Each operation, with what it comes after and its text: made once, as every step posts the same."""

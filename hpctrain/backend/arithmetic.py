@@ -114,6 +114,10 @@ class Arithmetic(ABC):
         """target := target - source."""
 
     @abstractmethod
+    def average_into(self, target: Array, source: Array, kept: float) -> None:
+        """target := kept * target + (1 - kept) * source, computed as (target - source) * kept + source."""
+
+    @abstractmethod
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         """target[target_box] := source[source_box], or += with `accumulate`.
 

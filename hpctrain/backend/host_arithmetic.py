@@ -167,6 +167,13 @@ class HostArithmetic(Arithmetic):
     def subtract(self, target: Array, source: Array) -> None:
         np.subtract(target, source.reshape(target.shape), out=target)
 
+    def average_into(self, target: Array, source: Array, kept: float) -> None:
+        for low in range(0, target.size, CHUNK):
+            average, values = target[low : low + CHUNK], source[low : low + CHUNK]
+            np.subtract(average, values, out=average)
+            np.multiply(average, float(kept), out=average)
+            np.add(average, values, out=average)
+
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         place, values = (
             array[tuple(slice(*interval) for interval in box)] for array, box in ((target, target_box), (source, source_box))

@@ -122,12 +122,13 @@ def train(
     help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
     "the one with the best evaluation.",
 )
-def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
+@click.option("--averaged", is_flag=True, help="Evaluate the average of the weights, which a training with ema.decay keeps.")
+def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str, averaged: bool) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
     job = ConfiguredProcess()
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation
 
-        run_evaluation(session, checkpoint)
+        run_evaluation(session, checkpoint, averaged=averaged)
         job.finish()

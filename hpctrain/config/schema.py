@@ -48,7 +48,9 @@ class ModelConfig(Named):
 class OptimizerConfig(Named):
     """The optimiser: how a gradient becomes an update."""
 
-    name: Text = Field(description='Name of an optimiser: sgd, lars, adamw or lamb; further keys are its options, such as momentum.')
+    name: Text = Field(
+        description="Name of an optimiser: sgd, lars, adamw or lamb; further keys are its options, such as momentum."
+    )
     lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
 
 
@@ -154,10 +156,11 @@ class CheckpointConfig(Section):
     keep: Integer = Field(
         default=2, ge=1, description="Number of checkpoints that are kept, the newest ones; older ones are deleted."
     )
-    best: Literal["top1", "top5", "loss", "none"] = Field(
+    best: Literal["top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "none"] = Field(
         default="top1",
         description="Measure by which the checkpoint with the best evaluation is kept beside the newest ones: the highest top1 "
-        "or top5, or the lowest loss, the earlier one where two are equal; none keeps the newest ones only.",
+        "or top5, or the lowest loss, the earlier one where two are equal (ema_top1 and so on are those of the average of "
+        "weights); none keeps the newest ones only.",
     )
     layout: Literal["auto", "single", "sharded"] = Field(
         default="auto",
@@ -238,6 +241,21 @@ class EvaluateConfig(Section):
     )
 
 
+class EmaConfig(Section):
+    """The exponential moving average of the weights."""
+
+    decay: Number | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the average of weights that is kept in an update, in (0, 1), such as 0.999; null keeps no average.",
+    )
+    warm_up: bool = Field(
+        default=True,
+        description="Keep less of the average at first: (1 + t) / (10 + t) in the t-th update, as long as that is below decay.",
+    )
+
+
 class ChecksConfig(Section):
     """Checks of what ranks hold in memory: parameters, running statistics and the optimiser's state."""
 
@@ -306,6 +324,9 @@ class Config(Section):
     epochs: Integer = Field(ge=0, description="Number of passes over the training file; 0 only evaluates.")
     optimizer: OptimizerConfig = Field(description="The optimiser: a name, or a mapping of name, learning rate and options.")
     schedule: ScheduleConfig = Field(description="The learning-rate schedule: a name, or a mapping of name and options.")
+    ema: EmaConfig = Field(
+        default_factory=EmaConfig, description="The exponential moving average of the weights, which is evaluated, too."
+    )
     loss: LossConfig = Field(default_factory=LossConfig, description="The loss, which is softmax cross entropy.")
     averager: AveragerConfig = Field(
         default_factory=AveragerConfig,

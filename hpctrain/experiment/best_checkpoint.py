@@ -27,7 +27,10 @@ META = "evaluations"
 
 NONE = "none"
 _LOSS = "loss"
+#: measures of that beginning are those of the average of weights
+EMA = "ema_"
 _LABELS = {"top1": "test accuracy", "top5": "top5 test accuracy", _LOSS: "test loss"}
+_LABELS |= {f"{EMA}{measure}": f"{label} of the averaged weights" for measure, label in _LABELS.items()}
 #: keys whose change gives the same parameters another evaluation
 _OTHER_EVALUATION = ("data.test", "data.evaluate_augment")
 _OTHER_LOSS = "loss.label_smoothing"
@@ -35,13 +38,16 @@ _OTHER_LOSS = "loss.label_smoothing"
 
 @dataclass(frozen=True)
 class StepEvaluation:
-    """The means over the test set after `step` steps and `epoch` epochs; None: not finite. Accuracies are fractions."""
+    """The means over the test set after `step` steps and `epoch` epochs; None: not finite, or none. Accuracies are fractions."""
 
     step: int
     epoch: int
     loss: float | None
     top1: float | None
     top5: float | None
+    ema_loss: float | None = None
+    ema_top1: float | None = None
+    ema_top5: float | None = None
 
     @classmethod
     def of(cls, position: Position, sums: RunningSums) -> StepEvaluation:
@@ -50,22 +56,31 @@ class StepEvaluation:
         return cls(position.global_step, position.epoch, **means)
 
     def value(self, measure: str) -> float | None:
-        """The value of a measure: "top1", "top5" or "loss"."""
+        """The value of a measure: "top1", "top5" or "loss", or that with "ema_" before it."""
         value: float | None = getattr(self, measure)
         return value
+
+    def to_meta(self) -> dict[str, Any]:
+        """The fields as a checkpoint's metadata has them: older programs do not know those of averages."""
+        return {name: value for name, value in asdict(self).items() if value is not None or not name.startswith(EMA)}
 
     def text(self, measure: str) -> str:
         """The value of a measure that is not None, for people: "test accuracy 91.93%"."""
         value = self.value(measure)
         assert value is not None, "only finite values are told"
-        return f"{_LABELS[measure]} {loss_text(value) if measure == _LOSS else f'{value:.2%}'}"
+        return f"{_LABELS[measure]} {loss_text(value) if is_loss(measure) else f'{value:.2%}'}"
+
+
+def is_loss(measure: str) -> bool:
+    """Whether less is better."""
+    return measure.removeprefix(EMA) == _LOSS
 
 
 def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
     """The best one of some steps, the earlier one of two that are equal; None where there is none, or measure is "none"."""
     if measure == NONE:
         return None
-    sign = -1.0 if measure == _LOSS else 1.0
+    sign = -1.0 if is_loss(measure) else 1.0
     values = [(value, each) for each in evaluations if each.step in steps and (value := each.value(measure)) is not None]
     return max(values, key=lambda entry: (sign * entry[0], -entry[1].step), default=(0.0, None))[1]
 
@@ -135,7 +150,7 @@ class BestCheckpoint:
         self._leave_out_lost()
         there = {step, *self._steps()}
         self._evaluations = {number: each for number, each in self._evaluations.items() if number in there}
-        entries = [asdict(self._evaluations[number]) for number in sorted(self._evaluations)]
+        entries = [self._evaluations[number].to_meta() for number in sorted(self._evaluations)]
         return {META: entries} if entries else {}
 
     def retention(self) -> Callable[[], None]:
@@ -163,7 +178,7 @@ class BestCheckpoint:
             evaluates: its own evaluation may come first, as it was written before it; the best until then may be gone by rights.
         """
         entries = [StepEvaluation(**entry) for entry in meta.get(META, ())]
-        others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if self._measure == _LOSS else [])) if key in changed]
+        others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
             self._reporter.say(f"the best checkpoint is sought from here on, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}

@@ -19,6 +19,7 @@ from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
+from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
@@ -126,6 +127,7 @@ def build_replica(
         micro_batches=config.micro_batches,
         checks=CheckCadence(config.checks.every_steps),
         skips=config.on_nonfinite.action == "skip",
+        ema=None if config.ema.decay is None else EmaRule(config.ema.decay, config.ema.warm_up),
     )
     if replica.distribution is not None:
         check_overlap(config, network.graph(1), replica.distribution.plan)

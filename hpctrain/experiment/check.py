@@ -66,6 +66,13 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"backend is cuda, which computes no split layers so far, and grid.rows is {config.grid.rows}; set grid.rows to 1, "
             'or backend to "onednn" or "numpy".',
         )
+    if config.checkpoint.best.startswith("ema_") and config.ema.decay is None:
+        measure = config.checkpoint.best
+        yield (
+            ("checkpoint", "best"),
+            f"checkpoint.best is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
+            f"checkpoint.best to {measure.removeprefix('ema_')}.",
+        )
     if 0 < epochs < config.schedule.warmup_epochs:
         yield (
             ("schedule", "warmup_epochs"),

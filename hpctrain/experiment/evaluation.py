@@ -27,8 +27,10 @@ from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
 
 
-def run_evaluation(session: Session, source: str) -> None:
+def run_evaluation(session: Session, source: str, *, averaged: bool = False) -> None:
     """Evaluate a checkpoint on the test set. Collective.
+
+    averaged: the average of its weights in place of them.
 
     The training file is opened for a checkpoint of format version 1 only, which does not know classes and normalisation.
 
@@ -43,7 +45,7 @@ def run_evaluation(session: Session, source: str) -> None:
     if there is None:
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
     path, content = there
-    images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content))
+    images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content, averaged))
     if session.is_root:
         for note in images.notes:
             print(note)
@@ -51,10 +53,11 @@ def run_evaluation(session: Session, source: str) -> None:
     if session.is_root:
         means = sums.means()
         loss = loss_text(means["loss"])
-        print(f"{path}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+        weights = " (averaged weights)" if averaged else ""
+        print(f"{path}{weights}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
 
 
-def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Replica, Loader]:
+def _build(session: Session, path: Path, content: CheckpointContent, averaged: bool) -> tuple[Images, Replica, Loader]:
     """The test set, a replica with the checkpoint's parameters, without an optimiser, and the test set's loader."""
     config = session.config
     data, place = data_of(content), CHECKPOINT
@@ -66,6 +69,6 @@ def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Im
     check_shapes(training_shape(stored_config(content, config) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
-    replica.load_weights(content)
+    replica.load_weights(content, averaged=averaged)
     loader = make_loader(session, images, replica.tiles, batch=config.evaluate.batch or config.batch, shuffle=False)
     return images, replica, loader

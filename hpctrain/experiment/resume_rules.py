@@ -56,6 +56,7 @@ RULES = (
             "precision",
             *(
                 "schedule",
+                "ema",
                 "averager",
                 "grid",
                 "plan",

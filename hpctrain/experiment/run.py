@@ -344,6 +344,8 @@ def _conclude(
             f"test accuracy{then} {means['top1']:.2%} "
             f"(top5 {means['top5']:.2%}, loss {loss_text(means['loss'])}, {evaluation.count} images)"
         )
+        if "ema_top1" in means:
+            print(f"averaged weights{then} {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})")
     if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
         print(best)
     print(f"files of this run: {directory.path}", flush=True)

@@ -33,7 +33,7 @@ class BestRecord:
     value: float
 
     def __str__(self) -> str:
-        value = f"{self.value:.4f}" if self.measure == "loss" else f"{self.value:.2%}"
+        value = f"{self.value:.4f}" if self.measure.endswith("loss") else f"{self.value:.2%}"
         return f"{self.measure} {value} after epoch {self.epoch}"
 
 

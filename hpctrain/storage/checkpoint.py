@@ -54,6 +54,11 @@ def statistic_key(name: str) -> str:
     return f"statistics/{name}"
 
 
+def averaged_statistic_key(name: str) -> str:
+    """Key of the average of a running statistic, beside those of weights."""
+    return f"averaged_statistics/{name}"
+
+
 def optimizer_key(state: str, parameter: str) -> str:
     """Key of an optimiser's state ("momentum") of one parameter."""
     return f"optimizer/{state}/{parameter}"

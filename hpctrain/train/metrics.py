@@ -34,6 +34,18 @@ class RunningSums:
         return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
 
 
+@dataclass
+class EvaluationSums(RunningSums):
+    """Sums over a test set; averaged: the same with the averaged weights, where there are any."""
+
+    averaged: RunningSums | None = None
+
+    def means(self) -> dict[str, float]:
+        """Also ema_loss, ema_top1 and ema_top5: those with the averaged weights."""
+        averaged = {} if self.averaged is None else self.averaged.means()
+        return super().means() | {f"ema_{name}": value for name, value in averaged.items()}
+
+
 class Reporter:
     """Receives what happens in a run, and does nothing with it: the base of those that do, which rank 0 has.
 

@@ -10,20 +10,28 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.boxes import Box, relative, size_of, whole
 from hpctrain.comm.base import Communicator
 from hpctrain.nn.network import Network
-from hpctrain.storage.checkpoint import optimizer_key, parameter_key, statistic_key
+from hpctrain.storage.checkpoint import optimizer_key, parameter_key
 from hpctrain.storage.shard_file import Part
 from hpctrain.storage.write_shares import WriteShares
 from hpctrain.train.shards import Shards
+from hpctrain.train.snapshot import statistics_of
+from hpctrain.train.weight_average import WeightAverage
 
 
-def take(network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, everyone: Communicator) -> dict[str, Part]:
+def take(
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    everyone: Communicator,
+    average: WeightAverage | None = None,
+) -> dict[str, Part]:
     """This rank's parts, copied. After a drain; collective where optimiser state is sharded.
 
     everyone: the ranks of all groups.
     """
     for_all = WriteShares(everyone.rank, everyone.size)
     parts: dict[str, Part] = {}
-    for key, shape, held, values, shares in _held(network, averagers, shards, for_all):
+    for key, shape, held, values, shares in _held(network, averagers, shards, for_all, average):
         empty = size_of(held) == 0
         box = shares.own(held, values.itemsize) if not empty else None
         if 0 in shape and everyone.rank == 0:  # of a tensor without elements, its name and shape
@@ -34,7 +42,11 @@ def take(network: Network, averagers: Mapping[str, GradientAverager], shards: Sh
 
 
 def _held(
-    network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, for_all: WriteShares
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    for_all: WriteShares,
+    average: WeightAverage | None,
 ) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, WriteShares]]:
     """(key, shape of the tensor, box that this rank holds, its values, those who hold it, too)."""
     to_host = network.kernels.arithmetic.to_host
@@ -51,5 +63,5 @@ def _held(
                     yield optimizer_key(state, name), (count, *shape), ((0, count), *box), holders, shares
                 else:
                     yield optimizer_key(state, name), shape, box, values.reshape(parameter.spec.shape), shares
-    for name, statistic in network.statistics.views.items():
-        yield statistic_key(name), statistic.shape, whole(statistic.shape), statistic, for_all
+    for key, statistic in statistics_of(network, average).items():
+        yield key, statistic.shape, whole(statistic.shape), statistic, for_all

@@ -15,6 +15,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
@@ -24,7 +25,7 @@ from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics import EvaluationSums, RunningSums
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica_averagers import make_averagers, planned_group, slices_of, usable
 from hpctrain.train.shards import Shards
@@ -33,6 +34,7 @@ from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.tracing import timed_optimizer
+from hpctrain.train.weight_average import WeightAverage
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch
 
 _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
@@ -62,9 +64,11 @@ class Replica:
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
+        ema: of an average of the weights, which owners keep and evaluations are made with, too; None: there is none.
         loop: what `step` does beside its three parts; by default one that is asked for nothing.
 
     Attributes:
+        average: of the weights, once the ranks have agreed; None: there is none.
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
@@ -88,6 +92,7 @@ class Replica:
         micro_batches: int = 1,
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
+        ema: EmaRule | None = None,
         loop: OwnLoop | None = None,
     ) -> None:
         if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
@@ -106,12 +111,14 @@ class Replica:
         self.watch: WeightWatch | None = None
         if strategy is not None and optimizer is not None:
             for name in network.groups:
-                guard = self._guards[name] = guarded(usable(optimizer(), network))
+                guard = self._guards[name] = guarded(with_ema(usable(optimizer(), network), ema))
                 unbound = self._optimizers[name] = timed_optimizer(guard, progress)
                 planned = planned_group(name, network, groups, unbound, nominal_batch, micro_batches)
                 self.strategies[name] = strategy(planned)
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
+        self._ema = ema
+        self.average: WeightAverage | None = None
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
         self._micro_batches = micro_batches
         self._skips = skips
@@ -134,6 +141,8 @@ class Replica:
         averagers = make_averagers(self.network, self.groups, self.progress, self.strategies, self._optimizers, stored)
         self.averagers = averagers
         self.network.slices = slices_of(averagers)
+        if self._ema is not None and averagers:
+            self.average = WeightAverage(self.network, averagers, self._ema)
         if self._checks.every_steps and averagers and self.network.kernels.arithmetic.on_host:
             self.watch = WeightWatch(self.network, averagers, self._guards, self.groups, self.progress, self._checks)
         self._step = self._training_step()
@@ -223,7 +232,8 @@ class Replica:
         if not well:
             self._raise_corrupted()
         self.loop.heard(totals)
-        self.network.statistics.blend(totals.statistics, totals.count)
+        blend = self.network.statistics.blend if self.average is None else self.average.blend
+        blend(totals.statistics, totals.count)
         return totals
 
     def post(self, *, stop: bool = False, news: int = 0) -> None:
@@ -278,6 +288,8 @@ class Replica:
     def evaluate(self, loader: BatchSource) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
+        Where an average of the weights is kept they are `EvaluationSums`, with those of the average, too.
+
         The last step's sums, where they are wanted, are to be had from `settle` before.
 
         Raises:
@@ -286,7 +298,12 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        return evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+        sums = evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+        if self.average is None:
+            return sums
+        with self.average.in_place():
+            averaged = evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+        return EvaluationSums(sums.loss, sums.top1, sums.top5, sums.count, averaged)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
@@ -296,11 +313,12 @@ class Replica:
             keep: False on ranks that do not write the content: theirs has no tensors.
             copied: training may go on while the content is being written.
         """
-        return snapshot.take(self.network, self.averagers, self.shards, position, meta, keep=keep, copied=copied)
+        network, averagers = self.network, self.averagers
+        return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
         """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
-        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups.all_ranks)
+        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups.all_ranks, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
@@ -309,7 +327,7 @@ class Replica:
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
         """
-        position = snapshot.put(content, self.network, self.averagers, self.shards)
+        position = snapshot.put(content, self.network, self.averagers, self.shards, self.average)
         self._step.finiteness.forget()
         self._finite_at_step = -1
         if self.watch is not None:
@@ -324,13 +342,15 @@ class Replica:
         if self.watch is not None:
             self.watch.forget()
 
-    def load_weights(self, content: CheckpointContent) -> None:
+    def load_weights(self, content: CheckpointContent, *, averaged: bool = False) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
+
+        averaged: the averages of both, which a training with `ema` keeps, in place of them.
 
         Raises:
             CheckpointError: as `load`.
         """
-        snapshot.put_weights(content, self.network, self.shards)
+        snapshot.put_weights(content, self.network, self.shards, averaged=averaged)
         if self.watch is not None:
             self.watch.forget()
 

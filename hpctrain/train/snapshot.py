@@ -13,9 +13,18 @@ from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
 from hpctrain.data.sampler import Reordering
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
-from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
+from hpctrain.optim.ema import EMA
+from hpctrain.storage.checkpoint import (
+    CheckpointContent,
+    averaged_statistic_key,
+    optimizer_key,
+    parameter_key,
+    restore,
+    statistic_key,
+)
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
+from hpctrain.train.weight_average import WeightAverage
 
 _COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
 #: fields of a position that a checkpoint has only where they are not empty: older programs do not know them
@@ -71,6 +80,7 @@ def take(
     position: Position,
     meta: Mapping[str, Any],
     *,
+    average: WeightAverage | None = None,
     keep: bool = True,
     copied: bool = False,
 ) -> CheckpointContent:
@@ -87,7 +97,7 @@ def take(
         if keep:
             tensors[parameter_key(name)] = kept(value)
     if keep:
-        tensors |= {statistic_key(name): kept(statistic) for name, statistic in network.statistics.views.items()}
+        tensors |= {key: kept(statistic) for key, statistic in statistics_of(network, average).items()}
     for averager in averagers.values():
         for name, parameter in averager.group.parameters.items():
             for state, values in averager.full_state(parameter).items():
@@ -101,14 +111,29 @@ def take(
     return CheckpointContent(tensors, full_meta(averagers, position, meta))
 
 
+def statistics_of(network: Network, average: WeightAverage | None) -> dict[str, np.ndarray]:
+    """Running statistics, and their averages where there are any, by key."""
+    statistics = {statistic_key(name): statistic for name, statistic in network.statistics.views.items()}
+    averaged = {} if average is None else average.views
+    return statistics | {averaged_statistic_key(name): statistic for name, statistic in averaged.items()}
+
+
 def full_meta(averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a checkpoint: what is not a tensor."""
     counters = {group: counts for group, averager in averagers.items() if (counts := averager.counters())}
     return {**meta, "position": position.to_meta(), _COUNTERS: counters}
 
 
-def put(content: CheckpointContent, network: Network, averagers: Mapping[str, GradientAverager], shards: Shards) -> Position:
+def put(
+    content: CheckpointContent,
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    average: WeightAverage | None = None,
+) -> Position:
     """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
+
+    An average of weights that the snapshot does not have begins with its weights.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
@@ -123,7 +148,9 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
         for name, parameter in averager.group.parameters.items():
             state = {}
             for key in states[name]:
-                if key == PARAMETER_ERROR and optimizer_key(key, name) not in content.tensors:  # they were not rounded
+                if key == EMA and optimizer_key(key, name) not in content.tensors:
+                    state[key] = _exact(content, name, network, shards).reshape(-1)
+                elif key == PARAMETER_ERROR and optimizer_key(key, name) not in content.tensors:  # they were not rounded
                     state[key] = np.zeros(parameter.size, network.parameter_dtype)
                 elif key in averager.by_holder:
                     state[key] = _kept_back(content, optimizer_key(key, name), name, network, shards, averager.holders)
@@ -131,6 +158,12 @@ def put(content: CheckpointContent, network: Network, averagers: Mapping[str, Gr
                     state[key] = _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
             averager.load_state(parameter, state)
     _put_counters(content, averagers)
+    if average is not None:
+        for name, statistic in average.views.items():
+            key = averaged_statistic_key(name)
+            key = key if key in content.tensors else statistic_key(name)
+            statistic[...] = restore(content, key, statistic.shape, network.parameter_dtype)
+        average.go_on()
     return Position.from_meta(content.meta)
 
 
@@ -138,13 +171,18 @@ def _put_exact(content: CheckpointContent, network: Network, shards: Shards, nam
     """Make parameters exact that were rounded, where no averager keeps the errors now; the keys of these."""
     keys = {name: optimizer_key(PARAMETER_ERROR, name) for name in names}
     rounded = {name: key for name, key in keys.items() if key in content.tensors}
-    for name, key in rounded.items():
-        values = _part(content, parameter_key(name), name, network, shards)
-        exact = values + _part(content, key, name, network, shards)
-        network.kernels.arithmetic.from_host(network.parameters[name].data, exact)
+    for name in rounded:
+        network.kernels.arithmetic.from_host(network.parameters[name].data, _exact(content, name, network, shards))
     if rounded:
         network.parameters_changed()
     return set(rounded.values())
+
+
+def _exact(content: CheckpointContent, name: str, network: Network, shards: Shards) -> np.ndarray:
+    """This rank's part of a parameter, with what rounding took away where it was rounded."""
+    values = _part(content, parameter_key(name), name, network, shards)
+    key = optimizer_key(PARAMETER_ERROR, name)
+    return values + _part(content, key, name, network, shards) if key in content.tensors else values
 
 
 def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
@@ -173,13 +211,14 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
-    """Nothing, where all state of the checkpoint that is not zero has a place.
+    """Nothing, where all state of the checkpoint that is not zero has a place, or is an average of weights.
 
     Raises:
         CheckpointError: gradients or momentum would be lost; the message says whose, and how they are not.
     """
     prefix = optimizer_key("", "")[:-1]
-    others = (key for key in content.tensors if key.startswith(prefix) and key not in expected)
+    averages = optimizer_key(EMA, "")
+    others = (key for key in content.tensors if key.startswith(prefix) and key not in expected and not key.startswith(averages))
     lost = sorted(key for key in others if np.any(content.tensors[key]))
     if not lost:
         return
@@ -199,8 +238,16 @@ def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
     )
 
 
-def put_weights(content: CheckpointContent, network: Network, shards: Shards) -> None:
-    """Restore parameters and running statistics only: for evaluation, or to start from trained weights."""
+def put_weights(content: CheckpointContent, network: Network, shards: Shards, *, averaged: bool = False) -> None:
+    """Restore parameters and running statistics only: for evaluation, or to start from trained weights.
+
+    averaged: their averages in place of them.
+
+    Raises:
+        CheckpointError: tensors of another model, or no averages where these are asked for.
+    """
+    if averaged and not any(key.startswith(optimizer_key(EMA, "")) for key in content.tensors):
+        raise CheckpointError("The checkpoint has no average of weights; take the weights themselves, or train with ema.decay.")
     expected = {parameter_key(name) for name in network.parameters}
     extra = sorted(key for key in content.tensors if key.startswith("parameters/") and key not in expected)
     if extra:
@@ -209,10 +256,11 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards) ->
             f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        values = _part(content, parameter_key(name), name, network, shards)
-        network.kernels.arithmetic.from_host(parameter.data, values)
+        key = optimizer_key(EMA, name) if averaged else parameter_key(name)
+        network.kernels.arithmetic.from_host(parameter.data, _part(content, key, name, network, shards))
     for name, statistic in network.statistics.views.items():
-        statistic[...] = restore(content, statistic_key(name), statistic.shape, network.parameter_dtype)
+        key = averaged_statistic_key(name) if averaged else statistic_key(name)
+        statistic[...] = restore(content, key, statistic.shape, network.parameter_dtype)
     network.parameters_changed()
 
 

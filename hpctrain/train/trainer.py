@@ -304,6 +304,8 @@ class Trainer:
         if evaluation is not None:
             means = evaluation.means()
             line += f"; test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}"
+            if "ema_top1" in means:
+                line += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
         trained = values["images_per_second"] > 0.0  # not where a checkpoint already had the whole epoch
         self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s" if trained else line)
         if _due(position.epoch, self._cadence.checkpoint_epochs, last):

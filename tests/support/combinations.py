@@ -58,6 +58,8 @@ TOLERANCE = 1e-9
 #: of one rounding, relative; each step rounds each gradient, and what follows from it in later steps adds a few times as much
 _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _AMPLIFICATION = 2
+#: optimisers that divide by the length of gradients, so that an error of a small one matters more
+_DIVIDING = ("adamw", "lamb")
 #: with these values a training has no thread, no order by measured times, and messages that come at once
 _HIDES_NOTHING = {
     "posting": "program",
@@ -167,7 +169,8 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
 def tolerance(row: Row) -> float:
     """The largest distance from one rank that a combination may have: that of float64, or what rounded messages explain."""
     units = [_UNITS[value] for value in _wires(row) if value is not None]
-    return _AMPLIFICATION * value_of(row, "steps") * max(units) if units else TOLERANCE
+    amplification = _AMPLIFICATION * (2 if value_of(row, "optimizer")["name"] in _DIVIDING else 1)
+    return amplification * value_of(row, "steps") * max(units) if units else TOLERANCE
 
 
 def _wires(row: Row) -> tuple[str | None, str | None]:
@@ -216,7 +219,17 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
     other_groups = (found.goes_on_from, then) if found.goes_on_from is not None and key_then != key else None
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     left_out = task.poisoned_step if task.skips else None
-    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], task.steps, repr(lazy), left_out, task.unreadable)
+    key += (
+        row["net"],
+        row["optimizer"],
+        row["ema"],
+        row["batch"],
+        row["smoothing"],
+        task.steps,
+        repr(lazy),
+        left_out,
+        task.unreadable,
+    )
     key += (found.other_order_from, other_groups and (found.goes_on_from, *key_then))
     if key not in _KEPT:
         alone: StrategyFactory = Blocking

@@ -21,6 +21,7 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
 from hpctrain.config.schema import Config
 from hpctrain.nn.layer import Layer
+from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
@@ -101,6 +102,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "adamw-clipping": {"name": "adamw", "epsilon": 0.1, "beta2": 0.9, "decay_exclude": "none", "clip_norm": 0.3},
         "lamb": {"name": "lamb", "epsilon": 0.1, "weight_decay": 1e-2},
     },
+    "ema": {"no": None, "yes": EmaRule(0.9, warm_up=False), "warm-up": EmaRule(0.6)},
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
@@ -186,6 +188,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
         folder: of the data file and of runs. every_steps: from one checkpoint to the next, where there are any.
     """
     checkpoint = value_of(row, "checkpoint")
+    ema = value_of(row, "ema")
     layout, asynchronous = checkpoint or ("auto", True)
     return Config.model_validate(
         {
@@ -209,6 +212,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
             "on_nonfinite": value_of(row, "on_nonfinite")[0],
             "batch": value_of(row, "batch"),
             "micro_batches": value_of(row, "micro_batches"),
+            "ema": {} if ema is None else {"decay": ema.decay, "warm_up": ema.warm_up},
             "epochs": -(-steps_of(row) // steps_per_epoch(row)),
             "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
             "schedule": "constant",
@@ -317,4 +321,5 @@ def task_of(row: Row) -> Task:
         skips=value_of(row, "on_nonfinite")[0] == "skip",
         poisoned_step=value_of(row, "on_nonfinite")[1],
         unreadable=value_of(row, "data"),
+        ema=value_of(row, "ema"),
     )

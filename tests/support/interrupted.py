@@ -51,7 +51,7 @@ from hpctrain.train.step_reduction import StepTotals
 from hpctrain.train.time_limit import TimeLimit
 from hpctrain.virtual.communicator import ThreadCommunicator
 from tests.support import unreadable_file
-from tests.support.training import Result, Task, assemble, made_up, replica_on
+from tests.support.training import Result, Task, made_up, replica_on, result_of
 
 
 class Killed(Exception):
@@ -138,10 +138,7 @@ class PartOfRun:
         collective_schedules.agree(session, parts, None if start is None else start.content)
         reporter = _Sums(self.sums) if session.is_root else Reporter()
         outcome = self._train(session, parts, start, reporter)
-        replica = parts.replica
-        parameters = {name: assemble(replica, name, one.data) for name, one in replica.network.parameters.items()}
-        statistics = {name: view.copy() for name, view in replica.network.statistics.views.items()}
-        return replace(outcome, result=Result(parameters, statistics))
+        return replace(outcome, result=result_of(parts.replica))
 
     def _train(self, session: Session, parts: Parts, start: Start | None, reporter: Reporter) -> PartOutcome:
         """As a run does, from its start to its last checkpoint."""

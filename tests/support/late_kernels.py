@@ -138,6 +138,10 @@ class LateArithmetic(Arithmetic):
         assert (target.size, target.dtype) == (source.size, source.dtype)
         self._queue.put(self._host.subtract, target, source)
 
+    def average_into(self, target: Array, source: Array, kept: float) -> None:
+        assert (target.size, target.dtype) == (source.size, source.dtype)
+        self._queue.put(lambda into, values: self._host.average_into(into, values, kept), target, source)
+
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         def work(into: np.ndarray, values: np.ndarray) -> None:
             self._host.copy_box(into, target_box, values, source_box, accumulate=accumulate)

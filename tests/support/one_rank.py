@@ -20,6 +20,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import Reordering, counts, share_of
 from hpctrain.nn.network import Network
+from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.train.step_reduction import StepTotals
 from tests.support.training import Result, Task, made_up
@@ -64,11 +65,12 @@ def train_alone(
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
     network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
     (group,) = network.groups.values()
-    optimizer = task.optimizer()
+    optimizer = with_ema(task.optimizer(), task.ema if strategy is not Blocking else None)
     planned = PlannedGroup(group, 1, norms_needed=optimizer.norms_needed)
     updates = make_averager(strategy(planned), AveragerSetup(group, optimizer, comm, engine))
     images, labels, sampler = made_up(task)
     totals: list[StepTotals] = []
+    average = _Average(network, task.ema)
     for number in range(task.steps):
         if task.skips and number == task.poisoned_step:
             totals.append(StepTotals(0.0, 0, 0, 0, 0, 0, np.zeros(network.statistics.size)))
@@ -90,10 +92,40 @@ def train_alone(
             updates.data_free(parameter)
         updates.end_backward()
         network.statistics.blend(step.statistics, len(ids))
+        average.add(network)
         totals.append(step.totals())
     updates.drain()
     running = {name: view.copy() for name, view in network.statistics.views.items()}
-    return Result({name: own.data.copy() for name, own in network.parameters.items()}, running, totals)
+    parameters = {name: own.data.copy() for name, own in network.parameters.items()}
+    if task.ema is not None:
+        running |= {f"ema/{name}": values for name, values in average.statistics.items()}
+        parameters |= {
+            f"ema/{name}": values
+            if strategy is Blocking
+            else updates.full_state(network.parameters[name])["ema"].reshape(values.shape)
+            for name, values in average.parameters.items()
+        }
+    return Result(parameters, running, totals)
+
+
+class _Average:
+    """The averages of weights and running statistics, of a training that updates all in each step."""
+
+    def __init__(self, network: Network, rule: EmaRule | None) -> None:
+        self.parameters = {name: own.data.copy() for name, own in network.parameters.items()}
+        self.statistics = {name: view.copy() for name, view in network.statistics.views.items()}
+        self._rule, self._steps = rule, 0
+
+    def add(self, network: Network) -> None:
+        """Behind a step."""
+        if self._rule is None:
+            return
+        self._steps += 1
+        kept = min(self._rule.decay, (1 + self._steps) / (10 + self._steps)) if self._rule.warm_up else self._rule.decay
+        now = {name: own.data for name, own in network.parameters.items()}
+        for averages, values in ((self.parameters, now), (self.statistics, network.statistics.views)):
+            for name, average in averages.items():
+                averages[name] = kept * average + (1 - kept) * values[name]
 
 
 class _Step:

@@ -20,6 +20,7 @@ from hpctrain.data.loader import Batch, TileOfRank
 from hpctrain.data.sampler import Sampler
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
@@ -56,11 +57,12 @@ class Task:
     skips: bool = False
     poisoned_step: int | None = None
     unreadable: tuple[int, ...] | None = None
+    ema: EmaRule | None = None
 
 
 @dataclass
 class Result:
-    """Where a training ended, by name."""
+    """Where a training ended, by name; averages of weights and statistics among these, as "ema/<name>"."""
 
     parameters: dict[str, np.ndarray]
     statistics: dict[str, np.ndarray]
@@ -154,6 +156,7 @@ def replica_on(
         micro_batches=task.micro_batches,
         checks=task.checks,
         skips=task.skips,
+        ema=task.ema,
     )
 
 
@@ -183,13 +186,45 @@ def train(
         sums = replica.settle()
         assert sums is not None
         totals.append(replace(sums, statistics=sums.statistics.copy()))
+        if len(totals) == 2:
+            check_average(replica)
     replica.require_alike()
-    return Result(
-        {name: assemble(replica, name, parameter.data) for name, parameter in parameters.items()},
-        {name: view.copy() for name, view in replica.network.statistics.views.items()},
-        totals,
-        gradients,
-    )
+    return replace(result_of(replica), totals=totals, gradients=gradients)
+
+
+def result_of(replica: Replica) -> Result:
+    """The parameters and statistics of a drained replica, with their averages. Collective."""
+    parameters = _parameters(replica)
+    statistics = {name: view.copy() for name, view in replica.network.statistics.views.items()}
+    if replica.average is not None:
+        check_average(replica)
+        with replica.average.in_place():
+            parameters |= {f"ema/{name}": values for name, values in _parameters(replica).items()}
+        statistics |= {f"ema/{name}": view.copy() for name, view in replica.average.views.items()}
+    return Result(parameters, statistics)
+
+
+def check_average(replica: Replica) -> None:
+    """In place of the weights are their averages, as owners keep them, and then the weights again, bit by bit. Collective."""
+    if replica.average is None:
+        return
+    replica.drain()
+    before = _parameters(replica)
+    owned = [
+        (segment, averager, np.array(replica.network.kernels.arithmetic.to_host(averager.optimizer.state(segment)["ema"])))
+        for averager in replica.averagers.values()
+        for segment in averager.owned()
+    ]
+    with replica.average.in_place():
+        for segment, averager, values in owned:
+            data = averager.group.arithmetic.to_host(averager.group.data[segment.start : segment.stop])
+            assert data.tobytes() == values.tobytes(), f"{segment} is not its average"
+    for name, values in _parameters(replica).items():
+        assert values.tobytes() == before[name].tobytes(), f"{name} has not come back"
+
+
+def _parameters(replica: Replica) -> dict[str, np.ndarray]:
+    return {name: assemble(replica, name, parameter.data) for name, parameter in replica.network.parameters.items()}
 
 
 def assemble(replica: Replica, name: str, values: np.ndarray) -> np.ndarray:

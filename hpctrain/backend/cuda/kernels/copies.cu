@@ -1,5 +1,6 @@
 // Copies, casts, fills and sums of flat arrays, and copies between boxes of strided arrays.
 #include "common.cuh"
+#include "exact.cuh"
 
 // Strides over `size` elements in packs of W; what is left behind the last whole pack goes one by one.
 template <int W, class Operation> __device__ __forceinline__ void over_packs(const Operation& operation, int64_t size) {
@@ -41,6 +42,21 @@ template <class T> struct AddSigned {
   }
 };
 
+// target := (target - source) * kept + source, rounded operation by operation, as the host does.
+template <class T> struct Average {
+  typedef typename Sum<T>::type S;
+  T* target; const T* source; S kept;
+  template <int W> __device__ __forceinline__ void at(int64_t i) const {
+    Pack<T, W> a = load<T, W>(target + i), b = load<T, W>(source + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+      const S w = value(b.at[k]);
+      a.at[k] = Round<T>::of(exact_sum(exact_product(exact_difference(S(value(a.at[k])), w), kept), w));
+    }
+    store(target + i, a);
+  }
+};
+
 // A box of 4 dims: element (i, j, k, l) lies at i * step0 + j * step1 + k * step2 + l of either array; items are packs along l.
 template <class T, int W, bool ADD> __device__ __forceinline__ void box(
     T* target, const T* source, int64_t t0, int64_t t1, int64_t t2, int64_t s0, int64_t s1, int64_t s2, int32_t n1, int32_t n2, int32_t packs,
@@ -70,7 +86,9 @@ template <class T, int W, bool ADD> __device__ __forceinline__ void box(
     over_packs<W>(Fill<T>{target, Round<T>::of(x)}, size); } \
   extern "C" __global__ __launch_bounds__(256) void add_##tag##_w##W(T* target, const T* source, S sign, int64_t size) { \
     over_packs<W>(AddSigned<T>{target, source, sign}, size); } \
-  EXPORT_INDEPENDENT(fill_##tag##_w##W) EXPORT_INDEPENDENT(add_##tag##_w##W)
+  extern "C" __global__ __launch_bounds__(256) void average_##tag##_w##W(T* target, const T* source, S kept, int64_t size) { \
+    over_packs<W>(Average<T>{target, source, kept}, size); } \
+  EXPORT_INDEPENDENT(fill_##tag##_w##W) EXPORT_INDEPENDENT(add_##tag##_w##W) EXPORT_INDEPENDENT(average_##tag##_w##W)
 #define BOX_ARGUMENTS(T) \
   (T * target, const T* source, int64_t t0, int64_t t1, int64_t t2, int64_t s0, int64_t s1, int64_t s2, int32_t n1, int32_t n2, int32_t packs, \
    int64_t items)

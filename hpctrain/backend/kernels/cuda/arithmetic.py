@@ -86,6 +86,11 @@ class CudaArithmetic(Arithmetic):
         block = (self._runtime.threads,)
         self._runtime.launch("copies", f"{kernel}_w{width}", grid, block, target, *arguments, np.int64(target.size))
 
+    def average_into(self, target: Array, source: Array, kept: float) -> None:
+        _check_sizes(target, source)
+        width = pack_width(target.itemsize, 0, (target, source))
+        self._flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
+
     def copy_box(
         self, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
     ) -> None:

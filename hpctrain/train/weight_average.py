@@ -1,0 +1,66 @@
+"""The average of the weights of a replica: put in place of the weights for an evaluation, and that of running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.nn.network import Network
+from hpctrain.optim.ema import EMA, EmaRule
+
+
+class WeightAverage:
+    """The averages that `EmaOptimizer` keeps for the parameters, and here one of the running statistics, alike on every rank.
+
+    The statistics are averaged by the same rule as the weights, one update a step, as timm and torch (use_buffers=True) do.
+
+    Args:
+        averagers: by parameter group; their optimisers keep averages.
+
+    Attributes:
+        views: every averaged statistic by full name, in its shape.
+    """
+
+    def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rule: EmaRule) -> None:
+        self._network, self._averagers, self._rule = network, averagers, rule
+        self._running = network.statistics.running.copy()
+        self._updates = 0
+        starts = np.cumsum([0, *(view.size for view in network.statistics.views.values())])
+        self.views = {
+            name: self._running[start : start + view.size].reshape(view.shape)
+            for (name, view), start in zip(network.statistics.views.items(), starts, strict=False)
+        }
+
+    def blend(self, weighted_sums: np.ndarray, count: float) -> None:
+        """As `Statistics.blend`, and an update of their average; nothing where count is 0."""
+        statistics = self._network.statistics
+        if count == 0:
+            return
+        if not self._updates:  # they may have been loaded since
+            self._running[...] = statistics.running
+        statistics.blend(weighted_sums, count)
+        self._updates += 1
+        self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
+
+    def go_on(self) -> None:
+        """The averagers have loaded a checkpoint, and `views` were written: the statistics have had as many updates."""
+        counters = (averager.counters() for averager in self._averagers.values())
+        self._updates = next(counters, {}).get("updates", 0)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, parameters and running statistics are the averages. Collective, at both ends; after a drain."""
+        self._swap()
+        yield  # behind an error of this rank alone nobody would answer, and the job ends
+        self._swap()
+
+    def _swap(self) -> None:
+        for averager in self._averagers.values():
+            averager.swap_parameters(EMA)
+        running = self._network.statistics.running
+        running[...], self._running[...] = self._running.copy(), running.copy()
+        self._network.statistics.running_changed()
+        self._network.parameters_changed()
