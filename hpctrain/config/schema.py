@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from hpctrain.config.data_section import DataConfig
 from hpctrain.config.duration import Duration
+from hpctrain.config.evaluation_sections import EarlyStopConfig, EmaConfig, EvaluateConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
 from hpctrain.config.section import Integer, Named, Number, Section, Text
 
@@ -230,32 +231,6 @@ class LostRankConfig(Section):
         return self.action == "shrink"
 
 
-class EvaluateConfig(Section):
-    """Evaluation on the test file."""
-
-    every_epochs: Integer = Field(
-        default=1, ge=0, description="Number of epochs from one evaluation to the next; 0 switches them off."
-    )
-    batch: Integer | None = Field(
-        default=None, ge=1, description="Global batch of the evaluation, in samples; null takes the training batch."
-    )
-
-
-class EmaConfig(Section):
-    """The exponential moving average of the weights."""
-
-    decay: Number | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Share of the average of weights that is kept in an update, in (0, 1), such as 0.999; null keeps no average.",
-    )
-    warm_up: bool = Field(
-        default=True,
-        description="Keep less of the average at first: (1 + t) / (10 + t) in the t-th update, as long as that is below decay.",
-    )
-
-
 class ChecksConfig(Section):
     """Checks of what ranks hold in memory: parameters, running statistics and the optimiser's state."""
 
@@ -351,6 +326,9 @@ class Config(Section):
         description="The answer to a rank that dies: stop, shrink, or a mapping of action and least.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
+    early_stop: EarlyStopConfig = Field(
+        default_factory=EarlyStopConfig, description="The end of a training whose evaluations do not get better."
+    )
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",

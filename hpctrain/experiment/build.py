@@ -24,6 +24,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.memory_check import check_memory
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
@@ -156,6 +157,7 @@ def build_trainer(
 ) -> Trainer:
     """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
+    stop = config.early_stop
     return Trainer(
         replica=parts.replica,
         loader=parts.loader,
@@ -178,4 +180,5 @@ def build_trainer(
         epoch_ended=epoch_ended,
         saver=saver,
         evaluated=evaluated,
+        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
     )

@@ -66,19 +66,33 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"backend is cuda, which computes no split layers so far, and grid.rows is {config.grid.rows}; set grid.rows to 1, "
             'or backend to "onednn" or "numpy".',
         )
-    if config.checkpoint.best.startswith("ema_") and config.ema.decay is None:
-        measure = config.checkpoint.best
-        yield (
-            ("checkpoint", "best"),
-            f"checkpoint.best is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
-            f"checkpoint.best to {measure.removeprefix('ema_')}.",
-        )
+    yield from _evaluation_faults(config)
     if 0 < epochs < config.schedule.warmup_epochs:
         yield (
             ("schedule", "warmup_epochs"),
             f"schedule.warmup_epochs is {config.schedule.warmup_epochs:g}, but the run has {epochs} epochs; "
             f"the largest value is {epochs}.",
         )
+
+
+def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each measure that no evaluation gives."""
+    stop = config.early_stop
+    if stop.patience is not None and config.data.test is None:
+        yield ("early_stop", "patience"), "early_stop.patience needs evaluations, but data.test is not set; give it, or set null."
+    if stop.patience is not None and not config.evaluate.every_epochs:
+        yield (
+            ("early_stop", "patience"),
+            "early_stop.patience needs evaluations, but evaluate.every_epochs is 0; the smallest value is 1.",
+        )
+    measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
+    for path, measure in measures.items():
+        if measure.startswith("ema_") and config.ema.decay is None:
+            yield (
+                path,
+                f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
+                f"{'.'.join(path)} to {measure.removeprefix('ema_')}.",
+            )
 
 
 def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

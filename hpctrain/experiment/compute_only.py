@@ -18,7 +18,8 @@ from hpctrain.boxes import even, even_interval
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import in_levels, levels
-from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, EvaluateConfig
+from hpctrain.config.evaluation_sections import EvaluateConfig
+from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups

@@ -57,6 +57,7 @@ RULES = (
             *(
                 "schedule",
                 "ema",
+                "early_stop",
                 "averager",
                 "grid",
                 "plan",

@@ -22,13 +22,14 @@ from hpctrain.storage.checkpoint import (
     restore,
     statistic_key,
 )
+from hpctrain.train.early_stop import Stagnation
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 from hpctrain.train.weight_average import WeightAverage
 
 _COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
 #: fields of a position that a checkpoint has only where they are not empty: older programs do not know them
-_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings")
+_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation")
 _PENDING = "_gradient"  # a state of that ending belongs to the averager before it, see GradientAverager.pending
 
 
@@ -41,6 +42,7 @@ class Position:
     epoch: the next step's. samples: of this epoch, in its order, that steps have taken. global_step: steps done. sums: of the
     current epoch so far. skipped: steps that changed nothing, of all. skipped_in_a_row: of the latest ones.
     reorderings: where the run went back and took another order, as `Sampler` has them.
+    stagnation: the evaluations so far, where the run may end early by these.
     """
 
     epoch: int = 0
@@ -50,6 +52,7 @@ class Position:
     skipped: int = 0
     skipped_in_a_row: int = 0
     reorderings: tuple[Reordering, ...] = ()
+    stagnation: Stagnation | None = None
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
         """How far training is, in steps of `batch`, had all been of it: a whole number where they were, to the last bit."""
@@ -67,6 +70,8 @@ class Position:
         values = dict(meta["position"])
         values["sums"] = RunningSums(**values["sums"])
         values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
+        if values.get("stagnation") is not None:
+            values["stagnation"] = Stagnation(**values["stagnation"])
         if "step_in_epoch" in values:  # format version 1 counted steps; the sums were complete when it was written
             del values["step_in_epoch"]
             values["samples"] = values["sums"].count

@@ -10,6 +10,7 @@ from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.errors import DivergedError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
+from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
@@ -67,6 +68,7 @@ class Trainer:
         epoch_ended: called with the position behind every epoch, on every rank, before its evaluation; may communicate.
         saver: what `save` begins goes on in it; None: nothing does.
         evaluated: called with the position and the sums of every evaluation, on every rank.
+        early_stop: ends the training before its last epoch by its evaluations; None: nothing does.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -89,12 +91,13 @@ class Trainer:
         epoch_ended: Callable[[Position], None] = lambda position: None,
         saver: Saver | None = None,
         evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
-        self._go_back = go_back
+        self._go_back, self._early_stop = go_back, early_stop
         self._notes = replica.progress.notes
         self._trace = replica.progress.trace
         self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
@@ -140,13 +143,17 @@ class Trainer:
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
-        while position.epoch < self._cadence.epochs and not stopped:
+        while not self._is_over(position) and not stopped:
             stopped = self._run_epoch(position) and not self._complete(position)
             if not stopped and (sums := self._end_epoch(position)) is not None:
                 evaluation, evaluated_epochs = sums, position.epoch
         if stopped:
             self._reporter.flush()
             self._save_once(position)
+        elif position.epoch < self._cadence.epochs:
+            assert self._early_stop is not None
+            assert position.stagnation is not None
+            self._reporter.say(self._early_stop.sentence(position.stagnation))
         self._replica.require_finite()
         self._replica.require_alike()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
@@ -159,6 +166,10 @@ class Trainer:
         with self._limit.evaluating():
             sums = self._replica.evaluate(self._test_loader)
         self._evaluated(position, sums)
+        if self._early_stop is not None:
+            state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
+            # All ranks have these sums, and rank 0's word counts should their last bits differ.
+            position.stagnation = self._replica.groups.all_ranks.broadcast_object(state)
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
         self._rate.restart()
         return sums
@@ -297,9 +308,8 @@ class Trainer:
         line = f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
         self._epoch_ended(position)
-        last = position.epoch == self._cadence.epochs
         evaluation = None
-        if _due(position.epoch, self._cadence.evaluate_epochs, last):
+        if _due(position.epoch, self._cadence.evaluate_epochs, self._is_over(position)):
             evaluation = self.evaluate(position)
         if evaluation is not None:
             means = evaluation.means()
@@ -308,9 +318,14 @@ class Trainer:
                 line += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
         trained = values["images_per_second"] > 0.0  # not where a checkpoint already had the whole epoch
         self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s" if trained else line)
-        if _due(position.epoch, self._cadence.checkpoint_epochs, last):
+        if _due(position.epoch, self._cadence.checkpoint_epochs, self._is_over(position)):
             self._save_once(position)
         return evaluation
+
+    def _is_over(self, position: Position) -> bool:
+        """Whether there is nothing left to train behind a position."""
+        stops = self._early_stop is not None and self._early_stop.ends(position.stagnation)
+        return position.epoch >= self._cadence.epochs or stops
 
     def _save_once(self, position: Position) -> None:
         if self._saved_step != position.global_step:

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def test_the_best_stays_whatever_times_files_have(values: list[float | None], ke
 def test_values_that_are_not_finite_are_no_candidates_and_fit_json() -> None:
     sums = RunningSums(float("nan"), 5, 8, 10)
     evaluation = StepEvaluation.of(Position(epoch=2, global_step=6), sums)
-    assert asdict(evaluation) == {"step": 6, "epoch": 2, "loss": None, "top1": 0.5, "top5": 0.8}
+    assert evaluation.to_meta() == {"step": 6, "epoch": 2, "loss": None, "top1": 0.5, "top5": 0.8}
     assert best_of([evaluation], "loss", [6]) is None
     assert best_of([evaluation], "top1", [6]) == evaluation
 
