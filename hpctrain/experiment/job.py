@@ -34,6 +34,7 @@ from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.job import Candidate
@@ -117,6 +118,7 @@ class Job(StartedRank):
         precision: str = "float32",
         seed: int = 0,
         label_smoothing: float = 0.0,
+        ema_decay: float | None = None,
         checks_every_steps: int = 10,
         on_nonfinite: str | Mapping[str, Any] = "stop",
     ) -> Replica:
@@ -130,7 +132,7 @@ class Job(StartedRank):
             tiles: (vertical, horizontal) parts of an image under "domain"; by default (rows, 1).
             micro_batches: passes that one step's samples are split into. backend: "auto", "numpy", "onednn" or "cuda".
             dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
-            label_smoothing: in [0, 1).
+            label_smoothing: in [0, 1). ema_decay: in (0, 1), of an average of the weights; None: there is none.
             checks_every_steps: from one comparison of what ranks must hold alike to the next; 0: nothing is compared.
             on_nonfinite: "stop" raises `DivergedError`; "skip", or {"action": "skip", "most": 3}, undoes the step on all ranks.
 
@@ -153,6 +155,7 @@ class Job(StartedRank):
                 micro_batches=micro_batches,
                 checks=CheckCadence(checks_every_steps, hint=_WRITTEN),
                 skips=answer.action == "skip",
+                ema=None if ema_decay is None else EmaRule(ema_decay),
                 loop=self._loop(answer.most),
             )
 
