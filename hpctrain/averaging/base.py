@@ -73,6 +73,8 @@ class GradientAverager(ABC):
         pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None where there is
             none. It is empty at the start, and a checkpoint without it says just that. Only its sum over the holders is applied,
             so a run on other ranks goes on with the sum.
+        gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
+            None: every rank updates all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
 
@@ -91,6 +93,7 @@ class GradientAverager(ABC):
         self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
         #: views of the state of one owned segment, 1-D, by name
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
+        self.gather_parameters: Callable[[], None] | None = None
 
     @property
     def by_holder(self) -> Collection[str]:
@@ -169,25 +172,6 @@ class GradientAverager(ABC):
             if segment.parameter == parameter.name and segment.size:
                 for name, view in self._state_of(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
-
-    def swap_parameters(self, state: str) -> None:
-        """Exchange the parameters with the state of that name, on every rank; a second time undoes it. Collective; after `drain`.
-
-        Each owner swaps its own parts, so nothing is copied but one segment, and the others get what the owners then have.
-        """
-        arithmetic = self.group.arithmetic
-        owned = [segment for segment in self.owned() if segment.size]
-        spare = arithmetic.zeros(max((segment.size for segment in owned), default=0), self.group.dtype)
-        for segment in owned:
-            data, other = self.group.data[segment.start : segment.stop], self._state_of(segment)[state]
-            arithmetic.copy(spare[: segment.size], data)
-            arithmetic.copy(data, other)
-            arithmetic.copy(other, spare[: segment.size])
-        self._gather_parameters()
-        self.group.refresh_shadow()
-
-    def _gather_parameters(self) -> None:  # noqa: B027  nothing, where every rank updates all
-        """Let every rank have what the owners have of the parameters. Collective; while nothing is queued."""
 
     def counters(self) -> dict[str, int]:
         """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""

@@ -77,6 +77,7 @@ class ReduceScatterAverager(GradientAverager):
         self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         self.optimizer.bind(self.group, self._operations.owned)
         self._state_of = self._operations.owned_state
+        self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
         #: parts of others arrive without theirs
@@ -235,9 +236,6 @@ class ReduceScatterAverager(GradientAverager):
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
         return self._operations.full_state(parameter.name, self.progress)
-
-    def _gather_parameters(self) -> None:
-        self._operations.gather_parameters(self.progress)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:

@@ -35,6 +35,37 @@ class SyntheticConfig(Section):
     test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to evaluate on.")
 
 
+class MixingConfig(Section):
+    """The images of a step mixed with each other, and their labels with them."""
+
+    mixup: Number = Field(
+        default=0.0,
+        ge=0,
+        le=4,
+        description="Alpha of mixup, in [0, 4]: images and labels are w of their own and 1 - w of another's, w drawn from "
+        "Beta(alpha, alpha) for each step; 0 switches it off.",
+    )
+    cutmix: Number = Field(
+        default=0.0,
+        ge=0,
+        le=4,
+        description="Alpha of cutmix, in [0, 4]: a box of 1 - w of the area is taken from another image of the step; 0 switches "
+        "it off.",
+    )
+    probability: Number = Field(default=1.0, ge=0, le=1, description="Share of steps that are mixed.")
+    switch: Number = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of mixed steps that take cutmix, where mixup is on, too; the others take mixup.",
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """True where any step may be mixed."""
+        return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
+
+
 def _or_synthetic(schema: dict[str, Any]) -> None:
     """JSON schema of the section that may also be the one word."""
     whole = dict(schema)
@@ -60,6 +91,10 @@ class DataConfig(Section):
     augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
     evaluate_augment: tuple[AugmentConfig, ...] = Field(
         default=(), description="Preparation of evaluation images, by the same names, in order."
+    )
+    mixing: MixingConfig = Field(
+        default_factory=MixingConfig,
+        description="Mixup and cutmix of training images: those of a step are mixed with each other.",
     )
     normalise: bool = Field(
         default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpctrain.boxes import Box, clip, hull, relative, shape_of, size_of, whole
 from hpctrain.data.format import ImageArray, ImageFile
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts, share_of
 
@@ -37,6 +38,14 @@ class Share:
 
 
 @dataclass(frozen=True)
+class MixedWith:
+    """The partners of a rank's own samples: their labels (N,) int64, and the share that the samples' own labels keep."""
+
+    labels: np.ndarray
+    weight: float
+
+
+@dataclass(frozen=True)
 class Batch:
     """One rank's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
 
@@ -46,6 +55,7 @@ class Batch:
         counts: samples of every rank, this one's included. global_count: their sum, by which the loss is divided.
         epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
         share: the split group's samples; this rank's alone where the group is this rank.
+        mixed: where the images are mixed with those of others, by mixup or cutmix; None: they are not.
     """
 
     x: np.ndarray
@@ -56,6 +66,7 @@ class Batch:
     epoch: int
     step: int
     share: Share
+    mixed: MixedWith | None = None
 
 
 class Place(TypedDict):
@@ -94,10 +105,12 @@ def _gathered(images: ImageArray, ids: np.ndarray, out: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class _Slot:
-    """Memory of one batch of the largest size, flat."""
+    """Memory of one batch of the largest size, flat; of partners' images and labels, too, where images are mixed."""
 
     x: np.ndarray
     y: np.ndarray
+    partners: np.ndarray
+    partner_labels: np.ndarray
 
 
 class Loader:
@@ -113,6 +126,7 @@ class Loader:
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
         cache: keep the uint8 images, or the regions of them that this rank may need, in memory, where they fit into
             `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
+        mixing: of the images of a step with each other; None: they are not mixed.
         alive: called now and then while that takes its time, from whatever thread reads.
     """
 
@@ -129,6 +143,7 @@ class Loader:
         prefetch: int = 2,
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,
+        mixing: Mixing | None = None,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
@@ -142,7 +157,7 @@ class Loader:
         self.image_shape = pipeline.output_shape(*file.shape)
         self._pipeline = pipeline
         self._prefetch = prefetch
-        self._tiles = tiles
+        self._tiles, self._mixing = tiles, mixing
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images: ImageArray = file.pixels
         self._cached = whole(file.shape[:2])
@@ -189,9 +204,12 @@ class Loader:
         samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
         self._raw = np.empty((samples, *self.file.shape), np.uint8)
         size = max(map(size_of, boxes))
-        self._ring = [
-            _Slot(np.empty(size, self._pipeline.dtype), np.empty(self.max_count, np.int64)) for _ in range(self._prefetch + 1)
-        ]
+        self._ring = [self._slot(size) for _ in range(self._prefetch + 1)]
+
+    def _slot(self, size: int) -> _Slot:
+        mixes, dtype = self._mixing is not None, self._pipeline.dtype
+        partners = np.empty(size if mixes else 0, dtype), np.empty(self.max_count if mixes else 0, np.int64)
+        return _Slot(np.empty(size, dtype), np.empty(self.max_count, np.int64), *partners)
 
     def _shares(self, first: int) -> list[Share]:
         """One share for each size of batch from the epoch's sample `first` on."""
@@ -224,15 +242,36 @@ class Loader:
         group_ids = batch_ids[first : first + sum(share.counts)]
         box = self._box_of[share.counts]
         x = slot.x[: size_of(box)].reshape(shape_of(box))
-        ids = group_ids[slice(*box[0])]
+        self._fill(group_ids[slice(*box[0])], epoch, box, x)
+        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
+        mixed = self._mix(slot, batch_ids[::-1], epoch, begin + step * self.sampler.batch, box, first)
+        number = -(-begin // self.sampler.batch) + step
+        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed)
+
+    def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
+        """The elements of `box` of the images of `ids`, as the pipeline makes them."""
         if self._is_whole(box):
             raw = _gathered(self._images, ids, self._raw[: len(ids)])
             self._pipeline(raw, ids, epoch, x)
         else:
             self._make_region(ids, epoch, box, x)
-        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
-        number = -(-begin // self.sampler.batch) + step
-        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share)
+
+    def _mix(self, slot: _Slot, partner_ids: np.ndarray, epoch: int, place: int, box: Box, first: int) -> MixedWith | None:
+        """Mix the images of a slot with those of their partners.
+
+        Args:
+            partner_ids: of the step's samples over all ranks, in their order. place: of the first of these in the epoch.
+            first: number of samples in front of the split group's.
+        """
+        mix = None if self._mixing is None else self._mixing.draw(epoch, place, *self.image_shape[:2])
+        if mix is None:
+            return None
+        images, partners = (flat[: size_of(box)].reshape(shape_of(box)) for flat in (slot.x, slot.partners))
+        self._fill(partner_ids[first + box[0][0] : first + box[0][1]], epoch, box, partners)
+        mix.apply(images, partners, (box[1], box[2]))
+        own = share_of(partner_ids, self.rank, self.ranks, self.split_size)
+        self.file.take_labels(own, slot.partner_labels[: len(own)])
+        return MixedWith(slot.partner_labels[: len(own)], mix.weight)
 
     def _make_region(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
         """Fill x with the elements of `box` of the images; zeros where it reaches beyond them."""

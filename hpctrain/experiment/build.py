@@ -11,8 +11,9 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
-from hpctrain.errors import DataError, DivergedError
+from hpctrain.errors import ConfigError, DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.check import mixing_fault
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
@@ -72,6 +73,8 @@ def build(session: Session, known: DataFacts | None = None) -> Parts:
 def _build(session: Session, known: DataFacts | None) -> Parts:
     config = session.config
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+    if config.data.mixing.mixes and backend.name == "cuda":  # which "auto" may have chosen
+        raise ConfigError(mixing_fault("cuda"))
     train, data = training_images(session, known)
     test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
     if test is not None:

@@ -46,6 +46,14 @@ def refusal(path: KeyPath, name: str) -> str | None:
     return None
 
 
+def mixing_fault(kernels: str) -> str:
+    """The sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
+    return (
+        f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
+        f'data.mixing.mixup and data.mixing.cutmix to 0, or backend to "onednn" or "numpy".'
+    )
+
+
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each value that does not fit another one."""
     batch, epochs = config.batch, config.epochs
@@ -60,6 +68,8 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     fault = precision_fault(config.backend, config.dtype, config.precision)
     if fault is not None:
         yield ("precision",), fault
+    if config.backend == "cuda" and config.data.mixing.mixes:
+        yield ("data", "mixing"), mixing_fault("cuda")
     if config.backend == "cuda" and config.grid.rows > 1:
         yield (
             ("backend",),

@@ -14,6 +14,7 @@ from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader, TileOfRank
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.synthetic import Split, synthetic_file
@@ -134,8 +135,17 @@ def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, b
         tiles=tiles,
         prefetch=config.data.prefetch,
         cache=config.data.cache,
+        mixing=_mixing(config) if shuffle else None,
         alive=session.progress.notes.alive,
     )
+
+
+def _mixing(config: Config) -> Mixing | None:
+    """The mixing of training images; None: there is none."""
+    chosen = config.data.mixing
+    if not chosen.mixes:
+        return None
+    return Mixing(chosen.mixup, chosen.cutmix, chosen.probability, chosen.switch, config.seed)
 
 
 def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:

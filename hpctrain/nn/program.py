@@ -22,6 +22,7 @@ from hpctrain.backend.kernels.base import (
     StatisticsMerger,
     StepContext,
 )
+from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region, StepMemory
 from hpctrain.nn.hooks import StepHooks
@@ -120,13 +121,13 @@ class Program:
         for action, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(action, k, context, hooks)
 
-    def loss(self, labels: Array, global_count: int) -> LossHandle:
+    def loss(self, labels: Array | MixedLabels, global_count: int) -> LossHandle:
         """A handle of the sums over this batch, best asked for after `backward`.
 
         Leaves the logits' gradient, divided by the step's global count, for `backward`.
 
         Args:
-            labels: int64 (N,). global_count: samples of the step over all ranks and micro-batches.
+            labels: int64 (N,), or two of each sample. global_count: samples of the step over all ranks and micro-batches.
         """
         return self._loss.run(self.logits, labels, global_count, self.d_logits)
 

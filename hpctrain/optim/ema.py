@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside an optimiser's state by whoever updates them."""
+"""An exponential moving average of the weights, kept beside an optimiser's state by the ranks that update them."""
 
 from __future__ import annotations
 

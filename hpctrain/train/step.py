@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.arithmetic import Fetch
 from hpctrain.backend.kernels.base import Array, LossHandle, StepContext
+from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.boxes import even
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, Share
@@ -93,6 +94,13 @@ class MicroBatch:
     counts: tuple[int, ...]
     shared: slice | np.ndarray
     own: slice
+
+
+def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:
+    """The labels of some of a batch's samples; two of each, where its images are mixed."""
+    if batch.mixed is None:
+        return batch.y[own]
+    return MixedLabels(batch.y[own], batch.mixed.labels[own], batch.mixed.weight)
 
 
 def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
@@ -187,7 +195,7 @@ class TrainingStep:
         with self._progress.computing():
             program.forward(context, hooks)
             self._lap(Category.AVERAGING, HOOKS)
-            loss = program.loss(batch.y[micro_batch.own], batch.global_count)
+            loss = program.loss(_labels(batch, micro_batch.own), batch.global_count)
             statistics = self._network.statistics.fetch_batch()
             self._lap(Category.WORK, "loss")
             look = self.finiteness.begin() if first and self._looks else None

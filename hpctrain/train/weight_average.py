@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.parameter_swap import swap_parameters
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA, EmaRule
 
@@ -59,7 +60,7 @@ class WeightAverage:
 
     def _swap(self) -> None:
         for averager in self._averagers.values():
-            averager.swap_parameters(EMA)
+            swap_parameters(averager, EMA)
         running = self._network.statistics.running
         running[...], self._running[...] = self._running.copy(), running.copy()
         self._network.statistics.running_changed()

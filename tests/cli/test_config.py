@@ -67,14 +67,14 @@ def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str
 
 
 def test_an_unknown_name_is_told_before_what_follows_from_it() -> None:
-    """`optimizer=adamw` replaces the section and its lr; that lr is missing is not what is wrong."""
+    """`optimizer=adagrad` replaces the section and its lr; that lr is missing is not what is wrong."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
-    overrides = ["optimizer=adamw", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]
+    overrides = ["optimizer=adagrad", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]
     result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
     lines = result.stderr.splitlines()
     assert result.exit_code == 2
     assert len(lines) == 3, lines
-    assert 'There is no optimizer "adamw"' in lines[0]
+    assert 'There is no optimizer "adagrad"' in lines[0]
     assert 'There is no augmentation "crop"' in lines[1]
     assert "batch is 0" in lines[2]
 

@@ -28,7 +28,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
-        ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
+        ([CONFIG, "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
         ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
     ],
     "run": [
@@ -42,7 +42,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "--site", "polaris"], "Site polaris refuses jobs without an account; give --account."),
         ([CONFIG, "--site", "local", "output=file/x"], "file/x/jobs cannot be used: Not a directory."),
         ([CONFIG, "--site", "lumi-g", "--account", "a", "backend=cuda"], "site lumi-g has GPUs of AMD"),
-        ([CONFIG, "--site", "slurm", "optimizer=adamw"], 'There is no optimizer "adamw"'),
+        ([CONFIG, "--site", "slurm", "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
     ],
     "sites": [(["nowhere"], "There is no site 'nowhere'")],
     "eval": [
@@ -69,7 +69,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "doctor": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
+        ([CONFIG, "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
     ],
     "config show": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),

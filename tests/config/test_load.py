@@ -52,7 +52,7 @@ def test_loads_a_file(tmp_path):
         ("batch: 9", "batsh: 9", 9, ['Unknown key "batsh"', '"batch"']),
         ("  train:", "  trian:", 4, ['Unknown key "data.trian"', '"data.train"']),
         ("epochs: 3", "epochs: 3\nlr: 0.1", 11, ['Unknown key "lr"', '"optimizer.lr"']),
-        ("epochs: 3", "epochs: 3\nzebra: 0.1", 11, ['Unknown key "zebra"', "known keys are name, seed"]),
+        ("epochs: 3", "epochs: 3\nzzzzz: 0.1", 11, ['Unknown key "zzzzz"', "known keys are name, seed"]),
         ("epochs: 3", "epochs: 3\ngrid:\n  row: 1", 12, ['Unknown key "grid.row"', '"grid.rows"']),
         ("batch: 9\n", "", 1, ['"batch" is missing', "samples"]),
         ("  train: data/train.h5\n", "", 3, ['"data.train" is missing']),

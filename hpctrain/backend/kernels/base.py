@@ -18,6 +18,7 @@ import numpy as np
 from hpctrain.backend.alignment import ALIGNMENT_BYTES
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
@@ -162,11 +163,11 @@ class LossOperator(ABC):
     """Softmax cross entropy over logits (N, classes)."""
 
     @abstractmethod
-    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossHandle:
+    def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossHandle:
         """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given. Never waits.
 
         Args:
-            labels: integers of the host (N,); may change afterwards.
+            labels: integers of the host (N,), or two of each sample with their shares; may change afterwards.
         """
 
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from hpctrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class MixedLabels:
+    """Two labels of each sample, first and second (N,); the first has the share `weight`. Accuracies count the larger one."""
+
+    first: np.ndarray
+    second: np.ndarray
+    weight: float
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from hpctrain.backend.kernels.base import LossOperator, LossSums
 from hpctrain.backend.kernels.cuda.fetch import CudaFetch, FetchBuffers
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.kernels.cuda.staging import Staging
-from hpctrain.backend.kernels.labels import checked_labels
+from hpctrain.backend.kernels.labels import MixedLabels, checked_labels
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
 
 _CLASSES_OF_A_WARP, _WARP, _MOST_THREADS = 128, 32, 256
@@ -53,7 +53,10 @@ class CudaSoftmaxCrossEntropy(LossOperator):
         self._fetches = FetchBuffers(runtime, self._sums.nbytes)
         self._rows: dict[int, _Rows] = {}
 
-    def run(self, logits: DeviceArray, labels: np.ndarray, global_count: int, d_logits: DeviceArray | None) -> CudaLossHandle:
+    def run(
+        self, logits: DeviceArray, labels: np.ndarray | MixedLabels, global_count: int, d_logits: DeviceArray | None
+    ) -> CudaLossHandle:
+        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused beside this set"
         count, classes = logits.shape
         if count == 0:
             return CudaLossHandle(None, 0)

@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.kernels.base import LossSums
+from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
 from hpctrain.errors import DataError
 from hpctrain.testing.operator_gradients import assert_close, numerical_gradient
 
 
-def run(logits: np.ndarray, labels: np.ndarray, smoothing: float = 0.0, global_count: int = 1) -> tuple[LossSums, np.ndarray]:
+def run(
+    logits: np.ndarray, labels: np.ndarray | MixedLabels, smoothing: float = 0.0, global_count: int = 1
+) -> tuple[LossSums, np.ndarray]:
     d_logits = np.full_like(logits, np.nan)
     loss = NumpyKernelSet().make_loss(SoftmaxCrossEntropySpec(smoothing))
     return loss.run(logits, labels, global_count, d_logits), d_logits
@@ -119,3 +122,33 @@ def test_float32_is_near_float64() -> None:
     assert single[1].dtype == np.float32
     assert single[0].loss == pytest.approx(double[0].loss, rel=1e-6)
     assert_close(single[1], double[1], 1e-6, "logits")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("weight", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mixed_labels_are_torchs_soft_targets(smoothing: float, weight: float) -> None:
+    """The targets of timm's mixup_target; samples whose two labels are equal among them."""
+    torch = pytest.importorskip("torch")
+    logits, first = sample()
+    second = np.roll(first, 1)
+    second[2] = first[2]
+    one_hot = [np.full(logits.shape, smoothing / 9), np.full(logits.shape, smoothing / 9)]
+    for target, labels in zip(one_hot, (first, second), strict=True):
+        target[np.arange(7), labels] = 1 - smoothing + smoothing / 9
+    theirs = torch.tensor(logits, requires_grad=True)
+    target = torch.tensor(one_hot[0] * weight + one_hot[1] * (1 - weight))
+    loss = torch.nn.functional.cross_entropy(theirs, target, reduction="sum")
+    (loss / 11).backward()
+    sums, d_logits = run(logits, MixedLabels(first, second, weight), smoothing, 11)
+    assert sums.loss == pytest.approx(loss.item(), rel=1e-13)
+    np.testing.assert_allclose(d_logits, theirs.grad.numpy(), rtol=1e-12, atol=1e-15)
+    counted = run(logits, first if weight >= 0.5 else second, smoothing)[0]
+    assert (sums.top1, sums.top5, sums.count) == (counted.top1, counted.top5, 7)
+
+
+def test_both_mixed_labels_are_checked() -> None:
+    logits, labels = sample()
+    for pair in ((labels, labels + 9), (labels - 9, labels)):
+        with pytest.raises(DataError, match="outside the model's classes"):
+            run(logits, MixedLabels(*pair, 0.5))
