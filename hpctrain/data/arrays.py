@@ -6,7 +6,9 @@ from collections.abc import Generator
 
 import numpy as np
 
-from hpctrain.data.loader import Batch, Share, TileOfRank, cut
+from hpctrain.boxes import Box, whole
+from hpctrain.data.loader import Batch, MixedWith, Share, TileOfRank, cut
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler, counts
 from hpctrain.errors import ShapeError
 
@@ -19,6 +21,7 @@ class ArrayLoader:
         labels: (N,) integers from 0. sampler: of N samples.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images;
             None: each rank reads its own samples.
+        mixing: of the images of a step with each other; None: they are not mixed.
 
     Raises:
         ShapeError: arrays of other shapes, or of another number of samples.
@@ -34,6 +37,7 @@ class ArrayLoader:
         ranks: int = 1,
         split_size: int = 1,
         tiles: TileOfRank | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
             raise ShapeError(
@@ -42,6 +46,7 @@ class ArrayLoader:
             )
         self.sampler = sampler
         self._images, self._labels = images, labels.astype(np.int64)
+        self._mixing = mixing
         self._rank, self._ranks, self._split_size, self._tiles = rank, ranks, split_size, tiles
 
     def __len__(self) -> int:
@@ -57,11 +62,27 @@ class ArrayLoader:
         of_all_ranks = counts(len(ids), self._ranks, self._split_size)
         leader = self._rank - self._rank % self._split_size
         share = Share(of_all_ranks[leader : leader + self._split_size], self._rank - leader)
-        group_ids = ids[sum(of_all_ranks[:leader]) :][: sum(share.counts)]
-        own_ids = group_ids[sum(share.counts[: share.split_rank]) :][: share.counts[share.split_rank]]
-        if self._tiles is None:
-            x = self._images[own_ids]
-        else:
-            x = cut(self._images[group_ids], self._tiles(share.counts)[share.split_rank])
+        group_start = sum(of_all_ranks[:leader])
+        of_group = slice(group_start, group_start + sum(share.counts))
+        own_start = group_start + sum(share.counts[: share.split_rank])
+        own = slice(own_start, own_start + share.counts[share.split_rank])
+        box = None if self._tiles is None else self._tiles(share.counts)[share.split_rank]
+        read = own if box is None else of_group
+        x, mixed = self._cut(ids[read], box), None
+        mix = (
+            None
+            if self._mixing is None
+            else self._mixing.draw(epoch, begin + step * self.sampler.batch, *self._images.shape[1:3])
+        )
+        if mix is not None:
+            partner_ids = ids[::-1]
+            region = whole(self._images.shape[1:3]) if box is None else (box[1], box[2])
+            mix.apply(x, self._cut(partner_ids[read], box), region)
+            mixed = MixedWith(self._labels[partner_ids[own]], mix.weight)
         number = -(-begin // self.sampler.batch) + step
-        return Batch(x, self._labels[own_ids], group_ids, of_all_ranks, len(ids), epoch, number, share)
+        return Batch(x, self._labels[ids[own]], ids[of_group], of_all_ranks, len(ids), epoch, number, share, mixed)
+
+    def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
+        """A copy of the images of samples, or of a box of these."""
+        images = self._images[ids]
+        return images if box is None else cut(images, box)

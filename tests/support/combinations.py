@@ -223,6 +223,7 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
         row["net"],
         row["optimizer"],
         row["ema"],
+        row["mixing"],
         row["batch"],
         row["smoothing"],
         task.steps,

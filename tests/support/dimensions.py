@@ -19,7 +19,9 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
+from hpctrain.config.data_section import MixingConfig
 from hpctrain.config.schema import Config
+from hpctrain.data.mixing import Mixing
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
@@ -103,6 +105,12 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "lamb": {"name": "lamb", "epsilon": 0.1, "weight_decay": 1e-2},
     },
     "ema": {"no": None, "yes": EmaRule(0.9, warm_up=False), "warm-up": EmaRule(0.6)},
+    "mixing": {
+        "no": None,
+        "mixup": Mixing(mixup=0.4, seed=Task.seed),
+        "cutmix": Mixing(cutmix=1.0, seed=Task.seed),
+        "both": Mixing(1.0, 1.0, probability=0.7, seed=Task.seed),
+    },
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
@@ -188,7 +196,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
         folder: of the data file and of runs. every_steps: from one checkpoint to the next, where there are any.
     """
     checkpoint = value_of(row, "checkpoint")
-    ema = value_of(row, "ema")
+    ema, mixing = value_of(row, "ema"), value_of(row, "mixing")
     layout, asynchronous = checkpoint or ("auto", True)
     return Config.model_validate(
         {
@@ -199,6 +207,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
                 "train": str(folder / "train.h5"),
                 "normalise": False,
                 "cache": value_of(row, "data") == (17, 18),
+                "mixing": {key: getattr(mixing, key) for key in MixingConfig.model_fields} if mixing is not None else {},
                 "on_unreadable": "skip" if value_of(row, "data") else "stop",
                 "max_unreadable": 0.5,
             },
@@ -322,4 +331,5 @@ def task_of(row: Row) -> Task:
         poisoned_step=value_of(row, "on_nonfinite")[1],
         unreadable=value_of(row, "data"),
         ema=value_of(row, "ema"),
+        mixing=value_of(row, "mixing"),
     )

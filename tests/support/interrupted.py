@@ -200,7 +200,14 @@ class PartOfRun:
             groups = session.groups
             ranks, split_size = groups.all_ranks.size, groups.split_size
             loader = ArrayLoader(
-                images, labels, sampler, rank=groups.position, ranks=ranks, split_size=split_size, tiles=replica.tiles
+                images,
+                labels,
+                sampler,
+                rank=groups.position,
+                ranks=ranks,
+                split_size=split_size,
+                tiles=replica.tiles,
+                mixing=task.mixing,
             )
         else:
             file = unreadable_file.open_broken(path, task.unreadable)

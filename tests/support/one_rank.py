@@ -16,6 +16,7 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import Reordering, counts, share_of
@@ -83,9 +84,10 @@ def train_alone(
         updates.begin_step(task.lr, (len(ids),))
         updates.before_forward(tuple(group.parameters.values()))
         step = _Step(network, context)
+        shown, targets = _mixed(task, images[ids], labels[ids], epoch, inside)
         groups_here = groups if other_groups is None or number < other_groups[0] else other_groups[1]
         for members in groups_here(len(ids)):
-            step.add(images, labels, ids[list(members)])
+            step.add(shown, targets, ids, list(members))
         group.grad[...] = step.gradient
         for parameter in reversed(group.parameters.values()):
             updates.grad_ready(parameter)
@@ -106,6 +108,22 @@ def train_alone(
             for name, values in average.parameters.items()
         }
     return Result(parameters, running, totals)
+
+
+def _mixed(
+    task: Task, images: np.ndarray, labels: np.ndarray, epoch: int, step: int
+) -> tuple[np.ndarray, np.ndarray | MixedLabels]:
+    """The images of a step and their labels, mixed with those in the opposite order."""
+    mix = None if task.mixing is None else task.mixing.draw(epoch, step * task.batch, *task.image_shape[:2])
+    if mix is None:
+        return images, labels
+    if mix.box is None:
+        images = mix.weight * images + (1 - mix.weight) * images[::-1]
+    else:
+        (top, bottom), (left, right) = mix.box
+        images = images.copy()
+        images[:, top:bottom, left:right] = images[::-1, top:bottom, left:right].copy()
+    return images, MixedLabels(labels, labels[::-1], mix.weight)
 
 
 class _Average:
@@ -138,13 +156,17 @@ class _Step:
         self.statistics = np.zeros(network.statistics.size)
         self._loss, self._top1, self._top5 = 0.0, 0, 0
 
-    def add(self, images: np.ndarray, labels: np.ndarray, ids: np.ndarray) -> None:
-        """Forward and backward of one group."""
-        program = self._network.program(len(ids), training=True)
-        program.x[...] = images[ids]
-        program.forward(replace(self._context, sample_ids=ids))
-        sums = program.loss(labels[ids], self._context.global_count)
-        self.statistics += self._network.statistics.weighted(len(ids), len(ids))
+    def add(self, images: np.ndarray, labels: np.ndarray | MixedLabels, ids: np.ndarray, members: list[int]) -> None:
+        """Forward and backward of one group, which is some of the step's samples."""
+        program = self._network.program(len(members), training=True)
+        program.x[...] = images[members]
+        program.forward(replace(self._context, sample_ids=ids[members]))
+        if isinstance(labels, MixedLabels):
+            labels = replace(labels, first=labels.first[members], second=labels.second[members])
+        else:
+            labels = labels[members]
+        sums = program.loss(labels, self._context.global_count)
+        self.statistics += self._network.statistics.weighted(len(members), len(members))
         program.backward()
         self.gradient += self._group.grad
         self._loss, self._top1, self._top5 = self._loss + sums.loss, self._top1 + sums.top1, self._top5 + sums.top5

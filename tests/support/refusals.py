@@ -11,6 +11,7 @@ from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
 from hpctrain.comm.grid import coordinates
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.check import mixing_fault
 from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.parameter import GroupLayout
@@ -44,6 +45,7 @@ def refusal(row: Row) -> str | None:
     Also one by which it refuses to go on, on another grid.
     """
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING)) or _refused_data(_only(row, DATA))
+    refused = refused or _refused_mixing(row)
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
 
@@ -96,6 +98,12 @@ def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
     if not set(PLACING) <= row.keys() or value_of(row, "device") is None:
         return None
     return _sentence(lambda: refuse_several_ranks(NodePlace(math.prod(value_of(row, "grid")))))
+
+
+def _refused_mixing(row: Row) -> str | None:
+    if not {"mixing", "device"} <= row.keys() or value_of(row, "device") is None or value_of(row, "mixing") is None:
+        return None
+    return mixing_fault("cuda")
 
 
 @cache

@@ -17,6 +17,7 @@ from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, TileOfRank
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
@@ -58,6 +59,7 @@ class Task:
     poisoned_step: int | None = None
     unreadable: tuple[int, ...] | None = None
     ema: EmaRule | None = None
+    mixing: Mixing | None = None
 
 
 @dataclass
@@ -102,7 +104,9 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
-    loader = ArrayLoader(*made_up(task), rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles)
+    loader = ArrayLoader(
+        *made_up(task), rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles, mixing=task.mixing
+    )
     for number, batch in enumerate(islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)):
         poisoned = position == 0 and number == task.poisoned_step
         yield replace(batch, x=np.full_like(batch.x, np.nan)) if poisoned else batch
