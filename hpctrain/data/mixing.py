@@ -25,15 +25,15 @@ _UNIFORMS_AT_ONCE = 64
 class Mix:
     """The mixing of one step.
 
-    weight: share of a sample's own label, in [0, 1], and with mixup of its image. box: with cutmix, the (rows, columns) that
-    are cut from the partner's image; None: mixup.
+    weight: share of a sample's own label, in [0, 1], and with mixup of its image. box: with cutmix, the vertical and the
+    horizontal interval that are cut from the partner's image; None: mixup.
     """
 
     weight: float
     box: Box | None = None
 
     def apply(self, images: np.ndarray, partners: np.ndarray, region: Box) -> None:
-        """Mix `partners`, which is overwritten, into `images`: both hold (rows, columns) `region` of each image, (N, h, w, C)."""
+        """Mix `partners`, which is overwritten, into `images`: both hold `region` of each image, (N, h, w, C)."""
         if self.box is None:
             images *= images.dtype.type(self.weight)
             partners *= images.dtype.type(1.0 - self.weight)

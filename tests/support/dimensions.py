@@ -100,17 +100,11 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "lars": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1},
         "lars-clipping": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1, "clip_norm": 0.5},
         # with a small epsilon they would make steps of what is rounding alone, as a gradient of a bias before a batch norm is
-        "adamw": {"name": "adamw", "epsilon": 0.1, "weight_decay": 1e-2},
-        "adamw-clipping": {"name": "adamw", "epsilon": 0.1, "beta2": 0.9, "decay_exclude": "none", "clip_norm": 0.3},
+        "adamw": {"name": "adamw", "epsilon": 0.1, "beta2": 0.9, "decay_exclude": "none", "clip_norm": 0.5},
         "lamb": {"name": "lamb", "epsilon": 0.1, "weight_decay": 1e-2},
     },
-    "ema": {"no": None, "yes": EmaRule(0.9, warm_up=False), "warm-up": EmaRule(0.6)},
-    "mixing": {
-        "no": None,
-        "mixup": Mixing(mixup=0.4, seed=Task.seed),
-        "cutmix": Mixing(cutmix=1.0, seed=Task.seed),
-        "both": Mixing(1.0, 1.0, probability=0.7, seed=Task.seed),
-    },
+    "ema": {"no": None, "yes": EmaRule(0.3)},  # which the third update reaches
+    "mixing": {"no": None, "yes": Mixing(1.0, 1.0, probability=0.8, seed=Task.seed)},
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
