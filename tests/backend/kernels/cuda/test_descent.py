@@ -185,3 +185,18 @@ def test_moments_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: st
     if shadow is not None and not directs:
         written = arithmetic.to_host(shadow)[: _runs(0)[1].stop]
         np.testing.assert_array_equal(written, bfloat16_values(bfloat16_bits(host[0]))[: written.size])
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_averages_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: str, start: int) -> None:
+    random, arithmetic = np.random.default_rng(3), cuda_kernels(seed=start).arithmetic
+    average, values = (random.standard_normal(SIZE).astype(dtype) for _ in range(2))
+    target, source = (arithmetic.zeros(SIZE + start, dtype)[start:] for _ in range(2))
+    arithmetic.from_host(target, average)
+    arithmetic.from_host(source, values)
+    expected = 0.9 * average + 0.1 * values
+    arithmetic.average_into(target, source, 0.9)
+    HOST.average_into(average, values, 0.9)
+    np.testing.assert_array_equal(arithmetic.to_host(target), average)
+    np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
