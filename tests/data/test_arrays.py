@@ -10,6 +10,7 @@ from hpctrain.data import format as data_format
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader, TileOfRank
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ShapeError
@@ -63,3 +64,20 @@ def test_batches_are_those_of_a_file(file: ImageFile, ranks: int, split_size: in
 def test_arrays_that_are_no_samples_are_refused(images: tuple[int, ...], labels: int) -> None:
     with pytest.raises(ShapeError, match="are not 4 samples; give images"):
         ArrayLoader(np.zeros(images), np.zeros(labels, np.int64), Sampler(4, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_images_are_mixed_with_those_of_the_step_in_the_opposite_order(ranks: int) -> None:
+    random, mixing = np.random.default_rng(0), Mixing(0.5, 1.0, seed=4)
+    images, labels = random.standard_normal((11, 5, 4, 2)), random.integers(0, 3, 11)
+    sampler = Sampler(11, 4, seed=1)
+    loaders = [ArrayLoader(images, labels, sampler, rank=rank, ranks=ranks, mixing=mixing) for rank in range(ranks)]
+    for step, batches in enumerate(zip(*(loader.epoch(1) for loader in loaders), strict=True)):
+        ids, mix = sampler.ids(1, step), mixing.draw(1, 4 * step, 5, 4)
+        assert mix is not None
+        expected = images[ids].copy()
+        mix.apply(expected, images[ids[::-1]].copy(), ((0, 5), (0, 4)))
+        assert np.concatenate([batch.x for batch in batches]).tobytes() == expected.tobytes()
+        partners = [batch.mixed.labels for batch in batches if batch.mixed is not None]
+        assert np.array_equal(np.concatenate(partners), labels[ids[::-1]])
+        assert all(batch.mixed is not None and batch.mixed.weight == mix.weight for batch in batches)
