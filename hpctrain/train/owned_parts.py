@@ -13,6 +13,7 @@ from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key
 from hpctrain.storage.shard_file import Part
 from hpctrain.storage.write_shares import WriteShares
+from hpctrain.train.full_states import full_states
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import statistics_of
 from hpctrain.train.weight_average import WeightAverage
@@ -52,11 +53,12 @@ def _held(
     to_host = network.kernels.arithmetic.to_host
     for averager in averagers.values():
         of_group = WriteShares(averager.comm.rank, averager.comm.size)
-        for name, parameter in averager.group.parameters.items():
+        for parameter, states in full_states(averager, shards):
+            name = parameter.name
             shares = for_all if shards.is_whole(name) else of_group
             shape, box = shards.whole_shape(name), shards.box(name)
             yield parameter_key(name), shape, box, to_host(parameter.data), shares
-            for state, values in averager.full_state(parameter).items():
+            for state, values in states.items():
                 if state in averager.by_holder:
                     count = len(values)
                     holders = values.reshape(count, *parameter.spec.shape)

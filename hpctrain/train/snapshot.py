@@ -23,6 +23,7 @@ from hpctrain.storage.checkpoint import (
     statistic_key,
 )
 from hpctrain.train.early_stop import Stagnation
+from hpctrain.train.full_states import full_states
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 from hpctrain.train.weight_average import WeightAverage
@@ -104,9 +105,9 @@ def take(
     if keep:
         tensors |= {key: kept(statistic) for key, statistic in statistics_of(network, average).items()}
     for averager in averagers.values():
-        for name, parameter in averager.group.parameters.items():
-            for state, values in averager.full_state(parameter).items():
-                shape = parameter.spec.shape
+        for parameter, states in full_states(averager, shards):
+            name, shape = parameter.name, parameter.spec.shape
+            for state, values in states.items():
                 if state in averager.by_holder:
                     value = np.stack([shards.whole(name, of_holder.reshape(shape)) for of_holder in values])
                 else:
@@ -211,8 +212,7 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
         has_writers = stored.ndim > len(shape)  # else a sum, before checkpoints had every holder's
         writers = stored.shape[0] if has_writers else 1
         by_writer = restore(content, key, (writers, *shape) if has_writers else shape, dtype).reshape(writers, *shape)
-    by_holder = for_holders(by_writer, holders)
-    return np.stack([shards.part(name, of_holder).reshape(-1) for of_holder in by_holder])
+    return for_holders(np.stack([shards.part(name, of_writer).reshape(-1) for of_writer in by_writer]), holders)
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
