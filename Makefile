@@ -10,6 +10,7 @@
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
+# make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
 # make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
@@ -37,6 +38,9 @@ OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/experiment/test_lost_rank_jobs.py 
 	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
 
+# Sphinx and a theme.
+SITE_VENV ?= .venv-site
+
 # cuDNN of a typical GPU machine, with the libraries that it opens.
 GPU_PLANS_VENV ?= .venv-gpu-plans
 GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
@@ -60,7 +64,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs site slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -137,6 +141,14 @@ grid-seeds: $(VENV)/installed-dev
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages
 	$(PY) -m tests.support.job_scripts
+
+$(SITE_VENV)/installed: requirements-site.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
+	touch $@
+
+site: $(SITE_VENV)/installed
+	$(SITE_VENV)/bin/sphinx-build -q -W --keep-going -c docs/site docs build/site
 
 slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs

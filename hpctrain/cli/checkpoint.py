@@ -139,8 +139,8 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     """Delete checkpoints of a run but the latest and the best.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them, and so is the one with the best evaluation. What killed runs have left of unfinished checkpoints goes, too, once nothing
-    was written to it for an hour. PATH is a run directory or its directory of checkpoints.
+    them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
+    was written to them for an hour. PATH is a run directory or its directory of checkpoints.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
@@ -19,13 +20,10 @@ if TYPE_CHECKING:
 
 COMPUTE_ONLY_STEPS = 20
 
-_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-_OVERRIDES = click.argument("overrides", nargs=-1)
-
 
 @click.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @click.option(
     "--resume",
     metavar="auto|best|PATH",
@@ -113,8 +111,8 @@ def train(
 
 
 @click.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @click.option(
     "--checkpoint",
     default="auto",

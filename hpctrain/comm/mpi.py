@@ -64,15 +64,21 @@ def world(deadline_seconds: float, flight: FlightRecorder | None = None) -> MpiC
         return _world(deadline_seconds, flight)
 
 
-def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
+def _load() -> None:
     try:
-        from mpi4py import MPI
+        from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise MissingLibraryError(
             f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one beside this Python with "
             f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
         ) from error
+
+
+def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
+    _load()
+    from mpi4py import MPI
+
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     lost = LostRanks(MPI, MPI.COMM_WORLD) if goes_on_without_lost_ranks() else None
@@ -201,8 +207,27 @@ def describe() -> str:
         MPI.THREAD_SERIALIZED: "serialized",
         MPI.THREAD_MULTIPLE: "multiple",
     }
-    name = " ".join(MPI.Get_library_version().rstrip("\0").split("\n")[0].replace("\t", " ").split())
-    return f"{name}, thread level {levels[MPI.Query_thread()]}"
+    return f"{_library()}, thread level {levels[MPI.Query_thread()]}"
+
+
+def library() -> str:
+    """The MPI library's name and version, on one line. MPI is loaded, and not started.
+
+    Raises:
+        MissingLibraryError: there is no MPI library that mpi4py can load.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+    _load()
+    return _library()
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().rstrip("\0").split("\n")[0].replace("\t", " ").split())
 
 
 def threads_may_call() -> bool:

@@ -35,6 +35,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--", "sleep", "3"], 'The command "sleep 3" has no training in it'),
         (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
     ],
+    "completion": [(["tcsh"], 'a shell "tcsh" cannot be completed; those of bash, zsh and fish can.')],
     "script": [(["nowhere.py"], "There is no program nowhere.py; give the path of a Python file.")],
     "submit": [
         (["nowhere.yaml", "--site", "local"], "nowhere.yaml: The configuration cannot be read"),
