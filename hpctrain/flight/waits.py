@@ -57,14 +57,12 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
         ranks = ranks_of(named[1]) if named else tuple(by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
     flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
-    first = sorted(flying, key=lambda recorded: recorded.started_ns)
-    for operation in (awaited,) if awaited.started_ns else (*first, awaited):
+    flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
+    for operation in flying or [awaited]:
         absent = _absent(operation, by_rank)
-        if absent == (record.rank,) and first:
-            break
         if absent:
             return _Absence(operation, absent)
-    return _Absence(first[0] if first and not awaited.started_ns else awaited, ())
+    return _Absence(flying[0] if flying else awaited, ())
 
 
 def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
