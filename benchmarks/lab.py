@@ -1,7 +1,8 @@
 """Several hosts with shaped links on one machine: network namespaces joined by a bridge in a namespace of its own.
 
 Needs root and iproute2 (`ip`, `tc`) and util-linux (`unshare`, `taskset`). Host i has the address 10.77.0.(i + 1), a hostname,
-a /dev/shm and one core of its own, and knows the others by name. Each link is shaped by a token bucket in both directions: at the host and at the switch.
+a /dev/shm and one core of its own, and knows the others by name. Each link is shaped by a token bucket in both directions: at the
+host and at the switch.
 Nothing is made in the machine's own network namespace, and names carry a prefix, so that several laboratories can stand side by
 side.
 
@@ -43,7 +44,8 @@ host=$1; shift
 core=$(( ${{host#h}} % {cores} ))
 export LAB_COMMAND="$*"
 exec ip netns exec {prefix}$host unshare --uts --ipc --mount sh -c '
-  hostname '"$host"' && mount -t tmpfs -o size=4g tmpfs /dev/shm && mount --bind {names} /etc/hosts && exec taskset -c '"$core"' sh -c "$LAB_COMMAND"'
+  hostname '"$host"' && mount -t tmpfs -o size=4g tmpfs /dev/shm && mount --bind {names} /etc/hosts &&
+  exec taskset -c '"$core"' sh -c "$LAB_COMMAND"'
 """
 
 

@@ -45,7 +45,7 @@ exec >>"$LOG" 2>&1
 # Each MPI's mpiexec has words of its own; that of Open MPI hands on no variables to other hosts, and binds ranks to single cores.
 case "$(mpiexec --version 2>&1)" in
     *"Open MPI"*)
-        MPIEXEC=(mpiexec -hostfile "$HOSTFILE" --bind-to none -x PATH -x HDF5_USE_FILE_LOCKING)
+        MPIEXEC=(mpiexec -hostfile "$HOSTFILE" --bind-to none -x TERM=dumb -x PATH -x HDF5_USE_FILE_LOCKING)
         PER_NODE=(--map-by "ppr:$RANKS_PER_NODE:node")
         ON_EACH=("${MPIEXEC[@]}" -n "$NODES" --map-by ppr:1:node)
         ;;

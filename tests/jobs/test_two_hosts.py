@@ -1,4 +1,4 @@
-"""Jobs over two hosts without a scheduler, submitted as a user does: looked at, trained, stopped, gone on with, cut off, killed."""
+"""Jobs over two hosts without a scheduler, submitted as a user does: trained, stopped, gone on with, cut off, killed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_a_host_that_is_cut_off_ends_the_job_with_who_waited_for_whom(hosts: Two
         code = job.code(DEADLINE_SECONDS + _GRACE_SECONDS)
         assert code not in (0, 85)
         assert re.search(r"\[rank \d\] no completion within the deadline of 4 s: ", job.text), job.text
-        assert re.search(r"autopsy: All ranks posted what rank \d waited \d+ s for .*, as where a link is cut\.", job.text), job.text
+        assert re.search(r"autopsy: All ranks posted what rank \d waited \d+ s for .*, as where a link is cut\.", job.text), (
+            job.text
+        )
         _wait_until_idle(hosts, DEADLINE_SECONDS + _GRACE_SECONDS)
     finally:
         hosts.lab.mend(1)

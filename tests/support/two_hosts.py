@@ -1,7 +1,7 @@
-"""Two hosts without a scheduler, as network namespaces of this machine, and jobs that `hpctrain submit --site hostfile` starts there.
+"""Two hosts without a scheduler, as network namespaces of this machine, and the jobs that `hpctrain submit` starts on them.
 
 Hosts reach each other by a remote shell that is like ssh, without its daemon: the command begins in the home directory, with the
-variables of a new session and none of the caller's. Whatever a job needs on the other host must have been handed on by its launcher.
+variables of a new session and none of the caller's. What a job needs on the other host must have been handed on by its launcher.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class TwoHosts:
         said = self.run(0, [sys.executable, "-m", "hpctrain", *words])
         match = re.search(r"^job (\d+) on two-hosts: 2 nodes with 1 rank each", said, re.MULTILINE)
         log, stop = (re.search(rf"^{words}: (.*)$", said, re.MULTILINE) for words in ("follow it", "stop it with a checkpoint"))
-        assert match and log and stop, said
+        assert match is not None, said
+        assert log is not None, said
+        assert stop is not None, said
         return HostJob(int(match[1]), self.folder / log[1].removeprefix("tail -F "), stop[1])
 
     def run(self, host: int, command: Sequence[str]) -> str:
