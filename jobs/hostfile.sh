@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train on hosts without a scheduler, named in a file.
-# Site profile hostfile, tested on one machine. Guide:
+# Site profile hostfile, tested on two network namespaces of one machine. Guide:
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
 # One for a configuration, written and submitted:
 #   hpctrain submit configs/imagenet-resnet50.yaml --site hostfile --nodes 2
