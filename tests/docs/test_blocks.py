@@ -213,6 +213,9 @@ class Kind:
 
 #: the first that matches counts
 KINDS = (
+    Kind(r"mpiexec .* apptainer exec \S+ python -m mpi4py -m hpctrain ", takes, "needs Apptainer and an image"),
+    Kind(r"apptainer (build|exec) ", names_files, "needs Apptainer"),
+    Kind(r"ssh ", nothing, "needs another host; tests/jobs/test_two_hosts.py has two"),
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
