@@ -195,7 +195,12 @@ class _Lowering:
             for tensor, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
         output = builder.emit(
-            node.name, sharding.specs[self._rank], inputs, parameters=node.parameters, statistics=node.statistics
+            node.name,
+            sharding.specs[self._rank],
+            inputs,
+            parameters=node.parameters,
+            statistics=node.statistics,
+            frozen=node.frozen,
         )
         if node.parameters:
             self.shardings.append((node, sharding))
