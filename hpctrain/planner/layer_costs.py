@@ -202,7 +202,7 @@ class _Lowering:
             statistics=node.statistics,
             frozen=node.frozen,
         )
-        if node.parameters:
+        if node.trains:
             self.shardings.append((node, sharding))
         self._layouts[output] = sharding.writes
         if sharding.summed:
