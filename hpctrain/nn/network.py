@@ -164,7 +164,7 @@ class Network:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The names of all trained parameters of the model, in forward order, whoever holds them."""
+        """The names of all trained parameters of the model, in forward order, also of those that other ranks hold."""
         return tuple(name for name in self.parameter_specs if layer_of(name) not in self.frozen)
 
     def _all_groups(self) -> tuple[FlatGroup, ...]:

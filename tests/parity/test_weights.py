@@ -53,14 +53,15 @@ def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "pixels"), [("resnet18", 65), ("resnet50", 63), ("vgg11_bn", 45), ("alexnet2014", 95)])
-def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixels: int, tmp_path: Path) -> None:
-    module = theirs.module(name, CLASSES, seed=3)
+@pytest.mark.parametrize(("name", "pixels", "width"), [("resnet18", 33, 1.0), ("resnet50", 33, 1.0), ("vgg11_bn", 45, 0.1)])
+def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixels: int, width: float, tmp_path: Path) -> None:
+    module = theirs.module(name, CLASSES, 3) if width == 1.0 else theirs.narrow_vgg11_bn(CLASSES, width, 3)
     torch.save(module.state_dict(), tmp_path / "theirs.pth")
-    words = ["weights", "import", str(tmp_path / "theirs.pth"), "--model", name, "--out", str(tmp_path / "ours.safetensors")]
-    result = CliRunner().invoke(cli, words)
+    words = ["weights", "import", str(tmp_path / "theirs.pth"), "--model", name, "--option", f"width={width}"]
+    result = CliRunner().invoke(cli, [*words, "--out", str(tmp_path / "ours.safetensors")])
     assert result.exit_code == 0, result.output
-    network = Network(catalogue.build(name, {"classes": CLASSES}), (pixels, pixels, 3), NumpyKernelSet())
+    model = catalogue.build(name, {"classes": CLASSES, "width": width})
+    network = Network(model, (pixels, pixels, 3), NumpyKernelSet())
     interchange.restore(network, weights_file.read(tmp_path / "ours.safetensors").tensors)
     x = np.random.default_rng(0).standard_normal((2, pixels, pixels, 3), np.float32)
     program = network.program(2, training=False)

@@ -48,7 +48,23 @@ def shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
 
 def module(name: str, classes: int, seed: int) -> Any:
     """torchvision's model in evaluation mode, with weights by seed and statistics that are not those of the start."""
-    model = _meta(name, classes).to_empty(device="cpu")
+    return filled(_meta(name, classes), seed)
+
+
+def narrow_vgg11_bn(classes: int, width: float, seed: int) -> Any:
+    """torchvision's VGG-11 with batch norm and fewer channels and features: the full one has 133 million numbers."""
+    with torch.device("meta"):
+        channels = [one if one == "M" else round(one * width) for one in models.vgg.cfgs["A"]]
+        model = models.VGG(models.vgg.make_layers(channels, batch_norm=True), classes, init_weights=False)
+        hidden = round(4096 * width)
+        for place, sizes in ((0, (channels[-2] * 49, hidden)), (3, (hidden, hidden)), (6, (hidden, classes))):
+            model.classifier[place] = torch.nn.Linear(*sizes)
+    return filled(model, seed)
+
+
+def filled(meta: Any, seed: int) -> Any:
+    """A model without memory, with weights by seed, in evaluation mode."""
+    model = meta.to_empty(device="cpu")
     random = np.random.default_rng(seed)
     state = {}
     for key, tensor in model.state_dict().items():
