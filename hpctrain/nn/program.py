@@ -288,10 +288,10 @@ class _Binder:
         return {role: self._zeros_like(parameter) for role, parameter in own.items()} if passes else {}
 
     def _shares(self) -> dict[str, list[int]]:
-        """Steps by parameter, of those that several steps have."""
+        """Steps by trained parameter, of those that several steps have."""
         users: dict[str, list[int]] = {}
         for k, step in enumerate(self._plan.steps):
-            for name in step.node.parameters.values() if step.node is not None else ():
+            for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
                 users.setdefault(name, []).append(k)
         return {name: steps for name, steps in users.items() if len(steps) > 1}
 
