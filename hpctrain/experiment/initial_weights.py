@@ -18,7 +18,7 @@ from hpctrain.nn.network import Network
 from hpctrain.storage import weights_file
 from hpctrain.train.replica import Replica
 
-_HINT = 'Where a layer is meant to begin by the seed, as for another number of classes, set init.ignore, as in ["fc.*"].'
+_HINT = 'set init.ignore, as in ["fc.*"]'
 
 
 def start_from_weights(session: Session, replica: Replica) -> None:
@@ -32,13 +32,16 @@ def start_from_weights(session: Session, replica: Replica) -> None:
         put_weights(session.world, replica, Path(init.weights), init.ignore, session.config.model.name)
 
 
-def put_weights(world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str) -> None:
+def put_weights(
+    world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str, *, hint: str = _HINT
+) -> None:
     """Write the weights of a file into a replica. Collective.
 
     Every rank reads the file, whose bytes are then on no network but that of the file system, and takes its part of split layers.
 
     Args:
         ignore: patterns of names that keep their values. model: its name in messages.
+        hint: how names are left out, in words.
 
     Raises:
         CheckpointError: as `start_from_weights`; no rank's replica has changed then.
@@ -54,19 +57,23 @@ def put_weights(world: Communicator, replica: Replica, path: Path, ignore: Seque
         )
     entries = declared_state(network.model)
 
+    advice = f"Where a layer is meant to begin by the seed, as for another number of classes, {hint}."
+
     def fitting() -> dict[str, np.ndarray]:
         tensors = weights_file.read(path).tensors
-        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, hint=_HINT)
+        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, hint=advice)
         return {name: tensors[name] for name in entries if name not in ignored}
 
-    _put(replica, entries, raise_on_all_ranks(world, fitting))
+    state = raise_on_all_ranks(world, fitting)
+    replica.drain()
+    _put(replica, entries, state)
     replica.parameters_written()
 
 
 def _checksum(path: Path) -> str:
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no file of weights {path}; give init.weights the path of one.")
+        raise CheckpointError(f"There is no file of weights {path}; give the path of one.")
     return weights_file.checksum(path)
 
 
