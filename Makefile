@@ -20,7 +20,7 @@
 # make gpu-check   all that a GPU has to prove, in less than 8 minutes on it; results in GPU_OUT (gpu-check)
 # make gpu-wheels  what a machine with a GPU and no package index lacks, to be taken there in .whl/
 # make gpu-rehearse   gpu-check on the emulated device, with a GPU machine's versions of everything (Python 3.12, 2 GB of packages)
-# make parity   compare with PyTorch (installs its CPU build into the virtual environment)
+# make parity   compare with PyTorch, torchvision and onnxruntime (installs them into the virtual environment, PyTorch for the CPU)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -166,6 +166,8 @@ combinations: $(VENV)/installed-dev
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check onnx==1.23.2 onnxruntime==1.32.0
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0
 
 parity: parity-install
 	$(PY) -m pytest -m torch tests

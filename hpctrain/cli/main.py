@@ -23,6 +23,7 @@ _COMMANDS = {
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
+    "weights": ("hpctrain.cli.weights", "weights"),
     "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
     "list": ("hpctrain.cli.listing", "listing"),
     "completion": ("hpctrain.cli.completion", "completion"),

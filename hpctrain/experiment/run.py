@@ -22,6 +22,7 @@ from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.initial_weights import describe_start, start_from_weights
 from hpctrain.experiment.lost_ranks import RunMemory
 from hpctrain.experiment.max_time import max_time
 from hpctrain.experiment.oversubscription import oversubscribed
@@ -110,6 +111,8 @@ def _parts(session: Session, resume: str | None, schedule_from: str | None) -> t
     """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
     start = find_start(session, resume) if resume is not None else None
     parts = build(session, None if start is None else start.data)
+    if start is None:  # else the checkpoint has them
+        start_from_weights(session, parts.replica)
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     if start is None:
         return parts, None
@@ -289,7 +292,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterab
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
-    for note in filter(None, (*parts.notes, *notes)):
+    for note in filter(None, (*describe_start(config, network), *parts.notes, *notes)):
         reporter.say(note)
 
 

@@ -300,7 +300,7 @@ class Replica:
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
         """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
-        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups.all_ranks)
+        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:

@@ -65,6 +65,18 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["file", "--out", "new.h5"], "new.h5 would be taken for a file"),
     ],
     "checkpoint prune": [(["nowhere", "--keep", "2"], "nowhere is no directory; give a run directory")],
+    "weights import": [
+        (["nowhere.pt", "--model", "resnet18", "--out", "new.safetensors"], "There is no file of weights nowhere.pt"),
+        (["file", "--model", "resnet18", "--out", "new.safetensors"], "The name of file does not say which kind of file it is"),
+        (["nowhere.pt", "--model", "resnet18", "--out", "new.pt"], "it must end in .safetensors."),
+    ],
+    "weights export": [
+        (["nowhere", "--out", "new.safetensors"], "nowhere holds no checkpoints"),
+        (["file", "--out", "new.safetensors"], "file"),
+        (["photos", "--out", "new.h5"], "it must end in .safetensors, .pt, .pth or .onnx."),
+        (["nowhere.safetensors", "--out", "new.onnx"], "There is no file of weights nowhere.safetensors"),
+    ],
+    "weights show": [(["nowhere.safetensors"], "There is no file of weights nowhere.safetensors")],
     "calibrate": [
         (["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml"),
     ],

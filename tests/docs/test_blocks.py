@@ -225,6 +225,7 @@ KINDS = (
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
+    Kind(r"hpctrain weights ", takes, "needs weights or a run of this name; tests/cli/test_weights.py makes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
     Kind(
         r"(hpctrain|mpiexec .*-m hpctrain) doctor ", takes, "looks at this machine; tests/cli/test_doctor.py runs it on several"

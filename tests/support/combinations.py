@@ -216,7 +216,17 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
     other_groups = (found.goes_on_from, then) if found.goes_on_from is not None and key_then != key else None
     lazy = averager_options(row) if row["averager"] == "lazy" else None
     left_out = task.poisoned_step if task.skips else None
-    key += (row["net"], row["optimizer"], row["batch"], row["smoothing"], task.steps, repr(lazy), left_out, task.unreadable)
+    key += (
+        row["net"],
+        row["optimizer"],
+        row["batch"],
+        row["smoothing"],
+        task.steps,
+        repr(lazy),
+        left_out,
+        task.unreadable,
+        task.frozen,
+    )
     key += (found.other_order_from, other_groups and (found.goes_on_from, *key_then))
     if key not in _KEPT:
         alone: StrategyFactory = Blocking

@@ -62,7 +62,15 @@ def train_alone(
     """
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
-    network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
+    network = Network(
+        task.model(),
+        task.image_shape,
+        task.kernels,
+        dtype=task.dtype,
+        seed=task.seed,
+        smoothing=task.smoothing,
+        frozen=task.frozen,
+    )
     (group,) = network.groups.values()
     optimizer = task.optimizer()
     planned = PlannedGroup(group, 1, norms_needed=optimizer.norms_needed)

@@ -34,7 +34,7 @@ class Task:
 
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
-    are numbers in memory.
+    are numbers in memory. frozen: patterns of layers that are not trained.
     """
 
     model: Callable[[], Layer]
@@ -56,6 +56,7 @@ class Task:
     skips: bool = False
     poisoned_step: int | None = None
     unreadable: tuple[int, ...] | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass
@@ -143,6 +144,7 @@ def replica_on(
         dtype=task.dtype,
         seed=task.seed,
         smoothing=task.smoothing,
+        frozen=task.frozen,
     )
     return Replica(
         network,
