@@ -14,11 +14,13 @@ class HpctrainError(Exception):
 
     Attributes:
         ranks: those of the world at which the cause lies, where the ranks know them; empty: it is nobody's in particular.
+        said_by: the rank of the world that says it for all those that raise it alike; None: not known to be raised alike.
     """
 
     def __init__(self, *arguments: object, ranks: Sequence[int] = ()) -> None:
         super().__init__(*arguments)
         self.ranks = tuple(ranks)
+        self.said_by: int | None = None
 
 
 class ConfigError(HpctrainError):
