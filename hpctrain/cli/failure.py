@@ -102,20 +102,22 @@ def job_ends_on_error(
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
         failed(f"{call} inside of a run", ())
         # MPI would wait in this rank for the others to end, and they in a step for this one.
-        last_words.say(rank(), [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job."], stacks=False)
+        last_words.say(
+            rank(), [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job."], sys.stderr, stacks=False
+        )
         _leave(abort, BUG)
     except MemoryError as error:
         sentence = _out_of_memory(error, rank())
         failed(sentence, ())
         rank_log.also(sentence, last=True)
-        _say(sentence, rank)
+        _say(sentence, None)
         _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
-        last_words.say(rank(), traceback.format_exc().splitlines(), stacks=False)
+        last_words.say(rank(), traceback.format_exc().splitlines(), sys.stderr, stacks=False)
         _leave(abort, BUG)
 
 

@@ -38,9 +38,11 @@ class LogReporter(Reporter):
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
         """Log a line where the interval is over: the step, its loss over all ranks, and this rank's share of waiting."""
         self._steps += 1
+        if self._last is None or self._clock() - self._last >= self._interval_seconds:
+            self._tell(epoch, step, sums)
+
+    def _tell(self, epoch: int, step: int, sums: RunningSums) -> None:
         now = self._clock()
-        if self._last is not None and now - self._last < self._interval_seconds:
-            return
         waited = self._progress.waited_seconds
         since = "" if self._last is None else f" of {now - self._last:.1f} s"
         _debug(

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.autopsy import directory_of
 from hpctrain.cli.main import cli
+from hpctrain.speaker import place
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome
 
@@ -90,7 +91,7 @@ def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: s
     assert values["blamed"] == [1], values["findings"]
     assert words in " ".join(values["findings"])
     if fault in ("load", "compute", "evaluate"):
-        assert "autopsy: Rank 1" in outcome.stderr or "[rank 1] nothing has moved for the deadline of 3 s" in outcome.stderr
+        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}nothing has moved for the deadline of 3 s" in outcome.stderr
 
 
 @pytest.mark.job

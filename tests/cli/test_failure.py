@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.errors import DataError, RankLostError
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome, clean_environment
 
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
@@ -277,7 +278,7 @@ def test_an_exit_inside_of_a_run_ends_the_job(code: object, call: str, capsys: p
     ):
         sys.exit(code)  # type: ignore[arg-type]
     assert (end.value.code, aborted, failed) == (1, [1], [f"{call} inside of a run"])
-    assert f"[rank 2] {call} inside of a run ends the job." in capsys.readouterr().err
+    assert f"{place(2)}{call} inside of a run ends the job." in capsys.readouterr().err
 
 
 def test_a_lost_rank_ends_the_job_with_a_code_that_it_is_started_again_on(capsys: pytest.CaptureFixture) -> None:
