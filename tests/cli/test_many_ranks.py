@@ -34,6 +34,7 @@ batch: {2 * RANKS}
 epochs: 1
 optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
 schedule: constant
+batch_norm: {{statistics: synchronised}}
 progress: test
 deadline_seconds: 300
 checkpoint: {{every_steps: {STEPS}}}
@@ -70,7 +71,6 @@ def test_they_train_as_one_rank_does_and_end(job: Job, folder: Path) -> None:
         outcome = _job(job, ranks, folder, ["-m", "hpctrain", "train", "many.yaml", f"output={output}"])
         assert outcome.code == 0, outcome.output
         assert outcome.stdout.count("\n") == len(set(outcome.stdout.splitlines())), outcome.stdout
-    assert f"{RANKS} ranks as 1 x {RANKS}" in outcome.stdout or (folder / "many").is_dir()
     many, one = _parameters(folder, "many"), _parameters(folder, "one")
     assert many.keys() == one.keys()
     assert many
