@@ -30,6 +30,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
         ([CONFIG, "optimizer=adamw"], 'There is no optimizer "adamw"'),
+        ([CONFIG, "--log-ranks", "al"], "must be all, none, or ranks such as 0,3,8-15; the nearest is all."),
+        ([CONFIG, "--log-ranks", "0,3"], "--log-ranks names rank 3, but the job has 1 rank; the largest number is 0."),
         ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
     ],
     "run": [
@@ -49,6 +51,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
+        ([CONFIG, "--log-ranks", "3-1"], "--log-ranks has 3-1, which begins behind its end; the nearest is 1-3."),
         ([CONFIG], "has a checkpoint; train one first"),
         ([CONFIG, "--checkpoint", "best"], "has a best checkpoint: with checkpoint.best one is kept where an evaluation and"),
     ],
