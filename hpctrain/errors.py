@@ -7,6 +7,7 @@ rank before any communication, so that no rank is left waiting for another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class HpctrainError(Exception):
@@ -21,6 +22,11 @@ class HpctrainError(Exception):
         super().__init__(*arguments)
         self.ranks = tuple(ranks)
         self.said_by: int | None = None
+
+    def of_all_ranks(self, said_by: int = 0) -> Self:
+        """This error, which all ranks of a group raise alike, so that one of them says it."""
+        self.said_by = said_by
+        return self
 
 
 class ConfigError(HpctrainError):

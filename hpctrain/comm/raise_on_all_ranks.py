@@ -32,14 +32,11 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     if not failed:
         return result
     if failure is not None and len(failed) == comm.size and comm.rank == 0:
-        failure.said_by = comm.world_ranks[0]
-        raise failure
+        raise failure.of_all_ranks(comm.world_ranks[0])
     kind, message, ranks = outcomes[failed[0]]
     if len(failed) < comm.size:
         ranks = ranks or [comm.world_ranks[rank] for rank in failed]
-    alike = kind(message + on_ranks(failed, comm.size), ranks=ranks)
-    alike.said_by = comm.world_ranks[0]
-    raise alike from failure
+    raise kind(message + on_ranks(failed, comm.size), ranks=ranks).of_all_ranks(comm.world_ranks[0]) from failure
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:

@@ -292,6 +292,22 @@ def test_a_lost_rank_ends_the_job_with_a_code_that_it_is_started_again_on(capsys
     assert capsys.readouterr().err == "hpctrain: Rank 2 of 4 was lost.\n"
 
 
+@pytest.mark.parametrize(
+    ("rank", "said_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
+)
+def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
+    rank: int, said_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With many ranks on few cores that one may come to it much later; a rank that may be alone waits for a moment only."""
+    slept: list[float] = []
+    monkeypatch.setattr("hpctrain.cli.failure.time.sleep", slept.append)
+    error = DataError("One.")
+    with pytest.raises(SystemExit), job_ends_on_error(lambda: rank, lambda code: None):
+        raise error if said_by is None else error.of_all_ranks(said_by)
+    assert slept == [silent]
+    assert capsys.readouterr().err == f"hpctrain: {place(rank) if rank else ''}One.\n"
+
+
 def test_a_users_error_aborts_once(capsys: pytest.CaptureFixture) -> None:
     aborted: list[int] = []
     with pytest.raises(SystemExit) as end, job_ends_on_error(lambda: 0, aborted.append):
