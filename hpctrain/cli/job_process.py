@@ -60,8 +60,8 @@ class JobProcess:
             if not self.launcher.local_rank:
                 self._removed = shared_segments.remove_stale()
         self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
-        log.configure(self.world.rank, self.world.size)
         if self.launcher.starts_mpi:
+            log.configure(self.world.rank, self.world.size)
             shared_segments.remember()
             self.exits.callback(shared_segments.forget)
         return self.world
