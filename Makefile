@@ -9,6 +9,7 @@
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
+# make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
@@ -29,6 +30,7 @@ PY := $(BIN)/python
 RANKS ?= 2
 TEST_RANKS ?= 2 3 4
 HPCTRAIN_COMBINATIONS ?= 2000
+MANY_RANKS ?= 64
 
 # The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
 # they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
@@ -65,7 +67,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs site slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -160,6 +162,11 @@ signals: $(VENV)/installed-dev
 faults: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m benchmarks.faults
 	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
+
+# By one process: each of its jobs takes all cores.
+many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed
+	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(PY) -m pytest --durations=0 tests/cli/test_many_ranks.py
+	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(OPENMPI_BIN)/python -m pytest --durations=0 tests/cli/test_many_ranks.py
 
 combinations: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS)

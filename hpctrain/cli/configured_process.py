@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain import rank_log
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.cli.loading import load_config
+from hpctrain.cli.log_ranks import NONE, begin_log
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch import keeper
-from hpctrain.launch.launcher import detect
+from hpctrain.launch.launcher import Launcher, detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, set_threads
+from hpctrain.log import get_logger
+from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.experiment.session import Session
+
+_log = get_logger(__name__)
 
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
@@ -39,15 +46,16 @@ class ConfiguredProcess(JobProcess):
     """A process of a configured job.
 
     Args:
-        watch: of its signals, which is told where its rank has another number.
+        watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
 
     Attributes:
         world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
         flight: the record of the process in the present world.
     """
 
-    def __init__(self, watch: SignalWatch | None = None) -> None:
+    def __init__(self, watch: SignalWatch | None = None, log_ranks: str = NONE) -> None:
         super().__init__(detect(os.environ))
+        self._log_ranks = log_ranks
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
@@ -191,6 +199,9 @@ class ConfiguredProcess(JobProcess):
         return session
 
     def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
+        begin_log(self._log_ranks, self.launcher)
+        self.exits.callback(rank_log.end)
+        _tell_start(self.launcher, file, overrides)
         config, source = load_config(file, overrides)
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
@@ -203,6 +214,12 @@ class ConfiguredProcess(JobProcess):
 
             tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
         return filled(config), threads
+
+
+def _tell_start(launcher: Launcher, file: Path, overrides: tuple[str, ...]) -> None:
+    """Log which process this is, for its file."""
+    words = " ".join((str(file), *overrides))
+    _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 
 
 def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:

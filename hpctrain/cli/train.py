@@ -11,6 +11,7 @@ import click
 from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.cli.log_ranks import log_ranks_option
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import SignalWatch
 
@@ -52,6 +53,7 @@ COMPUTE_ONLY_STEPS = 20
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
 )
+@log_ranks_option
 @click.pass_obj
 def train(
     watch: SignalWatch | None,
@@ -63,6 +65,7 @@ def train(
     style: ProgressStyle | None,
     schedule_from: str | None,
     stopped_file: Path | None,
+    log_ranks: str,
 ) -> None:
     """Train the model of FILE.
 
@@ -74,7 +77,7 @@ def train(
     if compute_only and schedule_from is not None:
         raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
     watch = watch or SignalWatch()
-    job = ConfiguredProcess(watch)
+    job = ConfiguredProcess(watch, log_ranks)
     if compute_only:
         watch.end_at_once()
 
@@ -120,9 +123,10 @@ def train(
     help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
     "the one with the best evaluation.",
 )
-def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str) -> None:
+@log_ranks_option
+def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str, log_ranks: str) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
-    job = ConfiguredProcess()
+    job = ConfiguredProcess(log_ranks=log_ranks)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.experiment.evaluation import run_evaluation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpctrain import rank_log
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
@@ -23,6 +24,7 @@ from hpctrain.experiment.images import (
 from hpctrain.experiment.resume import check_model, data_of, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.replica import Replica
 
@@ -43,6 +45,7 @@ def run_evaluation(session: Session, source: str) -> None:
     if there is None:
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
     path, content = there
+    keep_log(path, session.world.rank)
     images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content))
     if session.is_root:
         for note in images.notes:
@@ -52,6 +55,15 @@ def run_evaluation(session: Session, source: str) -> None:
         means = sums.means()
         loss = loss_text(means["loss"])
         print(f"{path}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+
+
+def keep_log(checkpoint: Path, rank: int) -> None:
+    """The log file of a rank that keeps one goes on in the run that a checkpoint is of; in the checkpoint's directory else."""
+    kept = rank_log.own()
+    if kept is not None:
+        run = RunDirectory(checkpoint.resolve().parent)
+        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name else run
+        kept.keep_in(run.log_path(rank))
 
 
 def _build(session: Session, path: Path, content: CheckpointContent) -> tuple[Images, Replica, Loader]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hpctrain import user_code
+from hpctrain import rank_log, user_code
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
@@ -39,6 +39,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
+from hpctrain.train.log_reporter import LogReporter
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
@@ -256,17 +257,23 @@ def _cut_records(session: Session, parts: Parts, start: Start) -> None:
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    """The reporters of rank 0; one that does nothing on other ranks. Collective.
+    """The reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
 
     Raises:
         ConfigError: a configured reporter cannot be made.
     """
     metrics = session.config.metrics
 
+    kept = rank_log.own()
+    logged = []
+    if kept is not None:
+        kept.keep_in(directory.log_path(session.world.rank))
+        logged = [LogReporter(session.progress, interval_seconds=metrics.interval_seconds)]
+
     def make() -> Reporter:
         if not session.is_root:
-            return Reporter()
-        others = [make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters]
+            return logged[0] if logged else Reporter()
+        others = [*logged, *(make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters)]
         return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
 
     return raise_on_all_ranks(session.world, make)

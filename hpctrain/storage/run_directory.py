@@ -168,6 +168,10 @@ class RunDirectory:
         """Where the flight records of its ranks lie, unless they are kept elsewhere."""
         return self.path / "flight"
 
+    def log_path(self, rank: int) -> Path:
+        """The log file of a rank, where it keeps one."""
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
     def point_to_flight(self, directory: Path | None) -> None:
         """Remember that flight records lie in this directory; None: in the run.
 

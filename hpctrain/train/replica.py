@@ -339,10 +339,10 @@ class Replica:
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
-            raise error
+            raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
         """Raise what the comparison has found, alike on all ranks. Collective."""
         assert self.watch is not None
         self.drain()
-        raise self.watch.error(self.kept_step)
+        raise self.watch.error(self.kept_step).of_all_ranks()

@@ -239,6 +239,7 @@ KINDS = (
         r"mpiexec .*-m mpi4py -m hpctrain calibrate ", takes, "takes a minute; tests/cli/test_calibrate.py runs it on two ranks"
     ),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain script ", takes, "starts the page's program, which a test of its own runs"),
+    Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_log_ranks.py does it"),
     Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/experiment/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
