@@ -40,7 +40,7 @@ class Network:
             "all", "data", "split" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
 
     Attributes:
-        parameter_dtype: of parameters, gradients and statistics.
+        parameter_dtype: of parameters, gradients and statistics. loss_spec: the loss of its programs.
         groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
         shards: which part of each this rank holds; None: all of it.
@@ -68,7 +68,8 @@ class Network:
         self._captures = isinstance(kernels, CapturesWork) and kernels.captures
         self.slices: Slices = {}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
-        self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
+        self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
+        self._loss = kernels.make_loss(self.loss_spec)
         self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
         graph = self.graph(1)
