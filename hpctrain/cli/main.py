@@ -13,6 +13,7 @@ from hpctrain.version import __version__
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
+    "predict": ("hpctrain.cli.predict", "predict"),
     "script": ("hpctrain.cli.script", "script"),
     "run": ("hpctrain.cli.run_command", "run"),
     "submit": ("hpctrain.cli.submit", "submit"),
