@@ -12,6 +12,7 @@ import click
 
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.launch.exit_codes import USER_ERROR
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.config.source import Source
 
 _RUNS = Path("runs")
+_MOST_LISTED = 20
 
 
 @click.command()
@@ -87,20 +89,17 @@ def predict(
         show = partial(print_lines if as_json else print_table, predictions)
         broken = show(visible=session.is_root)
         job.finish()
-        _require_none(broken, len(predictions.files))
-
-
-def _require_none(broken: Sequence[Path], pictures: int) -> None:
-    """Nothing, where all pictures were predicted.
-
-    Raises:
-        DataError: some were not.
-    """
-    from hpctrain.data.convert.common import listed
-    from hpctrain.errors import DataError
-
     if broken:
-        raise DataError(f"{listed('image', [str(path) for path in broken])} of {pictures} could not be predicted, see there.")
+        if job.rank() == 0:
+            click.echo(_sentence(broken, len(predictions.files)), err=True)
+        job.leave(USER_ERROR)
+
+
+def _sentence(broken: Sequence[Path], pictures: int) -> str:
+    """The last words, where some pictures were not predicted."""
+    shown = ", ".join(os.fsencode(path).decode(errors="replace") for path in broken[:_MOST_LISTED])
+    more = f", and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
+    return f"hpctrain: {len(broken)} of {pictures} images could not be predicted: {shown}{more}."
 
 
 class _Choice:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -71,8 +71,13 @@ class _Form:
         self._print([("image", "class", "probability")])
 
     def print_pictures(self, pictures: Sequence[PredictedPicture]) -> None:
-        """The lines of some pictures."""
-        self._print(line for picture in pictures for line in _lines(picture))
+        """The lines of some pictures; those of a picture without a prediction are as wide as the table."""
+        for is_broken, group in groupby(pictures, lambda picture: picture.error is not None):
+            if is_broken:
+                for picture in group:
+                    self._write(f"{_printable(picture.file)}: {picture.error}")
+            else:
+                self._print(line for picture in group for line in _lines(picture))
 
     def _print(self, lines: Iterable[tuple[str, str, str]]) -> None:
         table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0), pad_edge=False)
@@ -81,7 +86,10 @@ class _Form:
         table.add_column(width=_PROBABILITY, justify="right")
         for line in lines:
             table.add_row(*line)
-        self._console.print(table)
+        self._write(table)
+
+    def _write(self, content: Table | str) -> None:
+        self._console.print(content)
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in self._text.getvalue().splitlines()))
         sys.stdout.flush()
         self._text.seek(0)
@@ -89,10 +97,10 @@ class _Form:
 
 
 def _lines(picture: PredictedPicture) -> Iterator[tuple[str, str, str]]:
-    # A name that is not Unicode cannot be printed as it is.
-    file = os.fsencode(picture.file).decode(errors="replace")
-    if picture.error is not None:
-        yield f"{file}: {picture.error}", "-", "-"
-        return
     for number, one in enumerate(picture.classes):
-        yield file if number == 0 else "", one.name, f"{one.probability:.2%}"
+        yield _printable(picture.file) if number == 0 else "", one.name, f"{one.probability:.2%}"
+
+
+def _printable(file: Path) -> str:
+    """The path; a name that is not Unicode cannot be printed as it is."""
+    return os.fsencode(file).decode(errors="replace")
