@@ -48,7 +48,7 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
     size, classes, samples = 17, 10, 7
     batch = torch_parity.make_batch(samples, size, classes, seed=1)
     network = torch_parity.make_network("resnet20", size, {"classes": classes}, "float64", seed=1)
-    module = torch_parity._module("resnet20", 1.0, interchange.export(network), "float64").eval()
+    module = torch_parity.torch_module("resnet20", 1.0, interchange.export(network), "float64").eval()
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(np.float64))
     with torch.no_grad():
         mean = (torch.softmax(module(x), 1) + torch.softmax(module(torch.flip(x, [3])), 1)) / 2
