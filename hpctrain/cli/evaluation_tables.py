@@ -144,7 +144,7 @@ def check_target(path: Path) -> None:
         ConfigError: its directory is not there, or may not be written.
     """
     directory = path.resolve().parent
-    if not os.access(directory, os.W_OK):
+    if not (directory.is_dir() and os.access(directory, os.W_OK)):
         reason = "may not be written to" if directory.is_dir() else "is no directory"
         raise ConfigError(f"--confusion {path} cannot be written: {directory} {reason}; give another path.")
 

@@ -1,4 +1,4 @@
-"""Which class was taken for which: counts of an evaluation, exact integers on any number of ranks.
+"""Confusion matrices: which class an evaluation took for which, in integers that are exact on any number of ranks.
 
 A matrix of 20,000 classes has 400 million cells, few of which are not zero: only those are kept, and ranks add theirs in blocks.
 """

@@ -12,7 +12,7 @@ from hpctrain.data.loader import BatchSource
 from hpctrain.nn.network import Network
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.scores import forward, log_probabilities, pairs
+from hpctrain.train.scores import forward, host_logits, log_probabilities, pairs
 
 
 def evaluate(
@@ -44,7 +44,7 @@ def evaluate(
             _add(sums, latest)
             latest = program.loss(batch.y, batch.global_count)
             if confusion is not None:
-                confusion.add(batch.y, network.kernels.arithmetic.to_host(program.logits))
+                confusion.add(batch.y, host_logits(network, program))
         else:
             means = log_probabilities(network, batch, mirror)  # whose softmax they are the logarithm of: logits of themselves
             _add(sums, loss_of_means.run(means, batch.y, batch.global_count, None))

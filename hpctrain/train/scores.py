@@ -37,11 +37,9 @@ def forward(network: Network, batch: Batch) -> Program:
     return program
 
 
-def host_logits(network: Network, batch: Batch) -> np.ndarray:
-    """Logits (N, classes) of a rank's own samples, read only, valid until the next pass. Collective over the split group."""
-    if not sum(batch.share.counts):
-        return np.zeros((0, network.classes), network.dtype)
-    return network.kernels.arithmetic.to_host(forward(network, batch).logits)
+def host_logits(network: Network, program: Program) -> np.ndarray:
+    """The logits (N, classes) that a program has computed, bfloat16 as float32, read only, valid until the next pass."""
+    return network.kernels.arithmetic.to_host(program.logits)
 
 
 def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = None) -> np.ndarray:
@@ -53,11 +51,13 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
     Args:
         mirror: the mirror images of the same samples; None: the images alone count.
     """
-    own = log_softmax(host_logits(network, batch))
+    if not sum(batch.share.counts):  # of the split group: nobody computes anything
+        return np.zeros((0, network.classes))
+    own = log_softmax(host_logits(network, forward(network, batch)))
     if mirror is None:
         return own
     # In logarithms, because a probability of 1e-400 is 0 in float64, and its loss would be infinite.
-    mean: np.ndarray = np.logaddexp(own, log_softmax(host_logits(network, mirror))) - _LOG_2
+    mean: np.ndarray = np.logaddexp(own, log_softmax(host_logits(network, forward(network, mirror)))) - _LOG_2
     return mean
 
 

@@ -215,7 +215,7 @@ KINDS = (
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(
-        r"hpctrain (eval|train) .*(checkpoint|resume) best",
+        r"hpctrain (eval|predict|train) .*(checkpoint|resume) best",
         takes,
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
@@ -270,8 +270,12 @@ _MOST_RANKS = 2
 def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
     """Run a command that starts hpctrain; it must end with code 0."""
     ranks, arguments = program(words)
+    if arguments[0] == "predict":  # which ends its process
+        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder, timeout_seconds=120)
+        assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
+        return
     if arguments[0] in ("train", "eval"):  # which end their process
-        small = [*arguments, *_SMALL]
+        small = [*arguments[:2], *_SMALL, *arguments[2:]]
         if arguments[0] == "train":
             small += _STEPS
         outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
