@@ -73,7 +73,7 @@ class ImageForm:
 
     @classmethod
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
-        """That of the images of a data file; the default of the converters where it does not say how it was made."""
+        """The form of a data file's images; where it does not say how it was made, as the converters do by default."""
         height, width, channels = file.shape
         return cls((height, width, channels), file.fit or "crop")
 

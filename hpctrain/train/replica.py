@@ -281,10 +281,7 @@ class Replica:
     ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
-        The last step's sums, where they are wanted, are to be had from `settle` before.
-
-        Args:
-            mirrored: the same samples, mirrored: the mean of both probabilities counts. confusion: counts this rank's samples.
+        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes.
 
         Raises:
             DivergedError: as `step`.
@@ -292,7 +289,8 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        return evaluate(self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored, confusion=confusion)
+        comm = self.groups.all_ranks
+        return evaluate(self.network, loader, comm, self.progress, mirrored=mirrored, confusion=confusion)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.

@@ -70,6 +70,14 @@ TEXTS = {
     ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
+    (
+        "docs/predict.md",
+        "The image cannot be decoded",
+    ): "pictures of a trained run; tests/cli/test_prediction_tables.py has the form",
+    (
+        "docs/predict.md",
+        "most often taken for",
+    ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
