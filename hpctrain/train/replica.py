@@ -41,7 +41,6 @@ _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
-
 #: the strategy for one group of parameters, such as the class `Sharded` itself
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
@@ -289,8 +288,7 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        comm = self.groups.all_ranks
-        return evaluate(self.network, loader, comm, self.progress, mirrored=mirrored, confusion=confusion)
+        return evaluate(self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored, confusion=confusion)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
