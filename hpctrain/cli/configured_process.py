@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +32,7 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+    from hpctrain.config.source import Source
     from hpctrain.experiment.session import Session
 
 _log = get_logger(__name__)
@@ -37,6 +40,8 @@ _log = get_logger(__name__)
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
 
+#: gives a configuration and the places of its values
+ReadConfig = Callable[[], "tuple[Config, Source]"]
 #: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
 #: done; True where it was stopped
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
@@ -82,7 +87,11 @@ class ConfiguredProcess(JobProcess):
         Args:
             resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
         """
-        self._begin(file, overrides)
+        return self.start_from(partial(load_config, file, overrides), resume, repeated)
+
+    def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
+        """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
+        self._begin(read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
@@ -91,7 +100,7 @@ class ConfiguredProcess(JobProcess):
         Args:
             work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
         """
-        self._begin(file, overrides)
+        self._begin(partial(load_config, file, overrides))
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -153,10 +162,10 @@ class ConfiguredProcess(JobProcess):
         assert self.world is not None, "MPI has started"
         return self.world
 
-    def _begin(self, file: Path, overrides: tuple[str, ...]) -> None:
+    def _begin(self, read: ReadConfig) -> None:
         """Read the configuration, set the threads, then start MPI, in any case."""
         try:
-            self._prepared = self._prepare(file, overrides)
+            self._prepared = self._prepare(read)
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
@@ -198,11 +207,11 @@ class ConfiguredProcess(JobProcess):
         self.started(session.progress)
         return session
 
-    def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
+    def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
         begin_log(self._log_ranks, self.launcher)
         self.exits.callback(rank_log.end)
-        _tell_start(self.launcher, file, overrides)
-        config, source = load_config(file, overrides)
+        _tell_start(self.launcher)
+        config, source = read()
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
         from hpctrain.experiment.options import filled
@@ -216,9 +225,9 @@ class ConfiguredProcess(JobProcess):
         return filled(config), threads
 
 
-def _tell_start(launcher: Launcher, file: Path, overrides: tuple[str, ...]) -> None:
+def _tell_start(launcher: Launcher) -> None:
     """Log which process this is, for its file."""
-    words = " ".join((str(file), *overrides))
+    words = " ".join(sys.argv[1:])
     _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 
 

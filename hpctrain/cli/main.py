@@ -12,6 +12,7 @@ from hpctrain.cli.failure import Commands
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
+    "predict": ("hpctrain.cli.predict", "predict"),
     "script": ("hpctrain.cli.script", "script"),
     "run": ("hpctrain.cli.run_command", "run"),
     "submit": ("hpctrain.cli.submit", "submit"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.train.console_reporter import ProgressStyle
 
 COMPUTE_ONLY_STEPS = 20
+_PRINTED = "-"  # in place of a file's name
 
 
 @click.command()
@@ -123,13 +124,44 @@ def train(
     help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
     "the one with the best evaluation.",
 )
+@click.option("--per-class", is_flag=True, help="Print the accuracy of each class, too, the worst first.")
+@click.option(
+    "--confusion",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=_PRINTED,
+    help="Count which class was taken for which, and write it to FILE, .json or .csv; without FILE it is printed.",
+)
+@click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @log_ranks_option
-def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str, log_ranks: str) -> None:
+def evaluate(
+    file: Path,
+    overrides: tuple[str, ...],
+    checkpoint: str,
+    per_class: bool,
+    confusion: str | None,
+    flip: bool,
+    as_json: bool,
+    log_ranks: str,
+) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
+    target = None if confusion in (None, _PRINTED) else Path(confusion)
+    if target is not None and target.suffix not in (".json", ".csv"):
+        raise click.UsageError(f"--confusion {target} is no file that ends in .json or .csv; leave the name out to print it.")
     job = ConfiguredProcess(log_ranks=log_ranks)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
+        from hpctrain.cli.evaluation_tables import check_target, print_json, print_text, write_confusion
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.evaluation import run_evaluation
 
-        run_evaluation(session, checkpoint)
+        if target is not None:
+            raise_on_all_ranks(session.world, lambda: check_target(target) if session.is_root else None)
+        evaluation = run_evaluation(session, checkpoint, flip=flip, confusion=per_class or confusion is not None)
+        if session.is_root:
+            show = print_json if as_json else print_text
+            show(evaluation, per_class=per_class, confusion=confusion == _PRINTED)
+            if target is not None:
+                write_confusion(evaluation, target)
         job.finish()

@@ -42,7 +42,7 @@ class Network:
         frozen: patterns of names of layers that are not trained (see `nn.frozen`).
 
     Attributes:
-        parameter_dtype: of parameters, gradients and statistics.
+        parameter_dtype: of parameters, gradients and statistics. loss_spec: the loss of its programs.
         groups: trained parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
         frozen: names of the layers that are not trained. frozen_groups: their parameters, by the same names as `groups`.
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
@@ -73,7 +73,8 @@ class Network:
         self._captures = isinstance(kernels, CapturesWork) and kernels.captures
         self.slices: Slices = {}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
-        self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
+        self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
+        self._loss = kernels.make_loss(self.loss_spec)
         self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
         self.frozen = frozen_layers(model, frozen)

@@ -22,6 +22,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shard_file import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
+from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
@@ -39,7 +40,6 @@ _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
-
 
 #: the strategy for one group of parameters, such as the class `Sharded` itself
 StrategyFactory = Callable[[PlannedGroup], Strategy]
@@ -275,10 +275,12 @@ class Replica:
             self._raise_corrupted()
 
     @_without_warnings
-    def evaluate(self, loader: BatchSource) -> RunningSums:
+    def evaluate(
+        self, loader: BatchSource, *, mirrored: BatchSource | None = None, confusion: ConfusionCounts | None = None
+    ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
-        The last step's sums, where they are wanted, are to be had from `settle` before.
+        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes.
 
         Raises:
             DivergedError: as `step`.
@@ -286,7 +288,7 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        return evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+        return evaluate(self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored, confusion=confusion)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.

@@ -55,6 +55,15 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "--log-ranks", "3-1"], "--log-ranks has 3-1, which begins behind its end; the nearest is 1-3."),
         ([CONFIG], "has a checkpoint; train one first"),
         ([CONFIG, "--checkpoint", "best"], "has a best checkpoint: with checkpoint.best one is kept where an evaluation and"),
+        ([CONFIG, "--confusion", "file/matrix.csv"], "--confusion file/matrix.csv cannot be written"),
+    ],
+    "predict": [
+        (["photos"], "No run in runs has a checkpoint; train one first, or name a run by --checkpoint."),
+        (["photos", "--checkpoint", "nowhere"], "nowhere is no run directory"),
+        (["photos", "--checkpoint", "file"], "file"),
+        (["photos", "--config", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        (["photos", "--config", CONFIG], "has a checkpoint; train one first"),
+        (["photos", "--checkpoint", "best", "--runs", "photos"], "No run in photos has a best checkpoint"),
     ],
     "autopsy": [
         (["nowhere"], "There is no directory nowhere; give that of a run."),
@@ -205,7 +214,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_a_users_mistake_is_a_sentence(folder: Path, command: str, arguments: list[str], words: str) -> None:
-    if command in ("train", "eval", "calibrate", "doctor"):  # which end their process, and set up its log
+    if command in ("train", "eval", "predict", "calibrate", "doctor"):  # which end their process, and set up its log
         call = [sys.executable, "-m", "hpctrain", command, *arguments]
         done = subprocess.run(call, capture_output=True, text=True, timeout=180, check=False, env=clean_environment())
         code, output, errors = done.returncode, done.stdout, done.stderr

@@ -72,6 +72,14 @@ TEXTS = {
     ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
+    (
+        "docs/predict.md",
+        "The image cannot be decoded",
+    ): "pictures of a trained run; tests/cli/test_prediction_tables.py has the form",
+    (
+        "docs/predict.md",
+        "most often taken for",
+    ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
@@ -220,7 +228,7 @@ KINDS = (
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(
-        r"hpctrain (eval|train) .*(checkpoint|resume) best",
+        r"hpctrain (eval|predict|train) .*(checkpoint|resume) best",
         takes,
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
@@ -277,8 +285,12 @@ _MOST_RANKS = 2
 def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
     """Run a command that starts hpctrain; it must end with code 0."""
     ranks, arguments = program(words)
+    if arguments[0] == "predict":  # which ends its process
+        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder, timeout_seconds=120)
+        assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
+        return
     if arguments[0] in ("train", "eval"):  # which end their process
-        small = [*arguments, *_SMALL]
+        small = [*arguments[:2], *_SMALL, *arguments[2:]]
         if arguments[0] == "train":
             small += _STEPS
         outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
