@@ -210,21 +210,13 @@ def describe() -> str:
     """The MPI library's name and version and its thread level, on one line, for logs and run directories. After `world`."""
     from mpi4py import MPI
 
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    return f"{_library()}, thread level {levels[MPI.Query_thread()]}"
+    levels = ("single", "funneled", "serialized", "multiple")
+    values = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return f"{_library()}, thread level {levels[values.index(MPI.Query_thread())]}"
 
 
 def library() -> str:
-    """The MPI library's name and version, on one line. MPI is loaded, and not started.
-
-    Raises:
-        MissingLibraryError: there is no MPI library that mpi4py can load.
-    """
+    """The MPI library's name and version, on one line. MPI is loaded, and not started. Raises as `world` does."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
