@@ -148,7 +148,7 @@ slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs
 
 slurm-packages:
-	@if command -v slurmctld slurmd sbatch munged | wc -l | grep -qx 4; then \
+	@if (for program in slurmctld slurmd sbatch munged; do command -v $$program || exit 1; done) >/dev/null; then \
 		true; \
 	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
 		echo "Slurm is not installed, which needs root and apt-get: the tests on it are skipped"; \
