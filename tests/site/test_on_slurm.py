@@ -22,7 +22,6 @@ import pytest
 import hpctrain
 from hpctrain.launch.exit_codes import STOPPED, USER_ERROR
 from hpctrain.storage.run_directory import latest
-from tests.support import holding_reporter
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, missing, slurm_cluster
 from tests.support.slurm_user import SlurmJob, SlurmUser
@@ -38,8 +37,9 @@ node: {{cores: {cores}, ranks: 1}}
 launch: {{mpi: pmi2}}
 scratch: {{directory: {disk}}}
 """
-# A minute is the shortest limit that Slurm knows. It looks twice a minute, and tells whoever has less than so many seconds left.
-IMPATIENT = "extends: twins\nsignal_seconds: 55\n"
+# A minute is the shortest limit that Slurm knows. Twice a minute it looks who has less than so many seconds left, and who has none:
+# half a minute is left to start, and another one to save.
+IMPATIENT = "extends: twins\nsignal_seconds: 45\n"
 WITHOUT_MPI = "extends: twins\nlaunch: {mpi: null}\n"
 
 
@@ -62,7 +62,7 @@ def user(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Slu
     """Somebody with a configuration, data, code and site profiles of their own."""
     user = SlurmUser(tmp_path_factory.mktemp("user"), cluster)
     prepare(user.folder, images=32 * STEPS, epochs=EPOCHS)
-    shutil.copy(holding_reporter.__file__, user.folder)
+    shutil.copy(Path(__file__).parents[1] / "support" / "holding_reporter.py", user.folder)
     user.write_site("twins", PROFILE.format(cores=cluster.cores, disk=cluster.node_disk))
     user.write_site("impatient", IMPATIENT)
     user.write_site("without-mpi", WITHOUT_MPI)
