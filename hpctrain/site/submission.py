@@ -99,7 +99,8 @@ def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
     else:
         follow, log = f"squeue --jobs={number}", job.log.replace("%j", number)
         stop = f"scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}"
-    return (*_with_commands("follow it:", follow, f"tail -F {log}"), *_with_commands("stop it with a checkpoint, for good:", stop))
+    following = _with_commands("follow it:", follow, f"tail -F {log}")
+    return (*following, *_with_commands("stop it with a checkpoint, for good:", stop))
 
 
 def _with_commands(title: str, *commands: str) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ node: {{cores: {cores}, ranks: 1}}
 launch: {{mpi: pmi2}}
 scratch: {{directory: {disk}}}
 """
-# A minute is the shortest limit that Slurm knows. Twice a minute it looks who has less than so many seconds left, and who has none:
-# half a minute is left to start, and another one to save.
+# A minute is the shortest limit that Slurm knows. Twice a minute it looks who has less than so many seconds left, or none: a job
+# has a quarter of a minute to start, and half of one to save.
 IMPATIENT = "extends: twins\nsignal_seconds: 45\n"
 WITHOUT_MPI = "extends: twins\nlaunch: {mpi: null}\n"
 
