@@ -13,7 +13,8 @@
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
-# make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
+# make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
+# make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
@@ -55,6 +56,11 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDON
 # Tests of one process run in as many as there are cores. Each begins with a stretch of neighbours, so that they share what a module prepares.
 TEST_PROCESSES ?= $(shell nproc)
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
+# A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
+SLURM_PACKAGES_SECONDS ?= 180
+APT_GET := DEBIAN_FRONTEND=noninteractive timeout --kill-after=10 $(SLURM_PACKAGES_SECONDS) apt-get -qq
+
 # Containers run as root, and with more ranks than cores.
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
@@ -67,7 +73,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -155,6 +161,15 @@ site: $(SITE_VENV)/installed
 
 slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs
+
+slurm-packages:
+	@if (for program in slurmctld slurmd sbatch munged; do command -v $$program || exit 1; done) >/dev/null; then \
+		true; \
+	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Slurm is not installed, which needs root and apt-get: the tests on it are skipped"; \
+	elif ! { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends $(SLURM_PACKAGES); } </dev/null; then \
+		echo "Slurm could not be installed: the tests on it are skipped"; \
+	fi
 
 signals: $(VENV)/installed-dev
 	$(PY) -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json

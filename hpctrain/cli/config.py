@@ -52,7 +52,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
     click.echo(
-        f"ok: {file}: {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
+        f"ok: {file}\n  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
 

@@ -79,6 +79,7 @@ def submit(
         return
     submission = hand_over(site, job)
     ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
-    click.echo(f"job {submission.number} on {site.name}: {ranks}, script {job.script}")
+    click.echo(f"job {submission.number} on {site.name}: {ranks}")
+    click.echo(f"script: {job.script}")
     for line in submission.lines:
         click.echo(line)

@@ -87,6 +87,7 @@ TEXTS = {
     ("README.md", "averager sharded, simulated:"): "the same",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
     ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
+    ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
     ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
 
@@ -255,10 +256,10 @@ KINDS = (
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip install ", installs, "needs a network"),
-    Kind(r"(sbatch|scancel|scontrol|qsub|qsig) ", names_files, "needs a scheduler"),
+    Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig) ", names_files, "needs a scheduler"),
     Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
-    Kind(r"(cd|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
+    Kind(r"(cd|mkdir|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )
 
 
