@@ -15,7 +15,6 @@ from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader, TileOfRank
-from hpctrain.data.pictures import DecodedPictures
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.synthetic import Split, synthetic_file
@@ -115,6 +114,8 @@ def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[P
     Raises:
         ShapeError: a form that pictures cannot be brought to.
     """
+    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
+
     decoded = DecodedPictures(files, form, threads)
     moments = np.array(data.mean), np.array(data.std)
     file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
