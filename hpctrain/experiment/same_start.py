@@ -90,10 +90,8 @@ def _compare(world: Communicator, facts: Mapping[str, Mapping[str, Any] | None])
 
 def package_files(folder: Path) -> dict[str, int]:
     """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it."""
-    modules = [(path.relative_to(folder).as_posix(), path) for path in sorted(folder.rglob("*.py"))]
-    return {
-        name: zlib.crc32(path.read_bytes()) for name, path in modules if not name.startswith(tuple(f"{part}/" for part in _ASIDE))
-    }
+    modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    return {name: zlib.crc32(path.read_bytes()) for name, path in modules.items() if not name.startswith(_ASIDE)}
 
 
 def _digest(values: Mapping[str, Any]) -> str:
