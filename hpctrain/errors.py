@@ -7,6 +7,7 @@ rank before any communication, so that no rank is left waiting for another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class HpctrainError(Exception):
@@ -14,11 +15,18 @@ class HpctrainError(Exception):
 
     Attributes:
         ranks: those of the world at which the cause lies, where the ranks know them; empty: it is nobody's in particular.
+        said_by: the rank of the world that says it for all those that raise it alike; None: not known to be raised alike.
     """
 
     def __init__(self, *arguments: object, ranks: Sequence[int] = ()) -> None:
         super().__init__(*arguments)
         self.ranks = tuple(ranks)
+        self.said_by: int | None = None
+
+    def of_all_ranks(self, said_by: int = 0) -> Self:
+        """This error, which all ranks of a group raise alike, so that one of them says it."""
+        self.said_by = said_by
+        return self
 
 
 class ConfigError(HpctrainError):

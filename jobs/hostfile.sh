@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train on hosts without a scheduler, named in a file.
-# Site profile hostfile, tested on one machine. Guide:
+# Site profile hostfile, tested on two network namespaces of one machine. Guide:
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
 # One for a configuration, written and submitted:
 #   hpctrain submit configs/imagenet-resnet50.yaml --site hostfile --nodes 2
@@ -42,7 +42,20 @@ unset OMP_NUM_THREADS
 echo "output goes to $LOG"
 exec >>"$LOG" 2>&1
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
-LAUNCH=(mpiexec -hostfile "$HOSTFILE" -n $((NODES * RANKS_PER_NODE)) -ppn "$RANKS_PER_NODE")
+# Each MPI's mpiexec has words of its own; that of Open MPI hands on no variables to other hosts, and binds ranks to single cores.
+case "$(mpiexec --version 2>&1)" in
+    *"Open MPI"*)
+        MPIEXEC=(mpiexec -hostfile "$HOSTFILE" --bind-to none -x TERM=dumb -x PATH -x HDF5_USE_FILE_LOCKING)
+        PER_NODE=(--map-by "ppr:$RANKS_PER_NODE:node")
+        ON_EACH=("${MPIEXEC[@]}" -n "$NODES" --map-by ppr:1:node)
+        ;;
+    *)
+        MPIEXEC=(mpiexec -hostfile "$HOSTFILE")
+        PER_NODE=(-ppn "$RANKS_PER_NODE")
+        ON_EACH=("${MPIEXEC[@]}" -n "$NODES" -ppn 1)
+        ;;
+esac
+LAUNCH=("${MPIEXEC[@]}" -n $((NODES * RANKS_PER_NODE)) "${PER_NODE[@]}")
 
 # The environment on each node's own disk: thousands of ranks do not read its files from one file system (unverified: /tmp is on a
 # host's own disk on most machines).
@@ -56,7 +69,6 @@ END
 )
 if [ -n "$STAGE" ]; then
     ON_NODE="${TMPDIR:-/tmp}/hpctrain-$$"
-    ON_EACH=(mpiexec -hostfile "$HOSTFILE" -n "$NODES" -ppn 1)
     "${ON_EACH[@]}" bash -ec "$UNPACK" unpack "$STAGE" "$ON_NODE" ||
         fail "$STAGE could not be unpacked in $ON_NODE on each node, and nothing is started; make room there, or empty STAGE."
     PATH="$ON_NODE/bin:$PATH"

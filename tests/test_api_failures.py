@@ -19,6 +19,7 @@ from hpctrain.cli.main import cli
 from hpctrain.flight.ring import End, file_name, read
 from hpctrain.launch.exit_codes import DEADLINE, STOPPED
 from hpctrain.launch.signals import STOPS
+from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
@@ -76,7 +77,7 @@ def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(
     outcome = run(job, ranks, tmp_path, FAILS, through_mpi4py=through_mpi4py)
     assert outcome.code == 1, outcome.output
     assert outcome.stderr.count("ValueError: mine alone") == outcome.stderr.count("Traceback") == 1
-    assert f"[rank {ranks - 1}] Traceback" in outcome.stderr
+    assert f"{place(ranks - 1, ranks)}Traceback" in outcome.stderr
     findings = autopsy(tmp_path)
     assert findings["findings"][0].startswith(f"Rank {ranks - 1} failed first: ValueError: mine alone")
     assert len(findings["ranks"]) == ranks

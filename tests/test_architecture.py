@@ -74,7 +74,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.data.augmentations.random_resized_crop",
     "hpctrain.experiment.build",
     "hpctrain.experiment.compute_only",
-    "hpctrain.experiment.evaluation",
     "hpctrain.experiment.images",
     "hpctrain.experiment.model",
     "hpctrain.experiment.options_schema",

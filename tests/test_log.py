@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from hpctrain.log import configure, get_logger
+from hpctrain.speaker import place
 
 
 @pytest.fixture(autouse=True)
@@ -27,4 +28,4 @@ def test_rank_0_says_all_and_others_what_matters(rank: int, capsys: pytest.Captu
     log.warning("a worry")
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" a ")[2] for line in lines] == (["detail", "worry"] if rank == 0 else ["worry"])
-    assert all(line.startswith("[rank 3] ") == (rank == 3) for line in lines)
+    assert all(line.startswith(place(3)) == (rank == 3) for line in lines)

@@ -60,7 +60,7 @@ def test_the_fast_kernels_are_installed_where_they_run(installed: Path) -> None:
     (onednn,) = [line for line in lines if line.startswith("Requires-Dist: onednn")]
     assert onednn.endswith('; platform_machine == "x86_64" and sys_platform == "linux"')
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")}
-    assert extras == {"local", "export", "parity", "gpu12", "gpu13", "dev"}
+    assert extras == {"local", "export", "onnx", "parity", "gpu12", "gpu13", "dev"}
 
 
 def test_the_examples_of_an_installation_can_be_copied_and_checked(installed: Path, tmp_path: Path) -> None:

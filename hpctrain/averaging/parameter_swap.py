@@ -1,8 +1,16 @@
-"""Parameters exchanged with a state that their owners keep, such as their average, and back, without a copy of either."""
+"""Parameters and a state of the same size that their owners keep, such as their average: exchanged without a copy, or copied."""
 
 from __future__ import annotations
 
 from hpctrain.averaging.base import GradientAverager
+
+
+def copy_parameters(averager: GradientAverager, state: str) -> None:
+    """Make the optimiser's state of that name what the parameters are, in this rank's own parts. After `drain`."""
+    group = averager.group
+    for segment in averager.owned():
+        if segment.size:
+            group.arithmetic.copy(averager.optimizer.state(segment)[state], group.data[segment.start : segment.stop])
 
 
 def swap_parameters(averager: GradientAverager, state: str) -> None:

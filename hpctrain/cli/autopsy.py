@@ -33,6 +33,20 @@ def autopsy(run: Path, as_json: bool) -> None:
     for record in records:
         if record.sentence:
             click.echo(click.wrap_text(f"rank {record.rank}: {record.sentence}", width, subsequent_indent="  "))
+    logs = _logs(run, [record.rank for record in records])
+    if logs:
+        click.echo(logs)
+
+
+def _logs(run: Path, ranks: list[int]) -> str:
+    """Where the log files of ranks lie that have kept some; empty where none has."""
+    from hpctrain.rank_spans import spans
+    from hpctrain.storage.run_directory import RunDirectory
+
+    kept = [rank for rank in ranks if RunDirectory(run).log_path(rank).is_file()]
+    if not kept:
+        return ""
+    return f"logs of {'rank' if len(kept) == 1 else 'ranks'} {spans(kept)}: {RunDirectory(run).log_path(kept[0]).parent}"
 
 
 def directory_of(run: Path) -> Path:

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.arguments import OVERRIDES
+
 
 class RankCounts(click.ParamType):
     """Numbers of ranks, as 1,2,4."""
@@ -23,7 +25,7 @@ class RankCounts(click.ParamType):
 
 
 @click.command()
-@click.argument("overrides", nargs=-1)
+@OVERRIDES
 @click.option(
     "--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Configuration file to train."
 )

@@ -36,7 +36,7 @@ def listing(path: Path) -> None:
     """
     from hpctrain.storage import best_record
 
-    files = _files(path)
+    files = files_of(path)
     best = best_record.read(files[0][1].parent)
     mark = "" if best is None else f"best: {best}"
     for step, file in files:
@@ -59,7 +59,7 @@ def verify(path: Path) -> None:
     """
     from hpctrain.storage.checkpoint import read
 
-    files = _files(path)
+    files = files_of(path)
     damaged = []
     for _, file in files:
         try:
@@ -87,7 +87,7 @@ def show(path: Path, as_json: bool) -> None:
 
     from hpctrain.storage.checkpoint import read
 
-    _, file = _files(path)[-1]
+    _, file = files_of(path)[-1]
     content = read(file)
     tensors = _tensors(content)
     if as_json:
@@ -123,7 +123,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     from hpctrain.storage.checkpoint import is_sharded
     from hpctrain.storage.convert import convert as write_converted
 
-    _, file = _files(path)[-1]
+    _, file = files_of(path)[-1]
     sharded = layout == "sharded" if layout is not None else not is_sharded(file)
     if shards is not None and not sharded:
         raise CheckpointError(f"--shards is {shards}, but the layout single has one file; leave --shards out.")
@@ -139,8 +139,8 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     """Delete checkpoints of a run but the latest and the best.
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them, and so is the one with the best evaluation. What killed runs have left of unfinished checkpoints goes, too, once nothing
-    was written to it for an hour. PATH is a run directory or its directory of checkpoints.
+    them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
+    was written to them for an hour. PATH is a run directory or its directory of checkpoints.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
@@ -157,7 +157,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
         best_record.write(directory, None)
 
 
-def _files(path: Path) -> list[tuple[int, Path]]:
+def files_of(path: Path) -> list[tuple[int, Path]]:
     """(step, file) of the checkpoints that a path stands for, oldest step first; one at least.
 
     Raises:

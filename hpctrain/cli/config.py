@@ -9,11 +9,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
-
-_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-_OVERRIDES = click.argument("overrides", nargs=-1)
 
 
 @click.group(cls=Commands)
@@ -22,8 +21,8 @@ def config() -> None:
 
 
 @config.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 def show(file: Path, overrides: tuple[str, ...]) -> None:
     """Print a configuration with all defaults filled in.
 
@@ -40,8 +39,8 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 
 
 @config.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration before it runs.
 
@@ -53,7 +52,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
     click.echo(
-        f"ok: {file}: {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
+        f"ok: {file}\n  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
 
@@ -74,7 +73,7 @@ def list_() -> None:
 
 
 @config.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, shell_complete=complete_examples)
 @click.option(
     "--to",
     "directory",

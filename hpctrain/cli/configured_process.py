@@ -7,29 +7,41 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain import rank_log
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.cli.loading import load_config
+from hpctrain.cli.log_ranks import NONE, begin_log
 from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch import keeper
-from hpctrain.launch.launcher import detect
+from hpctrain.launch.launcher import Launcher, detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, set_threads
+from hpctrain.log import get_logger
+from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+    from hpctrain.config.source import Source
     from hpctrain.experiment.session import Session
+
+_log = get_logger(__name__)
 
 #: of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
 
+#: gives a configuration and the places of its values
+ReadConfig = Callable[[], "tuple[Config, Source]"]
 #: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
 #: done; True where it was stopped
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
@@ -39,15 +51,16 @@ class ConfiguredProcess(JobProcess):
     """A process of a configured job.
 
     Args:
-        watch: of its signals, which is told where its rank has another number.
+        watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
 
     Attributes:
         world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
         flight: the record of the process in the present world.
     """
 
-    def __init__(self, watch: SignalWatch | None = None) -> None:
+    def __init__(self, watch: SignalWatch | None = None, log_ranks: str = NONE) -> None:
         super().__init__(detect(os.environ))
+        self._log_ranks = log_ranks
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
@@ -74,7 +87,11 @@ class ConfiguredProcess(JobProcess):
         Args:
             resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
         """
-        self._begin(file, overrides)
+        return self.start_from(partial(load_config, file, overrides), resume, repeated)
+
+    def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
+        """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
+        self._begin(read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
@@ -83,7 +100,7 @@ class ConfiguredProcess(JobProcess):
         Args:
             work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
         """
-        self._begin(file, overrides)
+        self._begin(partial(load_config, file, overrides))
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -145,10 +162,10 @@ class ConfiguredProcess(JobProcess):
         assert self.world is not None, "MPI has started"
         return self.world
 
-    def _begin(self, file: Path, overrides: tuple[str, ...]) -> None:
+    def _begin(self, read: ReadConfig) -> None:
         """Read the configuration, set the threads, then start MPI, in any case."""
         try:
-            self._prepared = self._prepare(file, overrides)
+            self._prepared = self._prepare(read)
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
@@ -190,8 +207,11 @@ class ConfiguredProcess(JobProcess):
         self.started(session.progress)
         return session
 
-    def _prepare(self, file: Path, overrides: tuple[str, ...]) -> tuple[Config, ThreadPlan]:
-        config, source = load_config(file, overrides)
+    def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
+        begin_log(self._log_ranks, self.launcher)
+        self.exits.callback(rank_log.end)
+        _tell_start(self.launcher)
+        config, source = read()
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
         from hpctrain.experiment.options import filled
@@ -203,6 +223,12 @@ class ConfiguredProcess(JobProcess):
 
             tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
         return filled(config), threads
+
+
+def _tell_start(launcher: Launcher) -> None:
+    """Log which process this is, for its file."""
+    words = " ".join(sys.argv[1:])
+    _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 
 
 def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:

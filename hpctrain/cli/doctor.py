@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import OVERRIDES
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.loading import load_config
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
@@ -19,7 +20,7 @@ from hpctrain.launch.launcher import detect
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.argument("overrides", nargs=-1)
+@OVERRIDES
 @click.option("--strict", is_flag=True, help="Leave with exit code 2 where there are warnings, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and the place of each rank as JSON.")
 @click.option(

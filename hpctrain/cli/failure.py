@@ -19,9 +19,11 @@ from typing import Any
 
 import click
 
+from hpctrain import rank_log
 from hpctrain.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.launch import exit_codes
-from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect
+from hpctrain.launch import exit_codes, last_words
+from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, place_of
+from hpctrain.speaker import colours
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -31,6 +33,8 @@ BUG = exit_codes.BUG
 # An error that every rank raises is rank 0's to print. A rank that is alone with its error is still alive after this time (rank 0
 # has not ended the job), and prints it itself.
 _ALONE_AFTER_SECONDS = 1.5
+# The same where it is known that another rank has the error, too: where ranks share cores, it may be long in coming to its turn.
+_SAID_SECONDS = 30.0
 
 #: is told a sentence, and the ranks at which the cause lies where the error knows them
 Failed = Callable[[str, Sequence[int]], None]
@@ -68,11 +72,12 @@ def user_errors_end_in_sentences(
         if not sentences:
             raise
         failed(" ".join(sentences), error.ranks if isinstance(error, HpctrainError) else ())
-        if rank is not None and rank() != 0:
-            time.sleep(_ALONE_AFTER_SECONDS)
+        if rank is not None:
+            rank_log.also("\n".join(sentences), last=True)
+            time.sleep(_silent_seconds(error, rank()))
         if not _is_said_by_another(error, in_job=rank is not None):
             for sentence in sentences:
-                click.echo(f"hpctrain: {sentence}", err=True)
+                _say(sentence, rank)
         _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # another start may end well
 
 
@@ -97,20 +102,38 @@ def job_ends_on_error(
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
         failed(f"{call} inside of a run", ())
         # MPI would wait in this rank for the others to end, and they in a step for this one.
-        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}[rank {rank()}] {call} inside of a run ends the job.\n")
+        last_words.say(
+            rank(), [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job."], sys.stderr, stacks=False
+        )
         _leave(abort, BUG)
     except MemoryError as error:
         sentence = _out_of_memory(error, rank())
         failed(sentence, ())
-        click.echo(f"hpctrain: {sentence}", err=True)
+        rank_log.also(sentence, last=True)
+        _say(sentence, None)
         _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
-        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}")
+        last_words.say(rank(), traceback.format_exc().splitlines(), sys.stderr, stacks=False)
         _leave(abort, BUG)
+
+
+def _silent_seconds(error: Exception, rank: int) -> float:
+    """How long a rank waits for another to say an error, and to end the job."""
+    said_by = error.said_by if isinstance(error, HpctrainError) else None
+    if rank == (said_by or 0):
+        return 0.0
+    return _ALONE_AFTER_SECONDS if said_by is None else _SAID_SECONDS
+
+
+def _say(sentence: str, rank: Callable[[], int] | None) -> None:
+    """Print one line, in red on a terminal; with the rank's place where another rank than the first speaks."""
+    place = place_of(rank()) if rank is not None and rank() else ""
+    line = f"hpctrain: {place}{sentence}"
+    click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
 
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:

@@ -61,6 +61,7 @@ class JobProcess:
                 self._removed = shared_segments.remove_stale()
         self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
         if self.launcher.starts_mpi:
+            log.configure(self.world.rank, self.world.size)
             shared_segments.remember()
             self.exits.callback(shared_segments.forget)
         return self.world

@@ -7,12 +7,12 @@ import importlib
 import click
 
 from hpctrain.cli.failure import Commands
-from hpctrain.version import __version__
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
+    "predict": ("hpctrain.cli.predict", "predict"),
     "script": ("hpctrain.cli.script", "script"),
     "run": ("hpctrain.cli.run_command", "run"),
     "submit": ("hpctrain.cli.submit", "submit"),
@@ -24,8 +24,10 @@ _COMMANDS = {
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
+    "weights": ("hpctrain.cli.weights", "weights"),
     "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
     "list": ("hpctrain.cli.listing", "listing"),
+    "completion": ("hpctrain.cli.completion", "completion"),
 }
 
 
@@ -43,7 +45,22 @@ class LazyGroup(Commands):
         return command
 
 
+def _print_versions(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from hpctrain.cli.versions import versions
+
+        click.echo(versions())
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="hpctrain")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Print the versions of hpctrain, of the MPI that it would start, and of the kernels that it would compute with.",
+)
 def cli() -> None:
     """Train convolutional networks on supercomputers over MPI."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.plan_search import search
@@ -29,8 +30,6 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
-_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-_OVERRIDES = click.argument("overrides", nargs=-1)
 _RANKS = click.option(
     "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; by default that of the configured grid."
 )
@@ -98,8 +97,8 @@ plan.add_command(simulate)
 
 
 @plan.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @_RANKS
 @_IMAGE
 @_CLASSES
@@ -140,8 +139,8 @@ def show(
 
 
 @plan.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @_RANKS
 @_IMAGE
 @_CLASSES

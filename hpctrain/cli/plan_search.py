@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli import planner_options
+from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.planner_options import check_writable
 from hpctrain.errors import ConfigError
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("overrides", nargs=-1)
+@FILE
+@OVERRIDES
 @planner_options.MACHINE
 @click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli import planner_options
+from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.planner_options import check_writable
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("overrides", nargs=-1)
+@FILE
+@OVERRIDES
 @planner_options.MACHINE
 @click.option(
     "--ranks",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import sites as complete_sites
+
 if TYPE_CHECKING:
     from hpctrain.site.profile_files import Site
 
@@ -14,7 +16,7 @@ _MOST_COLUMNS = 100
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_sites)
 def sites(name: str | None) -> None:
     """Print the machines that jobs can be submitted on.
 

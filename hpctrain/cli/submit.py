@@ -6,13 +6,21 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import OVERRIDES, sites
 from hpctrain.cli.loading import load_config
 
 
 @click.command()
 @click.argument("file", metavar="CONFIG", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--site", "site_name", required=True, metavar="NAME", help="Take the machine of this name (see hpctrain sites).")
+@OVERRIDES
+@click.option(
+    "--site",
+    "site_name",
+    required=True,
+    metavar="NAME",
+    shell_complete=sites,
+    help="Take the machine of this name (see hpctrain sites).",
+)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Ask for this number of nodes.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Start this number of ranks on each node.")
 @click.option("--cores-per-rank", type=click.IntRange(min=1), help="Bind each rank to so many cores; by default they share all.")
@@ -71,6 +79,7 @@ def submit(
         return
     submission = hand_over(site, job)
     ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
-    click.echo(f"job {submission.number} on {site.name}: {ranks}, script {job.script}")
+    click.echo(f"job {submission.number} on {site.name}: {ranks}")
+    click.echo(f"script: {job.script}")
     for line in submission.lines:
         click.echo(line)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import FILE, OVERRIDES
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.cli.log_ranks import log_ranks_option
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import SignalWatch
 
@@ -18,14 +20,12 @@ if TYPE_CHECKING:
     from hpctrain.train.console_reporter import ProgressStyle
 
 COMPUTE_ONLY_STEPS = 20
-
-_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-_OVERRIDES = click.argument("overrides", nargs=-1)
+_PRINTED = "-"  # in place of a file's name
 
 
 @click.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @click.option(
     "--resume",
     metavar="auto|best|PATH",
@@ -54,6 +54,7 @@ _OVERRIDES = click.argument("overrides", nargs=-1)
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
 )
+@log_ranks_option
 @click.pass_obj
 def train(
     watch: SignalWatch | None,
@@ -65,6 +66,7 @@ def train(
     style: ProgressStyle | None,
     schedule_from: str | None,
     stopped_file: Path | None,
+    log_ranks: str,
 ) -> None:
     """Train the model of FILE.
 
@@ -76,7 +78,7 @@ def train(
     if compute_only and schedule_from is not None:
         raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
     watch = watch or SignalWatch()
-    job = ConfiguredProcess(watch)
+    job = ConfiguredProcess(watch, log_ranks)
     if compute_only:
         watch.end_at_once()
 
@@ -113,8 +115,8 @@ def train(
 
 
 @click.command()
-@_FILE
-@_OVERRIDES
+@FILE
+@OVERRIDES
 @click.option(
     "--checkpoint",
     default="auto",
@@ -123,12 +125,46 @@ def train(
     "the one with the best evaluation.",
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the average of the weights, which a training with ema.decay keeps.")
-def evaluate(file: Path, overrides: tuple[str, ...], checkpoint: str, averaged: bool) -> None:
+@click.option("--per-class", is_flag=True, help="Print the accuracy of each class, too, the worst first.")
+@click.option(
+    "--confusion",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=_PRINTED,
+    help="Count which class was taken for which, and write it to FILE, .json or .csv; without FILE it is printed.",
+)
+@click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@log_ranks_option
+def evaluate(
+    file: Path,
+    overrides: tuple[str, ...],
+    checkpoint: str,
+    averaged: bool,
+    per_class: bool,
+    confusion: str | None,
+    flip: bool,
+    as_json: bool,
+    log_ranks: str,
+) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
-    job = ConfiguredProcess()
+    target = None if confusion in (None, _PRINTED) else Path(confusion)
+    if target is not None and target.suffix not in (".json", ".csv"):
+        raise click.UsageError(f"--confusion {target} is no file that ends in .json or .csv; leave the name out to print it.")
+    job = ConfiguredProcess(log_ranks=log_ranks)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
+        from hpctrain.cli.evaluation_tables import check_target, print_json, print_text, write_confusion
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.evaluation import run_evaluation
 
-        run_evaluation(session, checkpoint, averaged=averaged)
+        if target is not None:
+            raise_on_all_ranks(session.world, lambda: check_target(target) if session.is_root else None)
+        counts = per_class or confusion is not None
+        evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts)
+        if session.is_root:
+            show = print_json if as_json else print_text
+            show(evaluation, per_class=per_class, confusion=confusion == _PRINTED)
+            if target is not None:
+                write_confusion(evaluation, target)
         job.finish()

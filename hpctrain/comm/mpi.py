@@ -25,6 +25,7 @@ from hpctrain.comm import objects
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.lost_ranks import LostRanks, named, translated
 from hpctrain.comm.mpi_handle import MpiHandle
+from hpctrain.comm.poll_policy import WaitPolicy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
 from hpctrain.errors import MissingLibraryError, RankLostError
@@ -42,54 +43,65 @@ _ABORT_SECONDS = 10.0
 # Operations on revoked communicators end at once; more than this has a cause that will not go away.
 _SETTLE_SECONDS = 5.0
 
+_USUAL_WAITS = WaitPolicy()
+
 T = TypeVar("T")
 
 
-def world(deadline_seconds: float, flight: FlightRecorder | None = None) -> MpiCommunicator:
+def world(
+    deadline_seconds: float, flight: FlightRecorder | None = None, wait_policy: WaitPolicy = _USUAL_WAITS
+) -> MpiCommunicator:
     """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
 
     Args:
         deadline_seconds: the longest that start-up, splits and object operations may take. flight: is told of waits for these.
+        wait_policy: how these wait.
 
     Raises:
         MissingLibraryError: there is no MPI library that mpi4py can load.
     """
     if "mpi4py.MPI" in sys.modules:
-        return _world(deadline_seconds, flight)
+        return _world(deadline_seconds, flight, wait_policy)
     with guard("The start of MPI", deadline_seconds):
         import mpi4py
 
         if "MPI4PY_RC_THREAD_LEVEL" not in os.environ:
             mpi4py.rc.thread_level = "serialized"
-        return _world(deadline_seconds, flight)
+        return _world(deadline_seconds, flight, wait_policy)
 
 
-def _world(deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
+def _load() -> None:
     try:
-        from mpi4py import MPI
+        from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise MissingLibraryError(
             f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one beside this Python with "
             f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
         ) from error
+
+
+def _world(deadline_seconds: float, flight: FlightRecorder | None, wait_policy: WaitPolicy) -> MpiCommunicator:
+    _load()
+    from mpi4py import MPI
+
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     lost = LostRanks(MPI, MPI.COMM_WORLD) if goes_on_without_lost_ranks() else None
     try:
         comm = MPI.COMM_WORLD.Dup()
-        return _of_world(comm, deadline_seconds, flight)
+        return _of_world(comm, deadline_seconds, flight, wait_policy)
     except MPI.Exception as error:
         if lost is not None:
             lost.check(error)
         raise
 
 
-def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | None) -> MpiCommunicator:
+def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | None, wait_policy: WaitPolicy) -> MpiCommunicator:
     from mpi4py import MPI
 
     lost = LostRanks(MPI, comm) if goes_on_without_lost_ranks() else None
-    return MpiCommunicator(comm, "world", deadline_seconds, flight, _Origin(comm, lost))
+    return MpiCommunicator(comm, "world", deadline_seconds, flight, _Origin(comm, lost, wait_policy))
 
 
 def goes_on_without_lost_ranks() -> bool:
@@ -138,7 +150,8 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
             "may still write into memory; start again with --resume."
         )
     left = translated(comm, world.comm)
-    return _of_world(comm, world.deadline_seconds, flight), tuple(sorted(set(range(world.size)) - set(left)))
+    lost_ranks = tuple(sorted(set(range(world.size)) - set(left)))
+    return _of_world(comm, world.deadline_seconds, flight, world.origin.wait_policy), lost_ranks
 
 
 def leave(world: Communicator, code: int) -> NoReturn:
@@ -177,6 +190,8 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.start()
     flush_to_reader()
     comm.Abort(code)
+    # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
+    os._exit(code)
 
 
 def finish(deadline_seconds: float) -> None:
@@ -195,14 +210,25 @@ def describe() -> str:
     """The MPI library's name and version and its thread level, on one line, for logs and run directories. After `world`."""
     from mpi4py import MPI
 
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    name = " ".join(MPI.Get_library_version().rstrip("\0").split("\n")[0].replace("\t", " ").split())
-    return f"{name}, thread level {levels[MPI.Query_thread()]}"
+    levels = ("single", "funneled", "serialized", "multiple")
+    values = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return f"{_library()}, thread level {levels[values.index(MPI.Query_thread())]}"
+
+
+def library() -> str:
+    """The MPI library's name and version, on one line. MPI is loaded, and not started. Raises as `world` does."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+    _load()
+    return _library()
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().rstrip("\0").split("\n")[0].replace("\t", " ").split())
 
 
 def threads_may_call() -> bool:
@@ -225,10 +251,14 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and what is known of its lost ranks, where MPI goes on without them."""
+    """The world that communicators come from, and what is known of its lost ranks, where MPI goes on without them.
+
+    wait_policy: of object operations and splits.
+    """
 
     world: MPI.Comm
     lost: LostRanks | None
+    wait_policy: WaitPolicy
 
 
 class MpiCommunicator:
@@ -265,6 +295,7 @@ class MpiCommunicator:
         self._waits = ProgressEngine(
             rank=origin.world.Get_rank(), deadline_seconds=deadline_seconds, abort=self.abort, flight=flight
         )
+        self._waits.wait_policy = origin.wait_policy
 
     def iallreduce(self, buffer: Array) -> Handle:
         post = partial(self.comm.Iallreduce, self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)

@@ -10,19 +10,29 @@ class WaitPolicy:
     """The way from a spin to a sleep, in seconds.
 
     A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
-    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core.
+    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
+    time waited so far where that is longer, up to `longest_seconds`.
     """
 
     offering_seconds: float = 1e-3
     sleep_seconds: float = 50e-6
+    growing_share: float = 0.0
+    longest_seconds: float = 10e-3
 
     def sleeps(self, waited_seconds: float) -> bool:
         """Whether a wait that has lasted so long sleeps before its next poll."""
         return waited_seconds > self.offering_seconds
 
+    def next_sleep(self, waited_seconds: float) -> float:
+        """The seconds that a wait which has lasted so long sleeps before its next poll."""
+        return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
+
 
 #: for ranks that share a core: one that polls takes it from the rank that it waits for
 SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
+
+#: for start-up with more ranks on a node than cores: polls every 50 us of 63 ranks leave little to the one that they wait for
+MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
 
 
 class FurtherPolls:

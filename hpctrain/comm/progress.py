@@ -7,9 +7,7 @@ within a queue is the order of `post`, never one of arrival, so that MPI matches
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,7 +24,7 @@ from hpctrain.errors import CommunicationTimeoutError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
-from hpctrain.launch import exit_codes
+from hpctrain.launch import exit_codes, last_words
 from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
@@ -273,7 +271,7 @@ class ProgressEngine:
                 if counted > self.deadline_seconds:
                     self._give_up(awaited)
                 if self.wait_policy.sleeps(now - begin):
-                    self._sleep(self.wait_policy.sleep_seconds)
+                    self._sleep(self.wait_policy.next_sleep(now - begin))
                 else:
                     self._offer_core()
         finally:
@@ -282,22 +280,14 @@ class ProgressEngine:
 
     def _give_up(self, awaited: object) -> NoReturn:
         """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
-        stream = self._stream or _open_stderr()
-        sentence = f"[rank {self.rank}] no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
+        sentence = f"no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
         if self.flight is not None:
-            self.flight.ended(End.DEADLINE, f"no completion within the deadline of {self.deadline_seconds:g} s: {awaited}")
-        lines = [sentence, f"[rank {self.rank}] unfinished on this rank:"]
-        lines += [f"[rank {self.rank}]   {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
-        stream.write("\n".join([*lines, f"[rank {self.rank}] stacks of all threads:", ""]))
-        stream.flush()
-        faulthandler.dump_traceback(stream, all_threads=True)
-        stream.writelines(f"[rank {self.rank}] {line}\n" for line in self.explain())
-        stream.flush()
+            self.flight.ended(End.DEADLINE, sentence)
+        if self._stream is None:
+            last_words.await_turn(self.rank, self.deadline_seconds)
+        lines = [sentence, "unfinished on this rank:"]
+        lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
+        last_words.say(self.rank, [*lines, "stacks of all threads:"], self._stream)
+        last_words.say(self.rank, self.explain(), self._stream, stacks=False)
         self._abort(TIMEOUT_EXIT_CODE)
         raise CommunicationTimeoutError(sentence)  # only where `abort` came back
-
-
-def _open_stderr() -> TextIO:
-    """stderr as a real file: faulthandler writes to a descriptor, which a replaced sys.stderr may not have."""
-    assert sys.__stderr__ is not None
-    return sys.__stderr__

@@ -18,7 +18,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
     Raises:
         HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
-            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own.
+            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own. The first rank says it.
     """
     failure: HpctrainError | None = None
     try:
@@ -32,11 +32,11 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     if not failed:
         return result
     if failure is not None and len(failed) == comm.size and comm.rank == 0:
-        raise failure
+        raise failure.of_all_ranks(comm.world_ranks[0])
     kind, message, ranks = outcomes[failed[0]]
     if len(failed) < comm.size:
         ranks = ranks or [comm.world_ranks[rank] for rank in failed]
-    raise kind(message + on_ranks(failed, comm.size), ranks=ranks) from failure
+    raise kind(message + on_ranks(failed, comm.size), ranks=ranks).of_all_ranks(comm.world_ranks[0]) from failure
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:

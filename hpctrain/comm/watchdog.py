@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE
+from hpctrain.launch import last_words
 
 # A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
 _BACKSTOP_SECONDS = 2.0
@@ -25,7 +26,8 @@ def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> It
     assert sys.__stderr__ is not None
     timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
     timer.daemon = True
-    faulthandler.dump_traceback_later(deadline_seconds + _BACKSTOP_SECONDS, exit=True, file=sys.__stderr__)
+    backstop = deadline_seconds + last_words.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
+    faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
     timer.start()
     try:
         yield
@@ -35,11 +37,6 @@ def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> It
 
 
 def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
-    stream = sys.__stderr__
-    assert stream is not None
-    prefix = "" if rank is None else f"[rank {rank}] "
-    stream.write(f"{prefix}{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:\n")
-    stream.flush()
-    faulthandler.dump_traceback(stream, all_threads=True)
-    stream.flush()
+    last_words.await_turn(rank, deadline_seconds)
+    last_words.say(rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"])
     os._exit(TIMEOUT_EXIT_CODE)

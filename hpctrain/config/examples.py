@@ -13,7 +13,7 @@ from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
 _ROOT = Path(__file__).parents[1] / "examples"
-_PATTERNS = ("configs/*.yaml", "configs/machines/*.yaml", "jobs/*.sbatch", "jobs/*.pbs", "jobs/*.sh")
+_PATTERNS = ("configs/*.yaml", "configs/machines/*.yaml", "jobs/*.sbatch", "jobs/*.pbs", "jobs/*.sh", "jobs/*.def")
 
 
 def names() -> list[str]:

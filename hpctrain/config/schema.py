@@ -183,6 +183,25 @@ def _or_action(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{**action, "description": "Shorthand for {action: ...}."}, whole]
 
 
+class InitConfig(Section):
+    """The start of a training: weights from a file, and layers that are not trained."""
+
+    weights: Text | None = Field(
+        default=None,
+        description="File of weights in torchvision's names that training starts from: .safetensors, .pt or .pth; null draws all "
+        "weights by the seed.",
+    )
+    ignore: tuple[Text, ...] = Field(
+        default=(),
+        description='Patterns of names that are not taken from the file, such as "fc.*"; these weights are drawn by the seed.',
+    )
+    freeze: tuple[Text, ...] = Field(
+        default=(),
+        description="Patterns of names of layers that are not trained: they have no gradients and no optimiser state, and their "
+        "batch norms compute as in evaluation.",
+    )
+
+
 class NonFiniteConfig(Section):
     """The answer to a loss, gradient, parameter or batch statistic that is not finite; a plain string is its action."""
 
@@ -291,6 +310,9 @@ class Config(Section):
         description="Number of threads per rank; auto takes OMP_NUM_THREADS where it is set, else the rank's cores.",
     )
     model: ModelConfig = Field(description="The network: a name, or a mapping of name and options.")
+    init: InitConfig = Field(
+        default_factory=InitConfig, description="The start of a training: weights from a file, and frozen layers."
+    )
     data: DataConfig = Field(description="The data files and what is done with their images.")
     batch: Integer = Field(ge=1, description="Global batch: number of samples of one step over all ranks.")
     micro_batches: Integer = Field(

@@ -45,4 +45,5 @@ def in_order_of(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile
         return file
     label_of = {name: label for label, name in enumerate(names)}
     mapped = np.array([label_of[name] for name in file.class_names], np.int64)
-    return ImageFile(file.path, file.images, mapped[file.labels], names, (file.mean, file.std), file.manifest, file.pixels)
+    moments = file.mean, file.std
+    return ImageFile(file.path, file.images, mapped[file.labels], names, moments, file.manifest, file.pixels, file.fit)

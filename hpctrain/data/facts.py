@@ -20,6 +20,7 @@ class DataFacts:
         samples: images in it. shape: (H, W, C) of each. images, labels: sha256, as the file has it.
         class_names: what outputs 0, 1, ... of the model mean.
         mean, std: (C,), in units of 0..1: what images are normalised with.
+        fit: how pictures were brought to the shape ("crop", "squash"); None: the file does not say.
     """
 
     samples: int
@@ -29,6 +30,7 @@ class DataFacts:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    fit: str | None = None
 
     @classmethod
     def of(cls, file: ImageFile) -> DataFacts:
@@ -41,6 +43,7 @@ class DataFacts:
             class_names=file.class_names,
             mean=_numbers(file.mean),
             std=_numbers(file.std),
+            fit=file.fit,
         )
 
     @classmethod
@@ -51,6 +54,37 @@ class DataFacts:
 
     def to_meta(self) -> dict[str, Any]:
         """As JSON can hold it, to the last bit."""
+        values = asdict(self)
+        if self.fit is None:
+            del values["fit"]  # which earlier versions of hpctrain do not know
+        return values
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """The form that pictures of any size are brought to, before they are augmented and normalised.
+
+    Args:
+        shape: (H, W, C). fit: "crop" or "squash", see `convert.common.decode`.
+    """
+
+    shape: tuple[int, int, int]
+    fit: str = "crop"
+
+    @classmethod
+    def of(cls, file: ImageFile | DataFacts) -> ImageForm:
+        """The form of a data file's images; where it does not say how it was made, as the converters do by default."""
+        height, width, channels = file.shape
+        return cls((height, width, channels), file.fit or "crop")
+
+    @classmethod
+    def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
+        """From what JSON has made of `to_meta`."""
+        height, width, channels = values["shape"]
+        return cls((height, width, channels), values["fit"])
+
+    def to_meta(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return asdict(self)
 
 

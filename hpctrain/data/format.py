@@ -7,7 +7,8 @@
 | `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
 | `mean`, `std` | (C,)           | float64 | per channel over the whole file, in units of 0..1 |
 
-Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes. HDF5 opens the file, without locks, to learn
+Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images`: `fit`, "crop" or "squash", where
+pictures were brought to one size. HDF5 opens the file, without locks, to learn
 where the images lie; from then on they are a memory map, so that reading a sample is a copy from the page cache. Everything but
 the images is compared with its checksum whenever the file is opened.
 
@@ -63,6 +64,7 @@ class ImageFile:
             the process; what trains reads `pixels`.
         pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
         class_names: one per class. mean, std: (C,) float64, in units of 0..1.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: nobody knows.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ImageFile:
         moments: tuple[np.ndarray, np.ndarray],
         manifest: dict[str, str],
         pixels: ImageArray | None = None,
+        fit: str | None = None,
     ) -> None:
         self.path = path
         self.images = images
@@ -82,6 +85,7 @@ class ImageFile:
         self.class_names = class_names
         self.mean, self.std = moments
         self.manifest = manifest
+        self.fit = fit
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -125,7 +129,7 @@ class ImageFile:
         moments = np.asarray(contents.mean, np.float64), np.asarray(contents.std, np.float64)
         labels = np.asarray(contents.labels, np.int64)
         images, reader = _map(path, contents.images)
-        return cls(path, images, labels, contents.class_names, moments, dict(contents.digests), reader)
+        return cls(path, images, labels, contents.class_names, moments, dict(contents.digests), reader, contents.fit)
 
     def verify(self) -> None:
         """Compare the images with their sha256; reads the whole file. The rest was compared when it was opened.

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data.files import system_errors_as
-from hpctrain.data.stored import FORMAT, VERSION, check_labels, check_names, chunks, digest_of, names_digest
+from hpctrain.data.stored import FIT, FORMAT, VERSION, check_labels, check_names, chunks, digest_of, names_digest
 from hpctrain.errors import DataError
 from hpctrain.storage.atomic_write import publish
 from hpctrain.storage.guarded_file import GuardedFile
@@ -31,10 +31,12 @@ class ImageFileWriter:
 
     Args:
         path: the file to make or replace; its directory is made where it is missing.
-        class_names: what label 0, 1, ... means.
+        class_names: what label 0, 1, ... means. fit: how pictures are brought to this shape ("crop", "squash"), to be remembered.
     """
 
-    def __init__(self, path: str | Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str]) -> None:
+    def __init__(
+        self, path: str | Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], fit: str | None = None
+    ) -> None:
         self._path = Path(path)
         if count < 1:
             raise DataError(f"{self._path} would hold no image; a data file needs at least one.")
@@ -42,7 +44,7 @@ class ImageFileWriter:
             raise DataError(f"{self._path} would hold images of shape {shape}; height, width and channels are at least 1.")
         if not class_names:
             raise DataError(f"{self._path} would have no class; name at least one.")
-        self._names = [str(name) for name in class_names]
+        self._names, self._fit = [str(name) for name in class_names], fit
         check_names(self._path, self._names)
         self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         self._labels = np.zeros(count, np.int64)
@@ -98,6 +100,8 @@ class ImageFileWriter:
             self._shorten()
         mean, std = _moments(self._histogram)
         self._file.add_digest("images", self._digest.hexdigest())
+        if self._fit is not None:
+            self._file.images.attrs[FIT] = np.bytes_(self._fit)
         self._add("labels", self._labels[: self._written].astype("<i8"))
         self._add("mean", mean.astype("<f8"))
         self._add("std", std.astype("<f8"))
@@ -171,9 +175,10 @@ def write(
     shape: tuple[int, int, int],
     class_names: Sequence[str],
     chunks: Iterable[tuple[np.ndarray, np.ndarray]],
+    fit: str | None = None,
 ) -> None:
     """Write (images, labels) chunks as one data file; see `ImageFileWriter`."""
-    with ImageFileWriter(path, count, shape, class_names) as writer:
+    with ImageFileWriter(path, count, shape, class_names, fit) as writer:
         for images, labels in chunks:
             writer.append(images, labels)
 

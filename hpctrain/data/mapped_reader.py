@@ -200,7 +200,7 @@ class MappedReader:
         count = self.shape[0]
         others = ((sample + distance) % count for distance in range(1, count))
         if not self.replaced:
-            get_logger(__name__).warning(f"s{named}; others stand in for such samples{policy.place}")
+            get_logger(__name__).info(f"s{named}; others stand in for such samples{policy.place}")
         self.replaced[sample] = next(other for other in others if other not in self._unreadable)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from hpctrain.backend import counter_random
 from hpctrain.boxes import Box, shape_of, size_of
 from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ShapeError
 
@@ -39,7 +42,7 @@ class Pipeline:
         std: np.ndarray,
         dtype: str = "float32",
     ) -> None:
-        self.augmentations = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
+        self.augmentations: tuple[Augmentation, ...] = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
         self.seed = seed
         self.dtype = np.dtype(dtype)
         check_statistics("the normalisation", np.asarray(mean), np.asarray(std))
@@ -60,6 +63,13 @@ class Pipeline:
         for augmentation in self.augmentations:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
+
+    def mirrored(self) -> Pipeline:
+        """The same pipeline with left and right exchanged behind it: of each sample it gives the mirror image."""
+        other = copy.copy(self)
+        other.augmentations = (*self.augmentations, Flip(probability=1.0))
+        other._scratch = {}
+        return other
 
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
         """The part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""

@@ -17,6 +17,8 @@ FORMAT = "hpctrain-images"
 VERSION = 2
 _CHUNK_BYTES = 16 << 20
 _LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
+#: attribute of the images: how pictures were brought to their size
+FIT = "fit"
 #: the datasets of a data file that have a checksum: all of them
 DATASETS = ("images", "labels", "class_names", "mean", "std")
 
@@ -43,6 +45,7 @@ class Stored:
     Attributes:
         labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
         digests: sha256 of each of `DATASETS`, in hexadecimal.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
     """
 
     images: StoredImages
@@ -51,6 +54,7 @@ class Stored:
     std: np.ndarray
     class_names: tuple[str, ...]
     digests: Mapping[str, str]
+    fit: str | None = None
 
 
 def text(value: object) -> str:
@@ -74,6 +78,7 @@ def read(file: h5py.File) -> Stored:
         std,
         tuple(name.decode() for name in names),
         {name: text(file[name].attrs["sha256"]) for name in DATASETS},
+        text(images.attrs[FIT]) if FIT in images.attrs else None,
     )
 
 

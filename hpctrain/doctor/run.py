@@ -17,7 +17,7 @@ from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
-from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.launcher import Launcher, place_of
 from hpctrain.launch.threads import VARIABLES, set_threads
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class DoctorRank:
     def _say(self, place: OwnPlace, sentence: str) -> None:
         """Tell it on standard error, once a node."""
         if place.leads_node:
-            print(f"hpctrain: [rank {self.launcher.rank or 0}] {sentence}", file=sys.stderr, flush=True)
+            print(f"hpctrain: {place_of(self.launcher.rank or 0)}{sentence}", file=sys.stderr, flush=True)
 
 
 def _with_names_checked(configuration: _Read) -> _Read:

@@ -105,7 +105,8 @@ def build_replica(
     trains: False for a replica that only evaluates, which has no averagers.
 
     Raises:
-        ConfigError: a plan for layers that the model does not have, or norms of split layers, which the averager cannot add up.
+        ConfigError: a plan for layers, or frozen layers, that the model does not have; or norms of split layers, which the
+            averager cannot add up.
         DataError: the model has another number of classes than the data. ShapeError: images that do not fit the model.
     """
     config = session.config
@@ -120,6 +121,7 @@ def build_replica(
         dtype=backend.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
+        frozen=config.init.freeze,
     )
     replica = Replica(
         network,

@@ -18,6 +18,7 @@ from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
+from hpctrain.nn.frozen import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
@@ -58,6 +59,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each value that does not fit another one."""
     batch, epochs = config.batch, config.epochs
     yield from _grid_faults(config)
+    yield from _init_faults(config)
     if config.micro_batches > batch:
         yield (
             ("micro_batches",),
@@ -103,6 +105,29 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
                 f"{'.'.join(path)} to {measure.removeprefix('ema_')}.",
             )
+
+
+def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of patterns that have nothing to work on."""
+    init = config.init
+    if init.ignore and init.weights is None:
+        yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
+    try:
+        model = catalogue.build(config.model.name, config.model.options)
+    except HpctrainError:  # which has its own sentence
+        return
+    idle = False
+    for index, pattern in enumerate(init.freeze):
+        try:
+            frozen_layers(model, [pattern])
+        except ConfigError as error:
+            idle = True
+            yield ("init", "freeze", index), str(error)
+    if not idle:
+        try:
+            frozen_layers(model, init.freeze)
+        except ConfigError as error:
+            yield ("init", "freeze"), str(error)
 
 
 def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

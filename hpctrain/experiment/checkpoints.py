@@ -14,10 +14,12 @@ from hpctrain import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
+from hpctrain.data.facts import ImageForm
 from hpctrain.experiment import automatic, collective_schedules
 from hpctrain.experiment.best_checkpoint import BestCheckpoint
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.images import EVALUATION_IMAGES
 from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
@@ -114,6 +116,7 @@ class RunCheckpoints:
             "seed": session.config.seed,
             "config": dump(session.config),
             "data": parts.data.to_meta(),
+            **({} if parts.test_loader is None else {EVALUATION_IMAGES: ImageForm.of(parts.test_loader.file).to_meta()}),
             "ranks": session.world.size,
             "grid": describe(parallel_plan(session.config, session.grid.cols)),
             **collective_schedules.keep(session, parts, self._directory),

@@ -25,6 +25,7 @@ from hpctrain.experiment.images import open_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.models import catalogue
+from hpctrain.nn.frozen import frozen_layers, with_frozen
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport
@@ -75,11 +76,11 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
             assumption = _assumption(config, image, classes)
     backend = make_backend(config.backend, config.dtype, config.precision, NodePlace(plan.rows * plan.cols))
     model = catalogue.build(config.model.name, model_options(config, classes, image))
-    shape = image
+    shape, frozen = image, frozen_layers(model, config.init.freeze)
 
     def graph_of(batch: int) -> Graph:
         builder = GraphBuilder(TensorSpec((batch, *shape), backend.dtype))
-        return builder.build(model.lower(builder, 0, ""))
+        return with_frozen(builder.build(model.lower(builder, 0, "")), frozen)
 
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import rank_log
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
@@ -17,22 +19,59 @@ from hpctrain.experiment.images import (
     check_shapes,
     evaluation_images,
     make_loader,
+    mirrored,
     open_training_file,
     training_shape,
 )
 from hpctrain.experiment.resume import check_model, data_of, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.progress_text import loss_text
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
+from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica
 
 
-def run_evaluation(session: Session, source: str, *, averaged: bool = False) -> None:
-    """Evaluate a checkpoint on the test set. Collective.
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of a checkpoint on a test set.
 
-    averaged: the average of its weights in place of them.
+    Args:
+        path: of the checkpoint. notes: what a user should know of the data, a sentence each. sums: over all samples.
+        class_names: by label. averaged: they are those of the averaged weights.
+        flip: the mean over images and their mirror images counts.
+        confusion: which class was taken for which; None where nobody has asked.
+    """
+
+    path: Path
+    notes: tuple[str, ...]
+    sums: RunningSums
+    class_names: tuple[str, ...]
+    averaged: bool
+    flip: bool
+    confusion: ConfusionMatrix | None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
+
+    images: Images
+    replica: Replica
+    loader: Loader
+    mirror: Loader | None
+
+
+def run_evaluation(
+    session: Session, source: str, *, averaged: bool = False, flip: bool = False, confusion: bool = False
+) -> Evaluation:
+    """Evaluate a checkpoint on the test set. Collective; every rank has the results.
 
     The training file is opened for a checkpoint of format version 1 only, which does not know classes and normalisation.
+
+    Args:
+        source: as `find_checkpoint` takes it. averaged: the average of the weights in place of them.
+        flip: the mean over images and their mirror images counts. confusion: count which class was taken for which.
 
     Raises:
         ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
@@ -40,35 +79,79 @@ def run_evaluation(session: Session, source: str, *, averaged: bool = False) -> 
     """
     if session.config.data.test is None:
         raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+    path, content = existing_checkpoint(session, source)
+    parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, averaged=averaged, flip=flip))
+    replica, names = parts.replica, parts.images.file.class_names
+    counts = ConfusionCounts(len(names)) if confusion else None
+    sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts)
+    matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
+    return Evaluation(path, parts.images.notes, sums, names, averaged, flip, matrix)
+
+
+def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
+    """The checkpoint that a source stands for. Collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     output, name = session.config.output, session.config.name
     there = find_checkpoint(session.world, output, name, source)
     if there is None:
         raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
-    path, content = there
-    images, replica, loader = raise_on_all_ranks(session.world, lambda: _build(session, path, content, averaged))
-    if session.is_root:
-        for note in images.notes:
-            print(note)
-    sums = replica.evaluate(loader)
-    if session.is_root:
-        means = sums.means()
-        loss = loss_text(means["loss"])
-        weights = " (averaged weights)" if averaged else ""
-        print(f"{path}{weights}: {sums.count} samples, loss {loss}, top1 {means['top1']:.2%}, top5 {means['top5']:.2%}")
+    keep_log(there[0], session.world.rank)
+    return there
 
 
-def _build(session: Session, path: Path, content: CheckpointContent, averaged: bool) -> tuple[Images, Replica, Loader]:
-    """The test set, a replica with the checkpoint's parameters, without an optimiser, and the test set's loader."""
-    config = session.config
+def keep_log(checkpoint: Path, rank: int) -> None:
+    """The log file of a rank that keeps one goes on in the run that a checkpoint is of; in the checkpoint's directory else."""
+    kept = rank_log.own()
+    if kept is not None:
+        run = RunDirectory(checkpoint.resolve().parent)
+        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name else run
+        kept.keep_in(run.log_path(rank))
+
+
+def known_data(session: Session, path: Path, content: CheckpointContent) -> tuple[DataFacts, str]:
+    """The facts of the data that a checkpoint was trained on, and the place that they are from, for messages.
+
+    Raises:
+        CheckpointError: the configuration describes another model than the checkpoint's.
+    """
     data, place = data_of(content), CHECKPOINT
     if data is None:
-        data, place = DataFacts.of(open_training_file(session)), config.data.train
-    check_model(content, data, config, path)
-    images = evaluation_images(config, data, place)
-    assert images is not None, "checked"
+        data, place = DataFacts.of(open_training_file(session)), session.config.data.train
+    check_model(content, data, session.config, path)
+    return data, place
+
+
+def trained_replica(
+    session: Session, content: CheckpointContent, data: DataFacts, images: Images, *, averaged: bool = False
+) -> Replica:
+    """A replica with the checkpoint's parameters, without an optimiser, for images as it was trained on.
+
+    averaged: the average of the weights in place of them.
+
+    Raises:
+        CheckpointError: there is no such average.
+        ShapeError: images of another shape than those that it was trained on.
+    """
+    config = session.config
     check_shapes(training_shape(stored_config(content, config) or config, data), images.shape)
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
     replica.load_weights(content, averaged=averaged)
-    loader = make_loader(session, images, replica.tiles, batch=config.evaluate.batch or config.batch, shuffle=False)
-    return images, replica, loader
+    return replica
+
+
+def _build(session: Session, path: Path, content: CheckpointContent, *, averaged: bool, flip: bool) -> _Parts:
+    config = session.config
+    data, place = known_data(session, path, content)
+    images = evaluation_images(config, data, place)
+    assert images is not None, "checked"
+    replica = trained_replica(session, content, data, images, averaged=averaged)
+    batch = config.evaluate.batch or config.batch
+    loader = make_loader(session, images, replica.tiles, batch=batch, shuffle=False)
+    mirror = None
+    if flip:
+        mirror = make_loader(session, mirrored(images), replica.tiles, batch=batch, shuffle=False, reads_again=False)
+    return _Parts(images, replica, loader, mirror)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
 from hpctrain.experiment.session import Session
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
@@ -63,12 +63,20 @@ def _explanation(flight: FlightRecorder) -> list[str]:
 def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
     """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run.
 
-    Collective where the run has `shrunk`: ranks have other numbers now, and the records until then go into a directory below.
+    Collective. Where the run has `shrunk`, ranks have other numbers now, and the records until then go into a directory below.
     """
     flight, where = session.progress.flight, session.config.flight
-    if flight is None or where == NOWHERE:
-        return
     target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
+    wanted = flight is not None and where != NOWHERE
+    sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
+    tell = missing_on(session.world, sentence)
+    if tell is not None:
+        reporter.say(tell)
+
+
+def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
+    """Keep this rank's record in a directory; the sentence on why it cannot be kept. Collective where the run has `shrunk`."""
+    where = session.config.flight
     if shrunk:
         leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
         raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
@@ -77,7 +85,8 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
         if session.is_root:
             directory.point_to_flight(None if where == IN_RUN else target)
     except OSError as error:
-        reporter.say(missing(target, error))
+        return missing(target, error)
+    return None
 
 
 def keep_in(flight: FlightRecorder, target: Path) -> None:
@@ -92,6 +101,16 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
 def missing(target: Path, error: OSError) -> str:
     """The sentence on records that cannot be kept."""
     return f"no flight records: {target} cannot be written ({error.strerror})"
+
+
+def missing_on(world: Communicator, sentence: str | None) -> str | None:
+    """One sentence for all ranks whose records cannot be kept, with their numbers; None where all can. Collective.
+
+    sentence: of this rank; None: its records are kept, or nobody wants them.
+    """
+    sentences = world.allgather_object(sentence)
+    ranks = [rank for rank, text in enumerate(sentences) if text is not None]
+    return None if not ranks else f"{sentences[ranks[0]]}{on_ranks(ranks, world.size)}"
 
 
 def _set_aside(directory: Path, *, leads: bool) -> None:

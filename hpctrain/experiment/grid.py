@@ -11,6 +11,7 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
+from hpctrain.nn.frozen import frozen_layers, with_frozen
 from hpctrain.parallel.interior import NoInterior
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
@@ -52,7 +53,7 @@ def splits_parameters(config: Config) -> bool:
     except HpctrainError:
         return False
     shardings = ((step.node, step.sharding) for step in partitioned.steps)
-    return any(node and node.parameters and sharding and sharding.channel_intervals for node, sharding in shardings)
+    return any(node and node.trains and sharding and sharding.channel_intervals for node, sharding in shardings)
 
 
 def model_graph(config: Config) -> Graph | None:
@@ -62,7 +63,8 @@ def model_graph(config: Config) -> Graph | None:
         height, width, channels = catalogue.image_shape(name)
         channels = int(catalogue.check(name, options).get("channels_in", channels))
         builder = GraphBuilder(TensorSpec((1, height, width, channels), "float32"))
-        return builder.build(catalogue.build(name, options).lower(builder, 0, ""))
+        model = catalogue.build(name, options)
+        return with_frozen(builder.build(model.lower(builder, 0, "")), frozen_layers(model, config.init.freeze))
     except HpctrainError:
         return None
 

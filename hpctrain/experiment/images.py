@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from hpctrain.comm.watchdog import guard
 from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
 from hpctrain.config.schema import Config
 from hpctrain.data.classes import in_order_of
-from hpctrain.data.facts import DataFacts
+from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.mixing import Mixing
@@ -23,6 +24,8 @@ from hpctrain.experiment.session import Session
 from hpctrain.experiment.unreadable import set_policy
 
 CHECKPOINT = "the checkpoint"
+#: of a checkpoint's metadata: the form of the images that it was evaluated on
+EVALUATION_IMAGES = "evaluation_images"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,28 @@ def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | N
     return Images(file, _pipeline(config, config.data.evaluate_augment, data), notes)
 
 
+def mirrored(images: Images) -> Images:
+    """The mirror images of the same samples."""
+    return replace(images, pipeline=images.pipeline.mirrored())
+
+
+def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int) -> Images:
+    """Pictures as evaluation images, their labels all 0, with the classes and the normalisation of `data`.
+
+    Args:
+        form: of a data file's images, that pictures are brought to first. threads: that decode them.
+
+    Raises:
+        ShapeError: a form that pictures cannot be brought to.
+    """
+    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
+
+    decoded = DecodedPictures(files, form, threads)
+    moments = np.array(data.mean), np.array(data.std)
+    file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
+    return Images(file, _pipeline(config, config.data.evaluate_augment, data))
+
+
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
     """(H, W, C) of training images as the network sees them; config: what it was trained with."""
     height, width, channels = data.shape
@@ -117,8 +142,12 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
+def make_loader(
+    session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool, reads_again: bool = True
+) -> Loader:
     """This rank's share of a data file.
+
+    reads_again: False for images that are read once, or are kept by another loader: this one does not keep them.
 
     Raises:
         ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
@@ -134,7 +163,7 @@ def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, b
         split_size=groups.split_size,
         tiles=tiles,
         prefetch=config.data.prefetch,
-        cache=config.data.cache,
+        cache=config.data.cache and reads_again,
         mixing=_mixing(config) if shuffle else None,
         alive=session.progress.notes.alive,
     )

@@ -23,6 +23,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.initial_weights import put_weights
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Choice, named, optimizer_of
 from hpctrain.experiment.progress import set_progress
@@ -121,6 +122,7 @@ class Job(StartedRank):
         ema_decay: float | None = None,
         checks_every_steps: int = 10,
         on_nonfinite: str | Mapping[str, Any] = "stop",
+        frozen: Sequence[str] = (),
     ) -> Replica:
         """This rank's copy of a model, ready to train; the same first parameters on every rank.
 
@@ -135,6 +137,7 @@ class Job(StartedRank):
             label_smoothing: in [0, 1). ema_decay: in (0, 1), of an average of the weights; None: there is none.
             checks_every_steps: from one comparison of what ranks must hold alike to the next; 0: nothing is compared.
             on_nonfinite: "stop" raises `DivergedError`; "skip", or {"action": "skip", "most": 3}, undoes the step on all ranks.
+            frozen: patterns of names of layers that are not trained (docs/weights.md).
 
         Raises:
             ConfigError: an unknown name, option, or pattern of the plan; arguments, or code of your own, that differ among ranks.
@@ -146,7 +149,7 @@ class Job(StartedRank):
             answer = _answer(on_nonfinite, checks_every_steps)
             chosen = make_backend(backend, dtype, precision, self.place)
             return Replica(
-                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, label_smoothing),
+                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, label_smoothing, frozen),
                 groups=self.groups,
                 progress=self.progress,
                 strategy=self._strategy(averager),
@@ -180,6 +183,7 @@ class Job(StartedRank):
         plan: ParallelPlan,
         seed: int,
         label_smoothing: float,
+        frozen: Sequence[str],
     ) -> Network:
         return make_network(
             model,
@@ -191,6 +195,7 @@ class Job(StartedRank):
             dtype=backend.dtype,
             seed=seed,
             smoothing=label_smoothing,
+            frozen=frozen,
         )
 
     def _loop(self, most_skips: int) -> OwnLoop:
@@ -302,6 +307,19 @@ class Job(StartedRank):
             DivergedError: a parameter is not finite. CorruptedStateError: ranks hold something differently. Nothing is written.
         """
         self.checkpoints.save(replica, Path(path), notes, background=background)
+
+    def load_weights(self, replica: Replica, path: str | Path, *, ignore: Sequence[str] = ()) -> None:
+        """Start from a file of weights in torchvision's names (docs/weights.md): parameters and running statistics, nothing else.
+
+        Args:
+            path: of a .safetensors, .pt or .pth file, the same on all nodes. ignore: patterns of names that keep their values.
+
+        Raises:
+            CheckpointError: the file cannot be read or does not fit the model.
+        """
+        put_weights(
+            self.world, replica, Path(path), ignore, "of this program", hint='leave such layers out, as in ignore=["fc.*"]'
+        )
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore what `save` wrote, also after a `DivergedError`; gives its notes. `replica.global_step` is that of then.

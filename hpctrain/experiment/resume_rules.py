@@ -48,6 +48,8 @@ RULES = (
     Rule("loss.*", When.BETWEEN_EPOCHS, "the loss of an epoch is one sum"),
     Rule("images", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
     Rule("labels", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
+    Rule("init.freeze", When.NEVER, "the optimiser's state belongs to the layers that are trained"),
+    Rule("init.*", When.ALWAYS),
     Rule("data.*", When.ALWAYS),
     Rule("optimizer.*", When.ALWAYS),
     *(
@@ -148,12 +150,12 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
 
 
 def check_model(differences: Iterable[Change], place: str) -> None:
-    """Nothing, where a checkpoint may be evaluated with these changes: the optimiser does not matter then.
+    """Nothing, where a checkpoint may be evaluated with these changes: optimiser and frozen layers do not matter then.
 
     Raises:
         CheckpointError: it may not; the message lists each change that is in the way, and why.
     """
-    of_model = [change for change in differences if change.key.partition(".")[0] != "optimizer"]
+    of_model = [change for change in differences if change.key.partition(".")[0] not in ("optimizer", "init")]
     refusals = list(_refusals(of_model, between_epochs=True, begun_epochs=0))
     if refusals:
         raise CheckpointError(

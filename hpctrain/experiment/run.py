@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hpctrain import user_code
+from hpctrain import rank_log, user_code
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
@@ -22,6 +22,7 @@ from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
 from hpctrain.experiment.grid import describe, parallel_plan
+from hpctrain.experiment.initial_weights import describe_start, start_from_weights
 from hpctrain.experiment.lost_ranks import RunMemory
 from hpctrain.experiment.max_time import max_time
 from hpctrain.experiment.oversubscription import oversubscribed
@@ -38,6 +39,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
+from hpctrain.train.log_reporter import LogReporter
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
@@ -110,6 +112,8 @@ def _parts(session: Session, resume: str | None, schedule_from: str | None) -> t
     """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
     start = find_start(session, resume) if resume is not None else None
     parts = build(session, None if start is None else start.data)
+    if start is None:  # else the checkpoint has them
+        start_from_weights(session, parts.replica)
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     if start is None:
         return parts, None
@@ -253,17 +257,23 @@ def _cut_records(session: Session, parts: Parts, start: Start) -> None:
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    """The reporters of rank 0; one that does nothing on other ranks. Collective.
+    """The reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
 
     Raises:
         ConfigError: a configured reporter cannot be made.
     """
     metrics = session.config.metrics
 
+    kept = rank_log.own()
+    logged = []
+    if kept is not None:
+        kept.keep_in(directory.log_path(session.world.rank))
+        logged = [LogReporter(session.progress, interval_seconds=metrics.interval_seconds)]
+
     def make() -> Reporter:
         if not session.is_root:
-            return Reporter()
-        others = [make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters]
+            return logged[0] if logged else Reporter()
+        others = [*logged, *(make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters)]
         return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
 
     return raise_on_all_ranks(session.world, make)
@@ -289,7 +299,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterab
     )
     images = parts.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
-    for note in filter(None, (*parts.notes, *notes)):
+    for note in filter(None, (*describe_start(config, network), *parts.notes, *notes)):
         reporter.say(note)
 
 

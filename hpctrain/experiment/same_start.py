@@ -16,6 +16,8 @@ from hpctrain.experiment.resume_rules import flat
 from hpctrain.storage.run_directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
+#: parts of the package that no training loads
+_ASIDE = ("backend/cuda/emulator/", "bench/", "doctor/", "site/", "testing/", "virtual/")
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
 #: a kind of facts -> its name in a sentence, and what mends a difference
@@ -87,8 +89,9 @@ def _compare(world: Communicator, facts: Mapping[str, Mapping[str, Any] | None])
 
 
 def package_files(folder: Path) -> dict[str, int]:
-    """A checksum (CRC-32) of each module of a package, by its path in it."""
-    return {str(path.relative_to(folder)): zlib.crc32(path.read_bytes()) for path in sorted(folder.rglob("*.py"))}
+    """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it."""
+    modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    return {name: zlib.crc32(path.read_bytes()) for name, path in modules.items() if not name.startswith(_ASIDE)}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hpctrain import log
 from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid, check_grid
+from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, WaitPolicy
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
@@ -17,7 +20,7 @@ from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.grid import check_batch, columns
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.launcher import Launcher, check_world
-from hpctrain.launch.threads import ThreadPlan
+from hpctrain.launch.threads import ThreadPlan, outnumbers_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
 
@@ -130,11 +133,15 @@ def on_grid(
         ShapeError: a grid that does not multiply to the world's size.
         ConfigError: fewer samples in a batch than ranks that share them.
     """
-    log.configure(world.rank)
-    check_grid(rows, cols, world.size)
-    check_batch(batch, rows, cols)
+    log.configure(world.rank, world.size)
+    raise_on_all_ranks(world, partial(_check_sizes, rows, cols, world.size, batch))
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, trace=trace, flight=flight)
     return ProcessGrid(world, rows, cols), progress
+
+
+def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
+    check_grid(rows, cols, size)
+    check_batch(batch, rows, cols)
 
 
 def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
@@ -150,6 +157,6 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
     from hpctrain.comm import mpi
 
     with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
-        world = mpi.world(deadline_seconds, flight)
+        world = mpi.world(deadline_seconds, flight, MORE_RANKS_THAN_CORES if outnumbers_cores(launcher) else WaitPolicy())
     check_world(launcher, world.size, mpi.describe())
     return world

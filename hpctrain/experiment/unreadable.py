@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hpctrain.config.schema import Config
 from hpctrain.data.format import ImageFile
@@ -12,6 +12,7 @@ from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.unreadable import ReadPolicy, pauses_within
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.session import Session
+from hpctrain.rank_spans import spans
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 
@@ -63,7 +64,7 @@ class UnreadableReport:
         self._told: list[dict[int, int]] = [{} for _ in files]
 
     def tell(self, position: Position) -> None:
-        """Record the samples that are new since the last time. Collective."""
+        """Record the samples that are new since the last time, and say so at the first time. Collective."""
         if not self._skips:
             return
         here = [_replaced(file) for file in self._files]
@@ -73,6 +74,11 @@ class UnreadableReport:
             for of_rank in of_ranks:
                 found |= of_rank[number]
             new = {sample: found[sample] for sample in sorted(found.keys() - told.keys())}
+            if new and not told:
+                ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[number]]
+                where = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
+                others = f"others stand in for {'it' if len(new) == 1 else 'them'}"
+                self._reporter.say(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
             told |= new
             if new:
                 values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(told)}
@@ -86,6 +92,12 @@ class UnreadableReport:
                 self._reporter.say(
                     f"{len(told)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
                 )
+
+
+def _samples(numbers: Collection[int]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return f"sample {min(numbers)}{more}"
 
 
 def _replaced(file: ImageFile) -> dict[int, int]:

@@ -7,15 +7,14 @@ suspended for an hour is an hour older, but has not been stuck for one.
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
+from hpctrain.launch import last_words
 from hpctrain.launch.exit_codes import DEADLINE
 from hpctrain.launch.pulse import Pulse
 
@@ -101,15 +100,11 @@ class Heartbeat:
 
     def _give_up(self) -> None:
         """Say where the process hangs, with all stacks, then end the job."""
-        stream = self._stream or sys.__stderr__
-        assert stream is not None
-        place = f"[rank {self._rank}] "
         sentence = f"nothing has moved for the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
         self._recorder.ended(End.DEADLINE, sentence)
-        stream.write(f"{place}{sentence}; stacks of all threads:\n")
-        stream.flush()
-        faulthandler.dump_traceback(stream, all_threads=True)
-        stream.writelines(f"{place}{line}\n" for line in self._explain())
-        stream.flush()
+        if self._stream is None:
+            last_words.await_turn(self._rank, self._deadline_seconds)
+        last_words.say(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
+        last_words.say(self._rank, self._explain(), self._stream, stacks=False)
         self._abort(DEADLINE)
         os._exit(DEADLINE)

@@ -49,6 +49,7 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     """Those that a waiting rank waits for; ranks without a record count as such.
 
     An operation whose own turn has not come waits for those in flight on this rank: the first of them that others lack counts.
+    Where others lack none, the transport holds up the first of them.
     """
     awaited = awaited_operation(record)
     if awaited is None:  # outside the queues: those that do not wait for the same
@@ -56,11 +57,12 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
         ranks = ranks_of(named[1]) if named else tuple(by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
     flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
-    for operation in (awaited,) if awaited.started_ns else (*sorted(flying, key=lambda recorded: recorded.started_ns), awaited):
+    flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
+    for operation in flying or [awaited]:
         absent = _absent(operation, by_rank)
         if absent:
             return _Absence(operation, absent)
-    return _Absence(awaited, ())
+    return _Absence(flying[0] if flying else awaited, ())
 
 
 def awaited_operation(record: FlightRecord) -> RecordedOperation | None:

@@ -22,7 +22,7 @@ from signal import Signals
 from typing import NoReturn
 
 from hpctrain.launch.exit_codes import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR
-from hpctrain.launch.launcher import keeps_job_of_lost_ranks
+from hpctrain.launch.launcher import keeps_job_of_lost_ranks, place_of
 from hpctrain.launch.memory_group import MemoryGroup
 from hpctrain.launch.pulse import Pulse
 from hpctrain.launch.signals import HELD
@@ -198,5 +198,4 @@ def _leave_by(number: Signals, child: _Rank) -> NoReturn:
 
 
 def _say(rank: int | None, sentence: str) -> None:
-    place = "hpctrain: " if rank is None else f"hpctrain: [rank {rank}] "
-    os.write(2, f"{place}{sentence}\n".encode())
+    os.write(2, f"hpctrain: {place_of(rank)}{sentence}\n".encode())

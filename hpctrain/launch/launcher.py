@@ -5,11 +5,13 @@ Imports neither NumPy nor mpi4py.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import LaunchError
+from hpctrain.speaker import place
 
 #: set by the user: how many ranks the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
@@ -101,6 +103,11 @@ def detect(environ: Mapping[str, str]) -> Launcher:
 def rank_of(environ: Mapping[str, str]) -> int | None:
     """This process's rank as its launcher gave it; None without a launcher. Reads nothing that can be wrong."""
     return _detect(environ).rank
+
+
+def place_of(rank: int | None) -> str:
+    """The beginning of a line of this process where several ranks speak, as "[3/64@node7] "; empty without a rank."""
+    return place(rank, _detect(os.environ).expected_size)
 
 
 def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:

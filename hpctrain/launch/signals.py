@@ -8,7 +8,7 @@ every thread inherits it. A thread that waits in `sigwaitinfo` costs a step noth
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import logging
 import os
 import signal
 import threading
@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from signal import Signals
 
+from hpctrain import rank_log
+from hpctrain.launch import last_words
 from hpctrain.launch.exit_codes import SIGNALLED
+from hpctrain.launch.launcher import place_of
 from hpctrain.launch.signal_mask import HELD as HELD
 from hpctrain.launch.signal_mask import OF_PROGRAMS as OF_PROGRAMS
 from hpctrain.launch.signal_mask import STACKS as STACKS
@@ -29,6 +32,8 @@ AGAIN_SECONDS = 3.0
 # A person at a terminal asks again by this; schedulers and launchers send the others as often as they like.
 _AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
+# A rank that is alone with its end is still there after this time.
+_ALONE_SECONDS = 0.5
 
 _OF_PROCESS: list[SignalWatch] = []
 
@@ -133,8 +138,7 @@ class SignalWatch:
             self._stop(number, now)
         elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
             self._stacks_at = now
-            self._say(f"{number.name} received, the run goes on; stacks of all threads:")
-            faulthandler.dump_traceback(2, all_threads=True)
+            last_words.say(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
 
     def _run(self) -> None:
         while not self._closed:
@@ -162,11 +166,15 @@ class SignalWatch:
     def _end(self, number: Signals) -> None:
         again = "" if self._at_once else " again"
         kept = "" if self._rank else self._kept()
+        if self._rank:  # all ranks get what a person at a terminal or a scheduler sends: rank 0 says it, and the job ends
+            time.sleep(_ALONE_SECONDS)
         self._say(f"{number.name} received{again}: this process ends at once and writes no checkpoint{kept}.")
         os._exit(SIGNALLED + number)
 
     def _say(self, sentence: str) -> None:
         # Past Python's streams, whose locks a thread that hangs may hold. A progress bar may stand in the line: clear it.
-        place = "hpctrain: " if self._rank is None else f"hpctrain: [rank {self._rank}] "
+        place = place_of(self._rank) if self._rank else ""
         clear = "\r\x1b[2K" if os.isatty(2) else ""
-        os.write(2, f"{clear}{place}{sentence}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"{clear}hpctrain: {place}{sentence}\n".encode())
+        rank_log.also(sentence, logging.WARNING, last=True)

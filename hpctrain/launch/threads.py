@@ -99,6 +99,13 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
     return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: give --cpus-per-task to srun, too"
 
 
+def outnumbers_cores(launcher: Launcher) -> bool:
+    """True where the ranks of this node share its cores and are more than these."""
+    mask = os.sched_getaffinity(0)
+    ranks = launcher.local_size or 1
+    return ranks > physical_cores(mask) and not _is_bound(launcher, mask, os.environ)
+
+
 def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:
     """This rank's cores by what it may run on."""
     cores = physical_cores(mask)

@@ -16,6 +16,7 @@ from hpctrain.errors import ShapeError
 from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
+from hpctrain.nn.frozen import frozen_layers, layer_of, with_frozen
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layer import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
@@ -38,16 +39,19 @@ class Network:
         model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: of activations.
         seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
             "all", "data", "split" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
+        frozen: patterns of names of layers that are not trained (see `nn.frozen`).
 
     Attributes:
-        parameter_dtype: of parameters, gradients and statistics.
-        groups: parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
+        parameter_dtype: of parameters, gradients and statistics. loss_spec: the loss of its programs.
+        groups: trained parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
+        frozen: names of the layers that are not trained. frozen_groups: their parameters, by the same names as `groups`.
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
         shards: which part of each this rank holds; None: all of it.
         slices: by parameter, the messages that carry it, set by their owner before the second step: captured work ends there.
 
     Raises:
         ShapeError: layers that do not fit each other or the image; the message names the layer.
+        ConfigError: a pattern of frozen layers that matches nothing, or that leaves nothing to train.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Network:
         smoothing: float = 0.0,
         mergers: Mapping[str, StatisticsMerger] | None = None,
         distribution: Distribution | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         self.model, self.image_shape, self.kernels, self.dtype = model, image_shape, kernels, dtype
         self.parameter_dtype = parameter_dtype(dtype)
@@ -68,19 +73,24 @@ class Network:
         self._captures = isinstance(kernels, CapturesWork) and kernels.captures
         self.slices: Slices = {}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
-        self._loss = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing))
+        self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
+        self._loss = kernels.make_loss(self.loss_spec)
         self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
+        self.frozen = frozen_layers(model, frozen)
         graph = self.graph(1)
         self.distribution.prepare(graph)
         self.parameter_specs, statistic_specs = declared(model, graph)
         self.shards = {name: self.distribution.shard(name) for name in self.parameter_specs}
         parameter_specs = {name: local_spec(spec, self.shards[name]) for name, spec in self.parameter_specs.items()}
-        self.groups = self._make_groups(parameter_specs)
+        self.groups, self.frozen_groups = (self._make_groups(parameter_specs, frozen) for frozen in (False, True))
         self.parameters: dict[str, Parameter] = {
             name: group.parameters[name]
-            for name, group in ((n, g) for n in parameter_specs for g in self.groups.values())
+            for name, group in ((n, g) for n in parameter_specs for g in self._all_groups())
             if name in group.parameters
+        }
+        statistic_specs = {
+            name: replace(spec, momentum=0.0) if layer_of(name) in self.frozen else spec for name, spec in statistic_specs.items()
         }
         parts = {name: shard.interval for name in statistic_specs if (shard := self.distribution.shard(name)) is not None}
         self.statistics = FlatStatistics(
@@ -89,7 +99,7 @@ class Network:
         for name, parameter in self.parameters.items():
             value, shard = first_value(self.parameter_specs[name], name, seed, self.parameter_dtype), self.shards[name]
             kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
-        for group in self.groups.values():
+        for group in self._all_groups():
             group.refresh_shadow()
 
     @property
@@ -101,7 +111,7 @@ class Network:
     def graph(self, batch: int) -> Graph:
         """The model lowered at (batch, H, W, C), not yet fused."""
         builder = GraphBuilder(TensorSpec((batch, *self.image_shape), self.dtype))
-        graph = builder.build(self.model.lower(builder, 0, ""))
+        graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
         shape = graph.tensors[graph.output].shape
         if len(shape) != 2:
             raise ShapeError(
@@ -142,7 +152,7 @@ class Network:
     def parameters_changed(self) -> None:
         """Parameters or running statistics were written from outside a training step; all copies of them are refreshed."""
         self.statistics.running_changed()
-        for group in self.groups.values():
+        for group in self._all_groups():
             group.refresh_shadow()
         for program in self._programs.values():
             program.parameters_changed()
@@ -153,10 +163,20 @@ class Network:
             self._arena = self.kernels.allocate(size_bytes)
         return self._arena
 
-    def _make_groups(self, specs: Mapping[str, ParameterSpec]) -> dict[str, FlatGroup]:
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names of all trained parameters of the model, in forward order, also of those that other ranks hold."""
+        return tuple(name for name in self.parameter_specs if layer_of(name) not in self.frozen)
+
+    def _all_groups(self) -> tuple[FlatGroup, ...]:
+        return (*self.groups.values(), *self.frozen_groups.values())
+
+    def _make_groups(self, specs: Mapping[str, ParameterSpec], frozen: bool) -> dict[str, FlatGroup]:
         orders = {name: order for order, name in enumerate(specs)}
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in specs.items():
+            if (layer_of(name) in self.frozen) is not frozen:
+                continue
             members.setdefault(ALL if self.shards[name] is None else MODEL, {})[name] = spec
         arithmetic, shadow_dtype = self.kernels.arithmetic, self.kernels.shadow_dtype
         return {

@@ -89,6 +89,8 @@ class Program:
         binder = _Binder(plan, kernels.arithmetic, parameters, statistics, self.memory, mergers)
         self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
+        frozen = any(step.node is not None and step.node.frozen and step.node.statistics for step in plan.steps)
+        self._reads_running = frozen or not plan.training
         x, y = plan.tensors[0], plan.tensors[plan.output]
         self.x: Array = binder.view(plan.x, x)
         self.logits: Array = binder.view(plan.logits, y)
@@ -113,7 +115,7 @@ class Program:
     def begin(self, context: StepContext) -> None:
         """The first part of `forward`; `run_forward` of all its actions, in order, is the other."""
         self._kernels.begin(context)
-        if not self.plan.training:
+        if self._reads_running:
             self._statistics.refresh()
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
@@ -245,7 +247,7 @@ class _Binder:
         return BoundStep(
             step.name,
             operator,
-            parameters,
+            () if step.node is not None and step.node.frozen else parameters,
             any(action is Action.INPUT and position == k for action, position in self._plan.backward),
             tuple((self.view(target, specs[i]), self.view(partial, specs[i])) for i, target, partial in memory.sums),
             self._sufficient_factors(step, memory),
@@ -266,7 +268,7 @@ class _Binder:
                 output_grad=None if memory.output_grad is None else self.view(memory.output_grad, tensors[step.output]),
                 accumulate=memory.accumulate,
                 parameters={role: parameter.data for role, parameter in own.items()},
-                gradients={role: self._gradient(k, parameter) for role, parameter in own.items()} if self._plan.training else {},
+                gradients=self._gradients(k, own),
                 shadows={role: parameter.shadow for role, parameter in own.items() if parameter.shadow is not None},
                 statistics=self._statistics.by_role(node.statistics) if node is not None else {},
                 saved=self._bytes(memory.saved),
@@ -276,11 +278,21 @@ class _Binder:
         )
         return tuple(own.values())
 
+    def _gradients(self, k: int, own: Mapping[str, Parameter]) -> dict[str, Array]:
+        """Where step k writes its parameters' gradients. Operators of frozen layers may bind them, but nobody asks for them."""
+        node = self._plan.steps[k].node
+        if not self._plan.training or node is None:
+            return {}
+        if not node.frozen:
+            return {role: self._gradient(k, parameter) for role, parameter in own.items()}
+        passes = any(self._plan.needs_grad[tensor] for tensor in self._plan.steps[k].inputs)
+        return {role: self._zeros_like(parameter) for role, parameter in own.items()} if passes else {}
+
     def _shares(self) -> dict[str, list[int]]:
-        """Steps by parameter, of those that several steps have."""
+        """Steps by trained parameter, of those that several steps have."""
         users: dict[str, list[int]] = {}
         for k, step in enumerate(self._plan.steps):
-            for name in step.node.parameters.values() if step.node is not None else ():
+            for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
                 users.setdefault(name, []).append(k)
         return {name: steps for name, steps in users.items() if len(steps) > 1}
 
@@ -293,7 +305,7 @@ class _Binder:
         return self._partial_gradients[parameter.name]
 
     def _zeros_like(self, parameter: Parameter) -> Array:
-        return self._arithmetic.zeros(parameter.size, str(parameter.grad.dtype)).reshape(parameter.spec.shape)
+        return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
 
     def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
         names = [name for name, steps in self._shared.items() if k in steps[:-1]] if self._plan.training else []
@@ -304,7 +316,8 @@ class _Binder:
         return LocalStatistics() if group is None else self._mergers[group]
 
     def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
-        if not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
+        frozen = step.node is not None and step.node.frozen
+        if frozen or not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
             return None
         x, y = (self._plan.tensors[tensor] for tensor in (step.inputs[0], step.output))
         return self.view(memory.inputs[0], x), self.view(memory.output_grad, y)

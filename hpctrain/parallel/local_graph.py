@@ -121,4 +121,4 @@ def _node_key(node: Node, words: MoveWords | None) -> Hashable:
     else:
         decides = spec if isinstance(spec, Hashable) else repr(spec)
     names = tuple(node.parameters.items()), tuple(node.statistics.items())
-    return (node.name, decides, node.inputs, node.output, names, node.input_first, node.shared)
+    return (node.name, decides, node.inputs, node.output, names, node.input_first, node.shared, node.frozen)

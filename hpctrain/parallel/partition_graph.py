@@ -95,6 +95,7 @@ class PartitionedGraph:
                 statistics={} if node is None else node.statistics,
                 input_first=step.input_first,
                 shared=step.shared,
+                frozen=node is not None and node.frozen,
             )
             assert output == step.output
         return builder.build(self.output)

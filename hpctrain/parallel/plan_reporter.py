@@ -262,7 +262,7 @@ def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
     """For each tensor, whether backward computes its gradient: not that of the images, nor of tensors before any parameter."""
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
-        trained = step.node is not None and bool(step.node.parameters)
+        trained = step.node is not None and step.node.trains
         needs[step.output] = trained or any(needs[i] for i in step.inputs)
     return needs
 

@@ -89,6 +89,7 @@ def make_network(
     dtype: str = "float32",
     seed: int = 0,
     smoothing: float = 0.0,
+    frozen: Sequence[str] = (),
 ) -> Network:
     """This rank's part of a model on a grid. Not collective.
 
@@ -97,9 +98,11 @@ def make_network(
         groups: this rank's place on the grid, and its communicators. progress: the process's engine.
         plan: what each layer does on the grid; needed where ranks share samples.
         dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
+        frozen: patterns of names of layers that are not trained.
 
     Raises:
         ShapeError: layers that do not fit each other or the image.
+        ConfigError: patterns of frozen layers that match nothing, or all of them.
     """
     split_group = groups.split_group(progress)
     distribution = None
@@ -115,4 +118,5 @@ def make_network(
         smoothing=smoothing,
         mergers=groups.mergers(progress),
         distribution=distribution,
+        frozen=frozen,
     )

@@ -228,6 +228,8 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
 
 def _merged(spec: BatchNormSpec, kind: LayoutKind) -> BatchNormSpec:
     """The spec with the group over which statistics are merged: the ranks that hold samples, or tiles, of these channels."""
+    if spec.fixed:
+        return spec
     if kind is LayoutKind.TILES:
         # The statistics of a tile alone would be those of no sample, so they are merged in the split group at least.
         return replace(spec, synchronised=True, merge="all" if spec.synchronised else "split")

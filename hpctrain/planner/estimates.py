@@ -72,7 +72,7 @@ class GridEstimates:
         self._segments = segments(self._prices.graph)
         self._table = _Table(self._prices, self._segments, self._uses(), space.fixed_plan)
         self._item_bytes = parameter_item_bytes(job)
-        self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.specs.values())
+        self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.trained_specs.values())
 
     def _uses(self) -> tuple[SegmentUse, ...]:
         if self._grid.rows == 1:

@@ -73,7 +73,7 @@ def weighted_layers(graph: Graph) -> tuple[WeightedLayer, ...]:
     layers = []
     for node in graph.nodes:
         before = any(trained[tensor] for tensor in node.inputs)
-        trained[node.output] = before or bool(node.parameters)
+        trained[node.output] = before or node.trains
         x, y = graph.tensors[node.inputs[0]].shape, graph.tensors[node.output].shape
         if not isinstance(node.spec, Conv2dSpec | LinearSpec):
             continue

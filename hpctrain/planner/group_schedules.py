@@ -146,7 +146,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     norms_needed=job.norms_needed,
                     several_groups=several_groups,
                     momentum=job.momentum,
-                    names=tuple(job.specs),
+                    names=tuple(job.trained_specs),
                 )
                 samples = counts if name == ALL else _by_split_group(counts, plan.rows)
                 strategy = job.strategy(candidate.averager, candidate.options, group)
@@ -185,7 +185,7 @@ class _Kind:
     def layouts(self, job: Job) -> dict[str, GroupLayout]:
         """The parameter groups of such a rank."""
         members: dict[str, dict[str, ParameterSpec]] = {}
-        for name, spec in job.specs.items():
+        for name, spec in job.trained_specs.items():
             shard = self.shards.get(name)
             members.setdefault(ALL if shard is None else MODEL, {})[name] = local_spec(spec, shard)
         orders = {name: order for order, name in enumerate(job.specs)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
@@ -36,6 +37,12 @@ class PlannedJob:
     norms_needed: NormsNeeded
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
     momentum: float = 0.0
+
+    @cached_property
+    def trained_specs(self) -> Mapping[str, ParameterSpec]:
+        """The parameters that are trained, by full name, in forward order."""
+        trained = {name for node in self.graph_of(1).nodes if node.trains for name in node.parameters.values()}
+        return {name: spec for name, spec in self.specs.items() if name in trained}
 
 
 Job = PlannedJob  # beside a candidate; the one of the public interface, which runs, is another

@@ -195,9 +195,14 @@ class _Lowering:
             for tensor, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
         output = builder.emit(
-            node.name, sharding.specs[self._rank], inputs, parameters=node.parameters, statistics=node.statistics
+            node.name,
+            sharding.specs[self._rank],
+            inputs,
+            parameters=node.parameters,
+            statistics=node.statistics,
+            frozen=node.frozen,
         )
-        if node.parameters:
+        if node.trains:
             self.shardings.append((node, sharding))
         self._layouts[output] = sharding.writes
         if sharding.summed:

@@ -238,7 +238,7 @@ class _PassTasks:
         self._tasks.append(Happens(self._facts.groups[weight], LocalEventKey(kind, weight)))
 
     def _parameters(self, step: PlannedStep) -> tuple[str, ...]:
-        return () if step.node is None else tuple(step.node.parameters.values())
+        return () if step.node is None or step.node.frozen else tuple(step.node.parameters.values())
 
     def _seconds(self, k: int, action: Action) -> float:
         return self._costs.seconds(self._plan.steps[k], action, self._plan.memory[k])

@@ -131,6 +131,8 @@ def _stage(site: Site, request: JobRequest) -> str:
     """The tar to unpack on each node."""
     if request.stage is None:
         return ""
+    if site.profile.container is not None:
+        raise ConfigError(f"--stage is {request.stage}, but site {site.name} runs Python in an image; leave it out.")
     if site.profile.scratch is None:
         raise ConfigError(f"--stage is {request.stage}, but site {site.name} names no disk of its nodes; leave it out.")
     if not request.stage.is_file():

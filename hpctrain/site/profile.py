@@ -115,6 +115,15 @@ class ScratchFields(Sourced):
     directory: Quoted = Field(min_length=1, description="Directory on a node's own disk, or in its memory.")
 
 
+class ContainerFields(Sourced):
+    """An image in which Python runs. The launcher stays outside, and starts a container for each rank."""
+
+    image: Quoted = Field(min_length=1, description="Path of the image, such as $HOME/hpctrain.sif.")
+    command: tuple[Line, ...] = Field(
+        default=("apptainer", "exec"), min_length=1, description="List of words before the image, with options such as --bind."
+    )
+
+
 class SiteProfile(Section):
     """A machine on which jobs are started, and how."""
 
@@ -136,4 +145,10 @@ class SiteProfile(Section):
     setup: tuple[SetupFields, ...] = Field(default=(), description="List of commands before all others.")
     environment: dict[Line, VariableFields] = Field(default={}, description="Environment variables by name.")
     gpu: GpuFields | None = Field(default=None, description="Choice of GPUs; null where there are none.")
+    container: ContainerFields | None = Field(default=None, description="Image in which Python runs; null for none.")
     scratch: ScratchFields | None = Field(default=None, description="Node-local disk to unpack an environment on.")
+
+    @property
+    def stages(self) -> bool:
+        """Whether an environment can be unpacked on the nodes, as one in an image cannot."""
+        return self.scratch is not None and self.container is None

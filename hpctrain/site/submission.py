@@ -94,14 +94,18 @@ def _number(command: Sequence[str]) -> str:
 
 def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
     if site.profile.scheduler == "pbs":
-        return (
-            f"follow it: qstat {number}; tail -F {job.log}",
-            f"stop it with a checkpoint, for good: touch {job.logs}/no-restart; qsig -s USR1 {number}",
-        )
-    return (
-        f"follow it: squeue --jobs={number}; tail -F {job.log.replace('%j', number)}",
-        f"stop it with a checkpoint, for good: scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}",
-    )
+        follow, log = f"qstat {number}", job.log
+        stop = f"touch {job.logs}/no-restart; qsig -s USR1 {number}"
+    else:
+        follow, log = f"squeue --jobs={number}", job.log.replace("%j", number)
+        stop = f"scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}"
+    following = _with_commands("follow it:", follow, f"tail -F {log}")
+    return (*following, *_with_commands("stop it with a checkpoint, for good:", stop))
+
+
+def _with_commands(title: str, *commands: str) -> tuple[str, ...]:
+    """A title, and commands to copy on lines of their own."""
+    return (title, *(f"  {command}" for command in commands))
 
 
 def _started(job: SiteJob) -> Submission:
@@ -109,4 +113,5 @@ def _started(job: SiteJob) -> Submission:
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.strip()
-    return Submission(number, (f"follow it: tail -F {job.log}", f"stop it with a checkpoint: kill -USR1 {number}"))
+    follow = _with_commands("follow it:", f"tail -F {job.log}")
+    return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")))

@@ -168,6 +168,10 @@ class RunDirectory:
         """Where the flight records of its ranks lie, unless they are kept elsewhere."""
         return self.path / "flight"
 
+    def log_path(self, rank: int) -> Path:
+        """The log file of a rank, where it keeps one."""
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
     def point_to_flight(self, directory: Path | None) -> None:
         """Remember that flight records lie in this directory; None: in the run.
 
@@ -289,12 +293,15 @@ def _cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-def runs(output: Path, name: str) -> Iterable[RunDirectory]:
-    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names."""
+def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
+    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names.
+
+    name: None: whatever their names.
+    """
     stamped = []
     for path in Path(output).glob("*/config.yaml"):
         match = _STAMP.fullmatch(path.parent.name)
-        if match and _name_in(path) == name:
+        if match and (name is None or _name_in(path) == name):
             stamped.append((match[1], int(match[2] or 1), path.parent))
     return [RunDirectory(path) for *_, path in sorted(stamped, reverse=True)]
 

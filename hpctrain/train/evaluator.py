@@ -4,32 +4,52 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import LossHandle, StepContext
+from hpctrain.backend.kernels.base import LossHandle
+from hpctrain.backend.kernels.numpy.loss import SoftmaxCrossEntropy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import BatchSource
 from hpctrain.nn.network import Network
+from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.metrics import RunningSums
+from hpctrain.train.scores import forward, host_logits, log_probabilities, pairs
 
 
-def evaluate(network: Network, loader: BatchSource, comm: Communicator, progress: ProgressEngine) -> RunningSums:
+def evaluate(
+    network: Network,
+    loader: BatchSource,
+    comm: Communicator,
+    progress: ProgressEngine,
+    *,
+    mirrored: BatchSource | None = None,
+    confusion: ConfusionCounts | None = None,
+) -> RunningSums:
     """Sums over all samples of all ranks, each sample once. Collective.
 
     Args:
         network: this rank's copy, with all parameters up to date (drained). loader: this rank's share, in order.
         comm: all ranks. progress: the process's engine.
+        mirrored: the same share, mirrored: the mean of both probabilities counts, see `scores.log_probabilities`.
+        confusion: counts this rank's own samples, of which it has none so far.
     """
     sums = np.zeros(4, np.float64)
     latest: LossHandle | None = None  # asked for when the next batch is enqueued
-    for batch in loader.epoch(0):
+    loss_of_means = SoftmaxCrossEntropy(network.loss_spec)
+    for batch, mirror in pairs(loader, mirrored):
         progress.notes.alive()
         if not sum(batch.share.counts):  # of the split group: a rank without samples may hold a part of the others'
             continue
-        program = network.program(batch.share.counts, training=False)
-        program.set_input(batch.x)
-        program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
-        _add(sums, latest)
-        latest = program.loss(batch.y, batch.global_count)
+        if mirror is None:
+            program = forward(network, batch)
+            _add(sums, latest)
+            latest = program.loss(batch.y, batch.global_count)
+            if confusion is not None:
+                confusion.add(batch.y, host_logits(network, program))
+        else:
+            means = log_probabilities(network, batch, mirror)  # whose softmax they are the logarithm of: logits of themselves
+            _add(sums, loss_of_means.run(means, batch.y, batch.global_count, None))
+            if confusion is not None:
+                confusion.add(batch.y, means)
     _add(sums, latest)
     queue = progress.queue(comm)
     progress.wait(queue.post(lambda: comm.iallreduce(sums), "evaluation sums"))

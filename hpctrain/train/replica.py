@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shard_file import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
+from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import EvaluationSums, RunningSums
@@ -41,7 +43,6 @@ _NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
-
 
 #: the strategy for one group of parameters, such as the class `Sharded` itself
 StrategyFactory = Callable[[PlannedGroup], Strategy]
@@ -285,12 +286,15 @@ class Replica:
             self._raise_corrupted()
 
     @_without_warnings
-    def evaluate(self, loader: BatchSource) -> RunningSums:
+    def evaluate(
+        self, loader: BatchSource, *, mirrored: BatchSource | None = None, confusion: ConfusionCounts | None = None
+    ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
         Where an average of the weights is kept they are `EvaluationSums`, with those of the average, too.
 
-        The last step's sums, where they are wanted, are to be had from `settle` before.
+        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes;
+        the second counts what the weights themselves predict.
 
         Raises:
             DivergedError: as `step`.
@@ -298,11 +302,12 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        sums = evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+        take = partial(evaluate, self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored)
+        sums = take(confusion=confusion)
         if self.average is None:
             return sums
         with self.average.in_place():
-            averaged = evaluate(self.network, loader, self.groups.all_ranks, self.progress)
+            averaged = take()
         return EvaluationSums(sums.loss, sums.top1, sums.top5, sums.count, averaged)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
@@ -318,7 +323,7 @@ class Replica:
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
         """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
-        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups.all_ranks, self.average)
+        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
@@ -339,8 +344,7 @@ class Replica:
     def parameters_written(self) -> None:
         """Tell that the program has written to parameters or optimiser state: after `drain`, alike on all ranks. Local."""
         self.network.parameters_changed()
-        if self.watch is not None:
-            self.watch.forget()
+        self._forget_weights()
 
     def load_weights(self, content: CheckpointContent, *, averaged: bool = False) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
@@ -351,6 +355,12 @@ class Replica:
             CheckpointError: as `load`.
         """
         snapshot.put_weights(content, self.network, self.shards, averaged=averaged)
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Weights are others now: nothing is remembered of those before, but by an average that has begun."""
+        if self.average is not None:
+            self.average.weights_changed()
         if self.watch is not None:
             self.watch.forget()
 
@@ -359,10 +369,10 @@ class Replica:
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
-            raise error
+            raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
         """Raise what the comparison has found, alike on all ranks. Collective."""
         assert self.watch is not None
         self.drain()
-        raise self.watch.error(self.kept_step)
+        raise self.watch.error(self.kept_step).of_all_ranks()

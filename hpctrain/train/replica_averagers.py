@@ -34,7 +34,7 @@ def planned_group(
         norms_needed=optimizer.norms_needed,
         several_groups=MODEL in network.groups,
         momentum=optimizer.momentum,
-        names=tuple(network.parameter_specs),
+        names=network.trained,
     )
 
 

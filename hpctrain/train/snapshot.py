@@ -251,8 +251,7 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
     Raises:
         CheckpointError: tensors of another model, or no averages where these are asked for.
     """
-    if averaged and not any(key.startswith(optimizer_key(EMA, "")) for key in content.tensors):
-        raise CheckpointError("The checkpoint has no average of weights; take the weights themselves, or train with ema.decay.")
+    keys = averaged_keys(content) if averaged else {}
     expected = {parameter_key(name) for name in network.parameters}
     extra = sorted(key for key in content.tensors if key.startswith("parameters/") and key not in expected)
     if extra:
@@ -261,12 +260,25 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
             f"use the model that it was written with."
         )
     for name, parameter in network.parameters.items():
-        key = optimizer_key(EMA, name) if averaged else parameter_key(name)
+        key = keys.get(parameter_key(name), parameter_key(name))
         network.kernels.arithmetic.from_host(parameter.data, _part(content, key, name, network, shards))
     for name, statistic in network.statistics.views.items():
-        key = averaged_statistic_key(name) if averaged else statistic_key(name)
+        key = keys.get(statistic_key(name), statistic_key(name))
         statistic[...] = restore(content, key, statistic.shape, network.parameter_dtype)
     network.parameters_changed()
+
+
+def averaged_keys(content: CheckpointContent) -> dict[str, str]:
+    """Keys of the averages that a checkpoint holds, by the keys of what they are of. Frozen layers are their own average.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    weights, statistics = optimizer_key(EMA, ""), averaged_statistic_key("")
+    keys = {parameter_key(key.removeprefix(weights)): key for key in content.tensors if key.startswith(weights)}
+    if not keys:
+        raise CheckpointError("The checkpoint has no average of weights; take the weights themselves, or train with ema.decay.")
+    return keys | {statistic_key(key.removeprefix(statistics)): key for key in content.tensors if key.startswith(statistics)}
 
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.parameter_swap import swap_parameters
+from hpctrain.averaging.parameter_swap import copy_parameters, swap_parameters
+from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA, EmaRule
 
@@ -16,13 +17,14 @@ from hpctrain.optim.ema import EMA, EmaRule
 class WeightAverage:
     """The averages that `EmaOptimizer` keeps for the parameters, and here one of the running statistics, alike on every rank.
 
-    The statistics are averaged by the same rule as the weights, one update a step, as timm and torch (use_buffers=True) do.
+    The statistics are averaged by the same rule as the weights, one update a step, as timm and torch (use_buffers=True) do. What
+    is frozen has no average, as it would be the same.
 
     Args:
         averagers: by parameter group; their optimisers keep averages.
 
     Attributes:
-        views: every averaged statistic by full name, in its shape.
+        views: every averaged statistic of a layer that is trained, by full name, in its shape.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rule: EmaRule) -> None:
@@ -33,6 +35,7 @@ class WeightAverage:
         self.views = {
             name: self._running[start : start + view.size].reshape(view.shape)
             for (name, view), start in zip(network.statistics.views.items(), starts, strict=False)
+            if layer_of(name) not in network.frozen
         }
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
@@ -46,10 +49,22 @@ class WeightAverage:
         self._updates += 1
         self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
 
+    def weights_changed(self) -> None:
+        """Weights or statistics were written from outside of steps: until its first update the average is what they are."""
+        if self._weight_updates():
+            return
+        for averager in self._averagers.values():
+            copy_parameters(averager, EMA)
+        self._running[...] = self._network.statistics.running
+
     def go_on(self) -> None:
         """The averagers have loaded a checkpoint, and `views` were written: the statistics have had as many updates."""
+        self._updates = self._weight_updates()
+
+    def _weight_updates(self) -> int:
+        """The updates of averages of weights so far."""
         counters = (averager.counters() for averager in self._averagers.values())
-        self._updates = next(counters, {}).get("updates", 0)
+        return next(counters, {}).get("updates", 0)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -61,7 +76,9 @@ class WeightAverage:
     def _swap(self) -> None:
         for averager in self._averagers.values():
             swap_parameters(averager, EMA)
-        running = self._network.statistics.running
-        running[...], self._running[...] = self._running.copy(), running.copy()
-        self._network.statistics.running_changed()
+        statistics = self._network.statistics
+        for name, average in self.views.items():
+            running = statistics.views[name]
+            running[...], average[...] = average.copy(), running.copy()
+        statistics.running_changed()
         self._network.parameters_changed()

@@ -16,6 +16,7 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.errors import CorruptedStateError
 from hpctrain.nn.network import ALL, Network
+from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.watch_report import Checksums, RankReport, difference
@@ -66,7 +67,9 @@ class WeightWatch:
         statistics = [
             WatchedPiece(f"running statistic {name}", view.reshape(-1)) for name, view in network.statistics.views.items()
         ]
-        of_group = {name: _pieces(averager) for name, averager in averagers.items()}
+        of_group = {name: _frozen_pieces(group) for name, group in network.frozen_groups.items()}
+        for name, averager in averagers.items():
+            of_group[name] = [*_pieces(averager), *of_group.get(name, [])]
         kinds = [*of_group.get(ALL, ()), *statistics], [piece for name in of_group if name != ALL for piece in of_group[name]]
         self._parts = tuple(cut(kind, most=cadence.most_parts, least_bytes=cadence.least_part_bytes) for kind in kinds)
         #: by kind and part, steps done when it was last found equal
@@ -216,6 +219,12 @@ def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
         for state, view in averager.optimizer.state(segment).items():
             pieces.append(WatchedPiece(f"the {state} of {segment.parameter}", group.arithmetic.to_host(view), segment.parameter))
     return pieces
+
+
+def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
+    """Parameters that nothing writes to."""
+    of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
+    return [WatchedPiece(f"parameter {segment.parameter}", group.arithmetic.to_host(data)) for segment, data in of_segments]
 
 
 def _replicates_state(averager: GradientAverager) -> bool:

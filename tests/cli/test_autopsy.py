@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.autopsy import directory_of
 from hpctrain.cli.main import cli
+from hpctrain.speaker import place
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome
 
@@ -90,13 +91,19 @@ def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: s
     assert values["blamed"] == [1], values["findings"]
     assert words in " ".join(values["findings"])
     if fault in ("load", "compute", "evaluate"):
-        assert "autopsy: Rank 1" in outcome.stderr or "[rank 1] nothing has moved for the deadline of 3 s" in outcome.stderr
+        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}nothing has moved for the deadline of 3 s" in outcome.stderr
 
 
 @pytest.mark.job
 def test_a_rank_that_skips_a_step_has_not_posted_it(job: Job, folder: Path) -> None:
-    """It goes on to the next message, so that both may end up waiting for each other."""
-    assert _run(job, folder, 2, 1, "skip").code not in (0, 85)
+    """It goes on to the next message, so that both may wait for each other. Who gives up leaves its words in its log."""
+    outcome = _run(job, folder, 2, 1, "skip", "--log-ranks", "all")
+    assert outcome.code not in (0, 85)
+    (logs,) = (folder / "runs").glob("*/logs")
+    logged = "".join(path.read_text() for path in sorted(logs.iterdir()))
+    assert " no completion within the deadline of 3 s: " in logged
+    assert "in _give_up" in logged  # of the stacks
+    assert f"logs of ranks 0-1: {logs}\n" in _autopsy(folder).output
     values = json.loads(_autopsy(folder, "--json").output)
     assert 1 in values["blamed"], values["findings"]
     assert "rank 1 has not posted" in values["findings"][0] or "Rank 1 never posted" in values["findings"][0]

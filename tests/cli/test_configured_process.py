@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cli.configured_process import ConfiguredProcess
+from hpctrain.cli.configured_process import ConfiguredProcess, ReadConfig
 from hpctrain.comm import mpi
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
@@ -50,7 +50,7 @@ class Started(ConfiguredProcess):
         self.sizes: list[int] = []
         self.asked: list[tuple[str | None, str | None]] = []
 
-    def _begin(self, file: Path, overrides: tuple[str, ...]) -> None:
+    def _begin(self, read: ReadConfig) -> None:
         self._config, self.world = parse(TEXT, "f.yaml", self.overrides)[0], World(3)
 
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Any:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.errors import DataError, RankLostError
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome, clean_environment
 
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
@@ -29,12 +30,15 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
         ([CONFIG, "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
+        ([CONFIG, "--log-ranks", "al"], "must be all, none, or ranks such as 0,3,8-15; the nearest is all."),
+        ([CONFIG, "--log-ranks", "0,3"], "--log-ranks names rank 3, but the job has 1 rank; the largest number is 0."),
         ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
     ],
     "run": [
         (["--", "sleep", "3"], 'The command "sleep 3" has no training in it'),
         (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
     ],
+    "completion": [(["tcsh"], 'a shell "tcsh" cannot be completed; those of bash, zsh and fish can.')],
     "script": [(["nowhere.py"], "There is no program nowhere.py; give the path of a Python file.")],
     "submit": [
         (["nowhere.yaml", "--site", "local"], "nowhere.yaml: The configuration cannot be read"),
@@ -48,8 +52,18 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval": [
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
+        ([CONFIG, "--log-ranks", "3-1"], "--log-ranks has 3-1, which begins behind its end; the nearest is 1-3."),
         ([CONFIG], "has a checkpoint; train one first"),
         ([CONFIG, "--checkpoint", "best"], "has a best checkpoint: with checkpoint.best one is kept where an evaluation and"),
+        ([CONFIG, "--confusion", "file/matrix.csv"], "--confusion file/matrix.csv cannot be written"),
+    ],
+    "predict": [
+        (["photos"], "No run in runs has a checkpoint; train one first, or name a run by --checkpoint."),
+        (["photos", "--checkpoint", "nowhere"], "nowhere is no run directory"),
+        (["photos", "--checkpoint", "file"], "file"),
+        (["photos", "--config", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        (["photos", "--config", CONFIG], "has a checkpoint; train one first"),
+        (["photos", "--checkpoint", "best", "--runs", "photos"], "No run in photos has a best checkpoint"),
     ],
     "autopsy": [
         (["nowhere"], "There is no directory nowhere; give that of a run."),
@@ -64,6 +78,18 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["file", "--out", "new.h5"], "new.h5 would be taken for a file"),
     ],
     "checkpoint prune": [(["nowhere", "--keep", "2"], "nowhere is no directory; give a run directory")],
+    "weights import": [
+        (["nowhere.pt", "--model", "resnet18", "--out", "new.safetensors"], "There is no file of weights nowhere.pt"),
+        (["file", "--model", "resnet18", "--out", "new.safetensors"], "The name of file does not say which kind of file it is"),
+        (["nowhere.pt", "--model", "resnet18", "--out", "new.pt"], "it must end in .safetensors."),
+    ],
+    "weights export": [
+        (["nowhere", "--out", "new.safetensors"], "nowhere holds no checkpoints"),
+        (["file", "--out", "new.safetensors"], "file"),
+        (["photos", "--out", "new.h5"], "it must end in .safetensors, .pt, .pth or .onnx."),
+        (["nowhere.safetensors", "--out", "new.onnx"], "There is no file of weights nowhere.safetensors"),
+    ],
+    "weights show": [(["nowhere.safetensors"], "There is no file of weights nowhere.safetensors")],
     "calibrate": [
         (["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml"),
     ],
@@ -188,7 +214,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_a_users_mistake_is_a_sentence(folder: Path, command: str, arguments: list[str], words: str) -> None:
-    if command in ("train", "eval", "calibrate", "doctor"):  # which end their process, and set up its log
+    if command in ("train", "eval", "predict", "calibrate", "doctor"):  # which end their process, and set up its log
         call = [sys.executable, "-m", "hpctrain", command, *arguments]
         done = subprocess.run(call, capture_output=True, text=True, timeout=180, check=False, env=clean_environment())
         code, output, errors = done.returncode, done.stdout, done.stderr
@@ -277,7 +303,7 @@ def test_an_exit_inside_of_a_run_ends_the_job(code: object, call: str, capsys: p
     ):
         sys.exit(code)  # type: ignore[arg-type]
     assert (end.value.code, aborted, failed) == (1, [1], [f"{call} inside of a run"])
-    assert f"[rank 2] {call} inside of a run ends the job." in capsys.readouterr().err
+    assert f"{place(2)}{call} inside of a run ends the job." in capsys.readouterr().err
 
 
 def test_a_lost_rank_ends_the_job_with_a_code_that_it_is_started_again_on(capsys: pytest.CaptureFixture) -> None:
@@ -286,6 +312,22 @@ def test_a_lost_rank_ends_the_job_with_a_code_that_it_is_started_again_on(capsys
         raise RankLostError("Rank 2 of 4 was lost.")
     assert aborted == [BUG]
     assert capsys.readouterr().err == "hpctrain: Rank 2 of 4 was lost.\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "said_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
+)
+def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
+    rank: int, said_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With many ranks on few cores that one may come to it much later; a rank that may be alone waits for a moment only."""
+    slept: list[float] = []
+    monkeypatch.setattr("hpctrain.cli.failure.time.sleep", slept.append)
+    error = DataError("One.")
+    with pytest.raises(SystemExit), job_ends_on_error(lambda: rank, lambda code: None):
+        raise error if said_by is None else error.of_all_ranks(said_by)
+    assert slept == [silent]
+    assert capsys.readouterr().err == f"hpctrain: {place(rank) if rank else ''}One.\n"
 
 
 def test_a_users_error_aborts_once(capsys: pytest.CaptureFixture) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain import log
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
@@ -62,11 +63,13 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     monkeypatch.setattr(session, "start_world", lambda *_: calls.append("start") or SingleCommunicator())
     monkeypatch.setattr(shared_segments, "remember", lambda: calls.append("remember"))
     monkeypatch.setattr(shared_segments, "forget", lambda: calls.append("forget"))
-    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
+    monkeypatch.setattr(log, "configure", lambda rank, size: None)
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", False)
     process = JobProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
     world = process.start_world(30.0)
     progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="hpctrain"):
         process.started(progress)
         process.started(progress)
     process.finish()

@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.flight.ring import End, file_name, read
 from hpctrain.launch.exit_codes import DEADLINE, SIGNALLED, STOPPED
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
@@ -39,8 +40,8 @@ sys.stdout.write(f"end {sys.argv[1:]} {__name__} {__file__}\\n")  # at once: ran
 
 def run(job: Job, ranks: int, folder: Path, *, signals: bool = False, deadline_seconds: int = 60, **lines: str) -> Outcome:
     text = PROGRAM.replace("@SIGNALS@", str(signals)).replace("@DEADLINE@", str(deadline_seconds))
-    for place in ("before", "within", "after"):
-        text = text.replace(f"@{place.upper()}@", lines.get(place, "pass"))
+    for moment in ("before", "within", "after"):
+        text = text.replace(f"@{moment.upper()}@", lines.get(moment, "pass"))
     (folder / "inner").mkdir(exist_ok=True)
     (folder / "inner" / "program.py").write_text(text)
     words = ["-m", "hpctrain", "script", "inner/program.py", str(max(ranks, 1)), "--more", "-x"]
@@ -83,7 +84,7 @@ def test_one_that_leaves_alone_before_the_start_ends_the_job(job: Job, tmp_path:
 def test_one_that_is_killed_is_said_to_be_and_recorded(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, within="os.kill(os.getpid(), signal.SIGKILL)")
     assert outcome.code != 0
-    assert f"hpctrain: [rank {ranks - 1}] the process was ended by SIGKILL" in outcome.stderr
+    assert f"hpctrain: {place(ranks - 1, ranks)}the process was ended by SIGKILL" in outcome.stderr
     assert read(tmp_path / "flight" / file_name(ranks - 1)).end is End.SIGNAL
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hpctrain
 from hpctrain.data import format as data_format
 from tests.support.jobs import Outcome
 
@@ -132,7 +131,6 @@ def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job
     told = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
     assert len(told) == 2, outcome.stderr
     least, most = sorted(int(files) for _, files, _, _ in told)
-    sources = len(list(Path(hpctrain.__file__).parent.rglob("*.py")))  # which the first rank of a node reads, to compare them
     assert least < 1000
-    assert most < 1000 + sources
+    assert most < 1500  # the first rank of a node reads the files of hpctrain once more, to compare them
     assert {late for *_, late in told} == {"[]"}, told

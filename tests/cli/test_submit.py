@@ -44,9 +44,10 @@ def test_a_job_is_submitted_and_its_number_told(folder: Path) -> None:
     (call,) = stand_ins.calls(folder)
     script = Path(call[2])
     assert script.parent == Path("runs/jobs")
-    first, *others = result.output.splitlines()
-    assert first == f"job 12345 on slurm: 2 nodes with 4 ranks each, script {script}"
-    assert [line.partition(":")[0] for line in others] == ["follow it", "stop it with a checkpoint, for good"]
+    first, second, *others = result.output.splitlines()
+    assert (first, second) == ("job 12345 on slurm: 2 nodes with 4 ranks each", f"script: {script}")
+    assert [line for line in others if line[0] != " "] == ["follow it:", "stop it with a checkpoint, for good:"]
+    assert all(len(line) <= 80 for line in result.output.splitlines())
     text = script.read_text()
     assert f"TRAIN=({CONFIG} batch=32)\n" in text
     assert f"ENVIRONMENT={sys.prefix} " in text
@@ -94,7 +95,7 @@ def _started(*arguments: str) -> tuple[int, Path]:
 
 def _told(result: Result) -> tuple[int, Path]:
     assert result.exit_code == 0, result.output
-    match = re.search(r"job (\d+) on \w+.*script (\S+)\.sh", result.output)
+    match = re.search(r"job (\d+) on \w+.*\nscript: (\S+)\.sh", result.output)
     assert match is not None
     return int(match[1]), Path(f"{match[2]}.log")
 

@@ -122,6 +122,19 @@ def test_a_checkpoint_goes_on_and_is_evaluated_on_any_backend(run: Run, folder: 
     assert "precision: bfloat16 -> float32" in outcome.stdout
 
 
+def test_scores_of_the_device_are_counted_as_its_loss_counts_them(run: Run, folder: Path) -> None:
+    _passed(run("train", "precision=bfloat16", "--steps", "3"))
+    contents = {}
+    for flip in ((), ("--flip",)):
+        for options in (("precision=bfloat16",), ("precision=float32", "backend=numpy")):
+            content = json.loads(_passed(run("eval", *options, "--json", *flip, "--confusion")).stdout)
+            matrix = np.array(content["confusion"]["matrix"])
+            assert (np.trace(matrix), matrix.sum()) == (content["hits1"], content["samples"])
+            contents[options, flip] = content["loss"]
+        here, on_host = (loss for (_, with_flip), loss in contents.items() if with_flip == flip)
+        assert np.isclose(here, on_host, rtol=0.02)
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "several ranks": ({"ranks": 2}, [], "trains on one rank so far, and this job has 2: gradients are not averaged between GPUs"),
     "no such device": ({"seed": "x"}, [], "HPCTRAIN_CUDA_DEVICE is 'emulated:x'; it must be emulated, or emulated:SEED"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome
 
 Job = Callable[..., Outcome]
@@ -107,7 +108,7 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
     assert outcome.seconds < _SOON_SECONDS
     text = outcome.stderr
     assert (
-        "[rank 1] no completion within the deadline of 1.5 s: classifier.bias: queue world, sequence number 2, not started"
+        f"{place(1, 2)}no completion within the deadline of 1.5 s: classifier.bias: queue world, sequence number 2, not started"
         in text
     )
     assert "features.3.weight: queue world, sequence number 1, operation allreduce of 225 float32 elements, in flight" in text
@@ -128,7 +129,8 @@ def test_object_operations_have_the_deadline_too(job: Job) -> None:
     assert outcome.code != 0
     assert outcome.seconds < _SOON_SECONDS
     assert (
-        "[rank 1] no completion within the deadline of 5 s: split into column (communicator world of ranks 0-1)" in outcome.stderr
+        f"{place(1, 2)}no completion within the deadline of 5 s: split into column (communicator world of ranks 0-1)"
+        in outcome.stderr
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.poll_policy import SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
+from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 
@@ -80,6 +80,16 @@ def test_without_that_rule_an_operator_is_followed_by_one_poll() -> None:
         handle.now += 1.0
         engine.operator_done()
         assert before - handle.left == 1
+
+
+@given(st.floats(0, 1e4))
+def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_seconds: float) -> None:
+    """So a wait is longer by that share at most, and takes next to nothing of the cores where it is long."""
+    sleep = MORE_RANKS_THAN_CORES.next_sleep(waited_seconds)
+    usual = WaitPolicy().next_sleep(waited_seconds)
+    assert usual == WaitPolicy().sleep_seconds
+    assert usual <= sleep <= max(usual, min(0.02 * waited_seconds, MORE_RANKS_THAN_CORES.longest_seconds))
+    assert MORE_RANKS_THAN_CORES.next_sleep(1e3) == MORE_RANKS_THAN_CORES.longest_seconds
 
 
 @pytest.mark.parametrize(("policy", "offers"), [(WaitPolicy(), 5), (SLEEPS_AT_ONCE, 0)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine, Ticket
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.speaker import place
 
 
 class Countdown:
@@ -235,12 +236,12 @@ def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -
     assert 2.0 < clock.now < 2.2
     lines = report.splitlines()
     assert lines[:5] == [
-        "[rank 5] no completion within the deadline of 2 s: fc.weight: queue data, sequence number 0, not started, "
+        f"{place(5)}no completion within the deadline of 2 s: fc.weight: queue data, sequence number 0, not started, "
         "comes after conv1.weight (split 1)",
-        "[rank 5] unfinished on this rank:",
-        "[rank 5]   conv1.weight: queue split, sequence number 1, operation a switch, in flight",
-        "[rank 5]   fc.weight: queue data, sequence number 0, not started, comes after conv1.weight (split 1)",
-        "[rank 5]   fc.bias: queue data, sequence number 1, not started, behind the queue's head",
+        f"{place(5)}unfinished on this rank:",
+        f"{place(5)}  conv1.weight: queue split, sequence number 1, operation a switch, in flight",
+        f"{place(5)}  fc.weight: queue data, sequence number 0, not started, comes after conv1.weight (split 1)",
+        f"{place(5)}  fc.bias: queue data, sequence number 1, not started, behind the queue's head",
     ]
     assert "in _timed_out" in report
     assert "done long ago" not in report

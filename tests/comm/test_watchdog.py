@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from hpctrain.speaker import place
 from tests.support.jobs import run_job
 
 # The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
@@ -32,7 +33,7 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
     assert outcome.seconds < 30
     assert "in the_culprit" in outcome.stderr
     if code == 124:
-        assert "[rank 4] The start of MPI did not end within the deadline of 0.3 s" in outcome.stderr
+        assert f"{place(4)}The start of MPI did not end within the deadline of 0.3 s" in outcome.stderr
 
 
 @pytest.mark.job

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hpctrain.config.schema import Config
+from tests.support.command_reference import commands_page
 from tests.support.reference_pages import DOCS, FINDINGS_HEADING, KEYS_HEADING, findings_section, keys_section, options_page
 
 PAGE = DOCS / "config.md"
@@ -18,6 +19,12 @@ def test_the_table_of_keys_is_the_schema():
 
 def test_the_options_are_those_of_the_constructors():
     assert (DOCS / "options.md").read_text(encoding="utf-8") == options_page(), "docs/options.md is out of date: run `make docs`"
+
+
+def test_the_commands_are_those_of_the_program():
+    assert (DOCS / "commands.md").read_text(encoding="utf-8") == commands_page(), (
+        "docs/commands.md is out of date: run `make docs`"
+    )
 
 
 def test_the_findings_are_those_of_the_doctors_checks():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data import format as data_format
-from hpctrain.data.facts import DataFacts
+from hpctrain.data.classes import in_order_of
+from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.format import ImageFile
 
 
@@ -58,3 +59,18 @@ def test_any_other_content_has_other_facts(make_file, tmp_path, what):
     data_format.write(tmp_path / "other.h5", len(images), images.shape[1:], names, [(images, labels)])
     here, other = DataFacts.of(file), DataFacts.of(ImageFile.open(tmp_path / "other.h5"))
     assert getattr(here, what) != getattr(other, what)
+
+
+@pytest.mark.parametrize("fit", [None, "crop", "squash"])
+def test_the_fit_of_pictures_is_kept_and_by_default_that_of_the_converters(make_file, tmp_path, fit):
+    _, images, labels = make_file()
+    path, names = tmp_path / "fitted.h5", [f"class {number}" for number in range(5)]
+    data_format.write(path, len(images), images.shape[1:], names, [(images, labels)], fit)
+    file = ImageFile.open(path)
+    facts = DataFacts.of(in_order_of(file, names[::-1], "another file"))
+    assert (file.fit, facts.fit) == (fit, fit)
+    assert ("fit" in facts.to_meta()) is (fit is not None)  # what says nothing is as before
+    assert DataFacts.from_meta(json.loads(json.dumps(facts.to_meta()))) == facts
+    form = ImageForm.of(facts)
+    assert form == ImageForm.of(file) == ImageForm(images.shape[1:], fit or "crop")
+    assert ImageForm.from_meta(json.loads(json.dumps(form.to_meta()))) == form

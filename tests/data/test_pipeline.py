@@ -136,3 +136,24 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
         assert 88 <= top <= 98
         assert 152 <= bottom <= 162
         assert columns == (0, 200)
+
+
+@given(st.data(), st.integers(1, 30), st.integers(1, 30), st.integers(0, 2**62))
+@settings(max_examples=50, deadline=None)
+def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
+    images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
+    pipeline = Pipeline(data.draw(augmentations((height, width))), seed, MEAN[:3], STD[:3], "float32")
+    mirrored = pipeline.mirrored()
+    shape = pipeline.output_shape(*images.shape[1:])
+    assert mirrored.output_shape(*images.shape[1:]) == shape
+    plain, mirrors = (one(images, np.arange(COUNT), 1, np.empty((COUNT, *shape), np.float32)) for one in (pipeline, mirrored))
+    assert np.array_equal(mirrors, plain[:, :, ::-1])
+    region = data.draw(intervals(shape[0])), data.draw(intervals(shape[1]))
+    if size_of(region):
+
+        def read(sample, wanted):
+            return images[(sample, *(slice(*interval) for interval in wanted))]
+
+        out = np.empty((COUNT, *shape_of(region), 3), np.float32)
+        mirrored.part(read, images.shape[1:], np.arange(COUNT), 1, region, out)
+        assert np.array_equal(out, mirrors[:, slice(*region[0]), slice(*region[1])])

@@ -59,7 +59,9 @@ from tests.support import how_tos
 from tests.support.jobs import Outcome
 
 ROOT = Path(__file__).parents[2]
-FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "jobs" / "README.md")
+#: but docs/index.md, in which there are lists of pages for the site alone
+_DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path != ROOT / "docs" / "index.md"]
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_DOCS, ROOT / "jobs" / "README.md")
 PAGES = [str(path.relative_to(ROOT)) for path in FILES]
 LANGUAGES = ("bash", "console", "yaml", "python", "text")
 CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with it (its first lines tell how)"
@@ -70,6 +72,14 @@ TEXTS = {
     ("README.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
+    (
+        "docs/predict.md",
+        "The image cannot be decoded",
+    ): "pictures of a trained run; tests/cli/test_prediction_tables.py has the form",
+    (
+        "docs/predict.md",
+        "most often taken for",
+    ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
@@ -77,6 +87,7 @@ TEXTS = {
     ("README.md", "averager sharded, simulated:"): "the same",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
     ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
+    ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
     ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
 
@@ -211,15 +222,19 @@ class Kind:
 
 #: the first that matches counts
 KINDS = (
+    Kind(r"mpiexec .* apptainer exec \S+ python -m mpi4py -m hpctrain ", takes, "needs Apptainer and an image"),
+    Kind(r"apptainer (build|exec) ", names_files, "needs Apptainer"),
+    Kind(r"ssh ", nothing, "needs another host; tests/jobs/test_two_hosts.py has two"),
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
     Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(
-        r"hpctrain (eval|train) .*(checkpoint|resume) best",
+        r"hpctrain (eval|predict|train) .*(checkpoint|resume) best",
         takes,
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
+    Kind(r"hpctrain weights ", takes, "needs weights or a run of this name; tests/cli/test_weights.py makes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
     Kind(
         r"(hpctrain|mpiexec .*-m hpctrain) doctor ", takes, "looks at this machine; tests/cli/test_doctor.py runs it on several"
@@ -233,6 +248,7 @@ KINDS = (
         r"mpiexec .*-m mpi4py -m hpctrain calibrate ", takes, "takes a minute; tests/cli/test_calibrate.py runs it on two ranks"
     ),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain script ", takes, "starts the page's program, which a test of its own runs"),
+    Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_log_ranks.py does it"),
     Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/experiment/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
@@ -240,10 +256,10 @@ KINDS = (
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip install ", installs, "needs a network"),
-    Kind(r"(sbatch|scancel|scontrol|qsub|qsig) ", names_files, "needs a scheduler"),
+    Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig) ", names_files, "needs a scheduler"),
     Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
-    Kind(r"(cd|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
+    Kind(r"(cd|mkdir|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )
 
 
@@ -270,8 +286,12 @@ _MOST_RANKS = 2
 def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
     """Run a command that starts hpctrain; it must end with code 0."""
     ranks, arguments = program(words)
+    if arguments[0] == "predict":  # which ends its process
+        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder, timeout_seconds=120)
+        assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
+        return
     if arguments[0] in ("train", "eval"):  # which end their process
-        small = [*arguments, *_SMALL]
+        small = [*arguments[:2], *_SMALL, *arguments[2:]]
         if arguments[0] == "train":
             small += _STEPS
         outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)

@@ -14,6 +14,7 @@ from hpctrain.doctor.run import DoctorRank
 from hpctrain.doctor.watch import RankEnd
 from hpctrain.errors import ConfigError
 from hpctrain.launch.launcher import Launcher
+from hpctrain.speaker import place
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_an_end_after_the_report_leaves_the_report_alone(
     assert rank_of(0).explain(RankEnd(None, "", Progression("ending MPI", {}, concluded=True))) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == "hpctrain: [rank 0] After its report, the doctor did not end while it was ending MPI.\n"
+    assert printed.err == f"hpctrain: {place(0)}After its report, the doctor did not end while it was ending MPI.\n"
 
 
 def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of: Callable[..., DoctorRank]) -> None:

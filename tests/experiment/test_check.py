@@ -218,3 +218,19 @@ def test_what_is_left_to_the_start_of_a_run_passes():
 def test_an_averager_that_is_chosen_has_no_options_yet():
     (line,) = faults(TEXT, "averager=auto", "averager.window=3")
     assert line.startswith('override "averager.window=3": averager is auto, which chooses options as well')
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
+        ('init.freeze=["*"]', "so that nothing is trained; leave fc to be trained, at least."),
+        ("init.ignore=[fc.*]", "init.ignore is given, but init.weights names no file"),
+    ],
+)
+def test_what_a_training_starts_from_is_checked(override: str, place: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_names(*parse(TEXT, "a.yaml", [override]))
+    assert place in str(raised.value)
+    assert str(raised.value).count("\n") == 0
+    check_names(*parse(TEXT, "a.yaml", ["init.freeze=[conv1, 'layer1.*']", "init.weights=w.pt", "init.ignore=[fc.*]"]))

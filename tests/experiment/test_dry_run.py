@@ -53,6 +53,17 @@ def test_planned_schedules_are_those_of_the_ranks(
         assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_frozen_layers_are_in_no_schedule(rows: int) -> None:
+    frozen = "init.freeze=['features.*', classifier.0]"
+    task = task_of(STRATEGIES[2], f"grid.rows={rows}", frozen, ranks=4)
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9))
+    names = {name for each in planned if each.schedule for piece in each.schedule.slices for name in piece.parameters}
+    assert names == {f"classifier.{place}.{role}" for place in (3, 6) for role in ("weight", "bias")}
+    for row, schedules in run_virtual(4, lambda comm: agreed(task, comm)):
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
+
+
 Agreed = dict[str, tuple[CollectiveSchedule | None, tuple[int, ...] | None]]
 
 
@@ -62,7 +73,9 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
     model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
     kernels, dtype = task.kernels, config.dtype
-    network = make_network(model, task.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype)
+    network = make_network(
+        model, task.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype, frozen=config.init.freeze
+    )
     replica = Replica(
         network,
         groups=groups,

@@ -32,7 +32,12 @@ class Saying(Reporter):
 def _session(flight: FlightRecorder | None, where: str) -> Session:
     alone = SingleCommunicator()
     progress = ProgressEngine(rank=0, deadline_seconds=5, abort=alone.abort, flight=flight)
-    values: dict[str, Any] = {"progress": progress, "config": SimpleNamespace(flight=where), "is_root": True}
+    values: dict[str, Any] = {
+        "progress": progress,
+        "config": SimpleNamespace(flight=where),
+        "is_root": True,
+        "world": SingleCommunicator(),
+    }
     return cast("Session", SimpleNamespace(**values))
 
 

@@ -10,6 +10,9 @@ import pytest
 
 import hpctrain
 from hpctrain.experiment.job import Stopped
+from hpctrain.models import interchange
+from hpctrain.storage import weights_file
+from hpctrain.storage.weights_file import WeightsFile
 from tests.support import nets
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 
@@ -86,3 +89,24 @@ def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pyte
     assert "changed between two updates" in said
     assert "replica.parameters_written()" in said
     assert not (tmp_path / "net.h5").exists()
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: Path) -> None:
+    with hpctrain.start(batch=8) as job:
+        first = job.replica(nets.residual(), (9, 7, 3), seed=5)
+        weights_file.write(tmp_path / "w.safetensors", WeightsFile(interchange.export(first.network)))
+        replica = job.replica(nets.residual(classes=4), (9, 7, 3), frozen=["*conv*", "*bn*", "layer2.downsample.*"])
+        with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out, as in ignore=\["fc\.\*"\]'):
+            job.load_weights(replica, tmp_path / "w.safetensors")
+        job.load_weights(replica, tmp_path / "w.safetensors", ignore=["fc.*"])
+        by_seed = replica.network.parameters["fc.weight"].data.copy()
+        for batch in job.array_loader(replica, IMAGES, LABELS).epoch(0):
+            replica.step(batch, lr=0.1)
+        replica.settle()
+        replica.require_alike()
+        for name, parameter in replica.network.parameters.items():
+            if name.startswith("fc."):
+                continue
+            np.testing.assert_array_equal(parameter.data, first.network.parameters[name].data)
+        assert not np.array_equal(replica.network.parameters["fc.weight"].data, by_seed)

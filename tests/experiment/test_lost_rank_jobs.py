@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.data import format as data_format
+from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, runs
 from tests.support.jobs import Outcome, find_mpiexec
@@ -240,7 +241,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
         ("SIGKILL", ["on_lost_rank.least=3"], "which leaves 2, but on_lost_rank.least is 3"),
         ("SIGKILL", ["grid.cols=3"], "A grid of 1 x 3 has 3 places, the world has 2 ranks"),
         # Of its keeper; the sentence of the rank that ends the job may be lost with the pipes of this launcher.
-        ("SIGKILL", ["on_lost_rank=stop"], "[rank 1] the process was ended by SIGKILL"),
+        ("SIGKILL", ["on_lost_rank=stop"], f"{place(1, 3)}the process was ended by SIGKILL"),
     ],
     ids=["a bug", "too few", "another grid", "stop"],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import hpctrain
 from hpctrain.config.load import load
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import same_start
@@ -108,6 +109,12 @@ def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
     (tmp_path / "a" / "b.py").write_text("x = 2\n")
     assert list(before) == ["a/b.py"]
     assert before != package_files(tmp_path)
+
+
+def test_parts_that_no_training_loads_are_not_read() -> None:
+    names = package_files(Path(hpctrain.__file__).parent)
+    assert {"nn/program.py", "cli/train.py", "backend/cuda/cudnn_graphs.py", "version.py"} <= names.keys()
+    assert not any(name.startswith(("doctor/", "virtual/", "backend/cuda/emulator/")) for name in names)
 
 
 @pytest.mark.job

@@ -10,6 +10,7 @@ import pytest
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name, read
+from hpctrain.speaker import place
 from tests.support.jobs import run_job
 
 
@@ -50,9 +51,9 @@ def test_one_that_stands_still_is_ended_with_its_place(tmp_path: Path) -> None:
             heartbeat.look()
         stream.seek(0)
         text = stream.read()
-    assert text.startswith("[rank 3] nothing has moved for the deadline of 4 s, in data loading; stacks of all threads:\n")
+    assert text.startswith(f"{place(3)}nothing has moved for the deadline of 4 s, in data loading; stacks of all threads:\n")
     assert "test_one_that_stands_still" in text
-    assert text.endswith("[rank 3] autopsy: rank 1 held all up\n")
+    assert text.endswith(f"{place(3)}autopsy: rank 1 held all up\n")
     found = read(tmp_path / file_name(0))
     assert (found.end, found.sentence) == (End.DEADLINE, "nothing has moved for the deadline of 4 s, in data loading")
 
@@ -108,7 +109,7 @@ def test_a_process_that_hangs_is_ended(hang: str) -> None:
     if "SIGSTOP" not in hang:
         assert "in the_culprit" in outcome.stderr
     if "time.sleep" not in hang:
-        assert "hpctrain: [rank 2] the process is stopped, or hangs without letting go of Python's lock" in outcome.stderr
+        assert f"hpctrain: {place(2)}the process is stopped, or hangs without letting go of Python's lock" in outcome.stderr
 
 
 @pytest.mark.job

@@ -107,6 +107,21 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
     )
 
 
+@pytest.mark.parametrize("other", ["its turn has come", "it waits for the next one"])
+def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of_a_rank(other: str) -> None:
+    """Rank 1 waits for what comes after a sum, which all have posted; the other rank had its sum before the link was cut."""
+    sums, gather = operation(1, "x", queue="sums of 0-1"), operation(2, "x", queue="gathers of 0-1")
+    behind, next_one = replace(gather, started_ns=0), operation(4, "y", started=False, queue="gathers of 0-1")
+    moves = {"alive_ns": 100 * SECOND, "ranks": 2}
+    ahead = record(0, sums, gather, **moves)
+    if other == "it waits for the next one":
+        ahead = waiting(0, next_one, replace(sums, done_ns=2), gather, **{**moves, "wait_since_ns": 41 * SECOND})
+    found = _held_up([ahead, waiting(1, behind, sums, **moves)])
+    assert found.blamed == ()
+    assert found.sentences[0].startswith("All ranks posted what rank 1 waited 60 s for")
+    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport has not moved it, as where a link is cut.")
+
+
 STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
 
 

@@ -20,7 +20,9 @@ import pytest
 
 from hpctrain.cli.main import cli
 from hpctrain.site import profile_files
+from hpctrain.site.job import JobFiles, JobRequest, plan_job
 from hpctrain.site.profile import SiteProfile
+from hpctrain.site.script import render
 from tests.support.job_scripts import JOBS, SITES, path_of, script_of
 from tests.support.stand_ins import JOB, RANKS, ScriptOutcome, edited, install, run_script
 
@@ -102,7 +104,7 @@ def test_the_head_asks_for_what_the_profile_says(site: str) -> None:
 def test_the_doctor_looks_before_the_training_and_both_start_alike(tmp_path: Path, site: str) -> None:
     outcome = _run(tmp_path, site, "tiny.yaml", "batch=8", "name=a b", "--steps", "3")
     assert outcome.code == 0, outcome.said
-    doctor, train = (call for call in outcome.calls if call[0] in ("srun", "mpiexec"))
+    doctor, train = (call for call in outcome.calls if call[0] in ("srun", "mpiexec") and call[1:] != ("--version",))
     cut = doctor.index("-m")
     assert doctor[: cut + 1] == train[: cut + 1]
     assert doctor[cut:] == ("-m", "mpi4py", "-m", "hpctrain", "doctor", "tiny.yaml", "batch=8", "name=a b", "--strict")
@@ -145,6 +147,16 @@ def test_mpiexec_is_told_ranks_and_cores(tmp_path: Path) -> None:
     assert train[1:9] == ("-n", str(8 * nodes), "--ppn", "8", "--depth", "4", "--cpu-bind", "depth")
     (train,) = _launches(_run(tmp_path, "hostfile", settings={"NODES": "3", "HOSTFILE": "nodes"}), "train")
     assert train[1:7] == ("-hostfile", "nodes", "-n", "12", "-ppn", "4")
+    settings = {"NODES": "3", "HOSTFILE": "nodes"}
+    (train,) = _launches(_run(tmp_path, "hostfile", settings=settings, MPIEXEC_VERSION="mpiexec (Open MPI) 5.0.11"), "train")
+    cut = train.index("-n")
+    assert train[1:5] == ("-hostfile", "nodes", "--bind-to", "none")
+    assert {train[at + 1] for at, word in enumerate(train[:cut]) if word == "-x"} == {
+        "TERM=dumb",
+        "PATH",
+        "HDF5_USE_FILE_LOCKING",
+    }
+    assert train[cut : cut + 4] == ("-n", "12", "--map-by", "ppr:4:node")
     (train,) = _launches(_run(tmp_path, "local", settings={"RANKS_PER_NODE": "3"}), "train")
     assert train[1:3] == ("-n", "3")
 
@@ -250,6 +262,11 @@ def test_warnings_of_the_doctor_can_be_let_pass(tmp_path: Path, site: str) -> No
     assert doctor[-3:] == ("tiny.yaml", "batch=8", "name=a b")
 
 
+_STARTS = """#!/bin/bash
+[ "$*" != --version ] || exit 0
+while [ "$1" != python ]; do shift; done
+exec "$@"
+"""
 _LISTENS = """#!/bin/bash
 trap 'echo "asked to stop"; while [ "$1" != --stopped-file ]; do shift; done; : >"$2"; exit 0' USR1
 echo "trains"
@@ -261,7 +278,7 @@ while :; do sleep 0.1; done
 @pytest.mark.parametrize("site", ["hostfile", "local"])
 def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, number: signal.Signals) -> None:
     environment = install(tmp_path)
-    (tmp_path / "bin" / "mpiexec").write_text('#!/bin/bash\nwhile [ "$1" != python ]; do shift; done\nexec "$@"\n')
+    (tmp_path / "bin" / "mpiexec").write_text(_STARTS)
     (tmp_path / "bin" / "python").write_text(_LISTENS)
     (tmp_path / "script").write_text(edited(path_of(site).read_text(), DOCTOR_SECONDS="0"))
     log = tmp_path / "hpctrain.log"
@@ -305,7 +322,8 @@ def test_the_environment_is_unpacked_on_the_nodes_and_used(tmp_path: Path, site:
     node.mkdir()
     outcome = _run(tmp_path, site, settings={"STAGE": _packed(tmp_path), "ON_NODE": str(node / "hpctrain")})
     assert outcome.code == 0, outcome.said
-    assert outcome.calls[0][0] == ("sbcast" if site in SLURM else "mpiexec")
+    first = next(call for call in outcome.calls if call[1:] != ("--version",))
+    assert first[0] == ("sbcast" if site in SLURM else "mpiexec")
     assert f"put right in {node}/hpctrain/bin" in outcome.said
     assert outcome.said.count(f"python of {node}/hpctrain/bin") >= 2 * RANKS
     assert not list(node.iterdir())  # nothing is left behind
@@ -326,3 +344,47 @@ def test_a_tar_that_cannot_be_unpacked_ends_the_job_in_a_sentence(tmp_path: Path
     assert outcome.code == 1
     assert not _launches(outcome, "doctor") + _launches(outcome, "train")
     assert "job script: broken.tar could not be unpacked" in outcome.said
+
+
+# -- an image ------------------------------------------------------------------------------------------------------------------
+
+
+def _with_image(folder: Path, base: str) -> str:
+    """A user's own profile of a site that runs Python in an image, rendered."""
+    profile = folder / "config" / "hpctrain" / "sites" / "mine.yaml"
+    profile.parent.mkdir(parents=True, exist_ok=True)
+    command = "[apptainer, exec, --bind, /opt/cray]"
+    profile.write_text(f"extends: {base}\ncontainer: {{image: $PLACE/hpctrain.sif, command: {command}, source: our wiki}}\n")
+    site = profile_files.read("mine", {"XDG_CONFIG_HOME": str(folder / "config")})
+    request = JobRequest(1, account="mine" if site.profile.account else None)
+    return render(site, plan_job(site, request, JobFiles("run", "jobs/mine", log="hpctrain.log", train=("tiny.yaml",))))
+
+
+@pytest.mark.parametrize("base", SITES)
+def test_python_runs_in_the_image_that_a_profile_names(tmp_path: Path, base: str) -> None:
+    text = _with_image(tmp_path, base)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or shutil.which("shellcheck")
+    assert shellcheck is not None, "requirements-dev.txt brings shellcheck"
+    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    image = tmp_path / "hpctrain.sif"
+    image.touch()
+    outcome = run_script(tmp_path, text, PLACE=str(tmp_path))
+    assert outcome.code == 0, outcome.said
+    for word in ("doctor", "train"):
+        (call,) = _launches(outcome, word)
+        at = call.index("apptainer")
+        inside = ("exec", "--bind", "/opt/cray", str(image), "python", "-m", "mpi4py", "-m", "hpctrain", word)
+        assert call[at + 1 : at + 1 + len(inside)] == inside
+    gpu = _profile(base).gpu
+    for rank, environment in outcome.environments.items():
+        assert environment["HDF5_USE_FILE_LOCKING"] == "FALSE"
+        assert gpu is None or environment[gpu.variable] == str(gpu.order[rank])
+
+
+@pytest.mark.parametrize("base", EACH)
+def test_an_image_that_is_not_there_ends_the_job_in_a_sentence(tmp_path: Path, base: str) -> None:
+    outcome = run_script(tmp_path, _with_image(tmp_path, base), PLACE=str(tmp_path))
+    assert outcome.code == 1
+    assert not _launches(outcome, "doctor") + _launches(outcome, "train")
+    assert f"job script: there is no image {tmp_path}/hpctrain.sif, so nothing is started" in outcome.said

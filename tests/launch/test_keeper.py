@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome, run_job
 from tests.support.signal_storm import prepare
 
@@ -153,9 +154,9 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
     ("ranks", "rank", "how", "words"),
     [
         (0, 0, "os._exit(0)", "hpctrain: the process left with exit code 0 before the run was over"),
-        (2, 1, "os._exit(0)", "hpctrain: [rank 1] the process left with exit code 0 before the run was over"),
-        (2, 0, "os._exit(0)", "hpctrain: [rank 0] the process left with exit code 0 before the run was over"),
-        (2, 1, "sys.exit()", "[rank 1] sys.exit() inside of a run ends the job."),
+        (2, 1, "os._exit(0)", f"hpctrain: {place(1, 2)}the process left with exit code 0 before the run was over"),
+        (2, 0, "os._exit(0)", f"hpctrain: {place(0, 2)}the process left with exit code 0 before the run was over"),
+        (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() inside of a run ends the job."),
     ],
 )
 def test_a_rank_that_leaves_inside_a_step_ends_the_job_in_words(

@@ -11,6 +11,7 @@ from signal import Signals
 import pytest
 
 from hpctrain.launch.signals import HELD, STOPS, SignalWatch
+from hpctrain.speaker import place
 from tests.support.jobs import Outcome, run_job
 
 _START = """
@@ -42,7 +43,7 @@ def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
         """
     )
     assert (outcome.code, outcome.stdout) == (0, f"{number.name}\n"), outcome.output
-    assert outcome.stderr.count(f"[rank 0] {number.name} received: the run ends after this step with a checkpoint") == 1
+    assert outcome.stderr.count(f"hpctrain: {number.name} received: the run ends after this step with a checkpoint") == 1
 
 
 @pytest.mark.job
@@ -64,7 +65,7 @@ def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
         """
     )
     assert (outcome.code, outcome.stdout) == (0, "False\n")
-    assert "[rank 0] SIGUSR2 received, the run goes on; stacks of all threads:" in outcome.stderr
+    assert f"{place(0)}SIGUSR2 received, the run goes on; stacks of all threads:" in outcome.stderr
     assert "in the_place" in outcome.stderr
 
 
@@ -142,4 +143,4 @@ def test_a_process_with_a_new_rank_speaks_as_that() -> None:
     """Rank 0 alone says what concerns all; where it is lost, another one is rank 0."""
     program = "watch.renumber({}); send(signal.SIGTERM)\nwhile not watch.asked(): time.sleep(0.01)\ntime.sleep(0.1)"
     assert _run(program.format(2)).stderr == ""
-    assert "[rank 0] SIGTERM received" in _run(program.format(0)).stderr
+    assert "hpctrain: SIGTERM received" in _run(program.format(0)).stderr

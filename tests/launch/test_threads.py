@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.threads import physical_cores, rank_cores, set_threads
+from hpctrain.launch.threads import outnumbers_cores, physical_cores, rank_cores, set_threads
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 ALONE = Launcher("none")
@@ -190,3 +190,10 @@ def test_ranks_of_a_real_launcher_share_the_cores() -> None:
     lines = _lines(run_job(CORES + 1, ["-c", _PROGRAM]))
     assert len(lines) == CORES + 1
     assert all(line.startswith("1 thread per rank") for line in lines)
+
+
+@pytest.mark.parametrize(("ranks", "mine", "expected"), [(8, 8, False), (9, 8, True), (64, 8, True), (64, 1, False)])
+def test_ranks_outnumber_cores_that_they_share(monkeypatch: pytest.MonkeyPatch, ranks: int, mine: int, expected: bool) -> None:
+    """A rank that its launcher has bound owns its cores, however few of the node's they are."""
+    _cpus(monkeypatch, mine, launchers=8)
+    assert outnumbers_cores(Launcher("MPICH hydra mpiexec", ranks, 0, ranks, 0, "PMI_RANK")) is expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError
 from hpctrain.site import profile_files
 from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
+from hpctrain.site.profile import ContainerFields
 from tests.support.job_scripts import SITES
 
 FILES = JobFiles("run", "runs/jobs/run.sbatch")
@@ -65,6 +67,17 @@ def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobReq
         _plan(site, request_)
     assert sentence in str(error.value)
     assert str(error.value).endswith(".")
+
+
+def test_no_environment_is_staged_beside_an_image(tmp_path: Path) -> None:
+    (tmp_path / "environment.tar").touch()
+    site, request = profile_files.read("slurm", {}), JobRequest(1, stage=tmp_path / "environment.tar")
+    assert site.profile.stages
+    assert plan_job(site, request, FILES).stage == str(request.stage)
+    profile = site.profile.model_copy(update={"container": ContainerFields(image="$HOME/hpctrain.sif")})
+    assert not profile.stages
+    with pytest.raises(ConfigError, match=r"but site slurm runs Python in an image; leave it out\.$"):
+        plan_job(replace(site, profile=profile), request, FILES)
 
 
 def test_a_hostfile_must_name_enough_hosts(tmp_path: Path) -> None:

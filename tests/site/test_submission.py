@@ -46,9 +46,9 @@ def test_slurm_gives_a_number(folder: Path) -> None:
     submission, script = _submit("slurm", JobRequest(2))
     assert submission.number == "12345"
     assert stand_ins.calls(folder) == (("sbatch", "--parsable", str(script)),)
-    follow, stop = submission.lines
-    assert follow == f"follow it: squeue --jobs=12345; tail -F {script.with_suffix('')}-12345.log"
-    assert stop.endswith("scontrol update JobId=12345 Requeue=0; scancel --signal=USR1 12345")
+    _, queue, tail, _, stop = submission.lines
+    assert (queue, tail) == ("  squeue --jobs=12345", f"  tail -F {script.with_suffix('')}-12345.log")
+    assert stop == "  scontrol update JobId=12345 Requeue=0; scancel --signal=USR1 12345"
     assert f"#SBATCH --output={script.with_suffix('')}-%j.log\n" in script.read_text()
 
 
@@ -56,7 +56,9 @@ def test_pbs_gives_a_number(folder: Path) -> None:
     submission, script = _submit("polaris", JobRequest(10, account="mine"))
     assert submission.number == "77.pbs-01"
     assert stand_ins.calls(folder) == (("qsub", str(script)),)
-    assert submission.lines[0] == f"follow it: qstat 77.pbs-01; tail -F {script.with_suffix('.log')}"
+    _, queue, tail, _, stop = submission.lines
+    assert (queue, tail) == ("  qstat 77.pbs-01", f"  tail -F {script.with_suffix('.log')}")
+    assert stop == "  touch out/jobs/no-restart; qsig -s USR1 77.pbs-01"
 
 
 @pytest.mark.parametrize(("site", "command"), [("slurm", "sbatch"), ("polaris", "qsub")])
@@ -94,7 +96,8 @@ def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch
     _wait(lambda: not _runs(int(submission.number)))
     assert [call[0] for call in stand_ins.calls(folder)] == ["mpiexec", "python", "python"] * 2
     log = script.with_suffix(".log")
-    assert submission.lines == (f"follow it: tail -F {log}", f"stop it with a checkpoint: kill -USR1 {submission.number}")
+    commands = (f"  tail -F {log}", f"  kill -USR1 {submission.number}")
+    assert submission.lines == ("follow it:", commands[0], "stop it with a checkpoint:", commands[1])
     assert ("start it again to go on" in log.read_text()) == (status == 85)
 
 

@@ -230,6 +230,7 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
         repr(lazy),
         left_out,
         task.unreadable,
+        task.frozen,
     )
     key += (found.other_order_from, other_groups and (found.goes_on_from, *key_then))
     if key not in _KEPT:

@@ -140,6 +140,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "end": {name: name for name in ("own", "request", "max_time", "steps", "kill")},  # and then the run goes on
     "resume": {name: None if name == "same" else name for name in ("same", "1x1", "1x3", "2x1", "2x2")},  # on which grid
+    "frozen": {"none": None, "first": slice(0, 2), "last": slice(-1, None), "between": slice(1, None, 2)},  # of layers
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
 }
 
@@ -250,6 +251,13 @@ def _convolutions(net: str) -> list[str]:
     return [node.name for node in graph_of(net).nodes if isinstance(node.spec, Conv2dSpec)]
 
 
+def frozen_layers(row: Row) -> tuple[str, ...]:
+    """The names of the layers that are not trained."""
+    chosen = value_of(row, "frozen")
+    names = [node.name for node in graph_of(row.get("net", VALUES["net"][0])).nodes if node.parameters]
+    return () if chosen is None else tuple(names[chosen])
+
+
 def has_batch_norm(net: str) -> bool:
     return any(isinstance(node.spec, BatchNormSpec) for node in graph_of(net).nodes)
 
@@ -326,4 +334,5 @@ def task_of(row: Row) -> Task:
         unreadable=value_of(row, "data"),
         ema=value_of(row, "ema"),
         mixing=value_of(row, "mixing"),
+        frozen=frozen_layers(row),
     )

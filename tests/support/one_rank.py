@@ -20,6 +20,7 @@ from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import Reordering, counts, share_of
+from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.train.replica import StrategyFactory
@@ -64,7 +65,15 @@ def train_alone(
     """
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
-    network = Network(task.model(), task.image_shape, task.kernels, dtype=task.dtype, seed=task.seed, smoothing=task.smoothing)
+    network = Network(
+        task.model(),
+        task.image_shape,
+        task.kernels,
+        dtype=task.dtype,
+        seed=task.seed,
+        smoothing=task.smoothing,
+        frozen=task.frozen,
+    )
     (group,) = network.groups.values()
     optimizer = with_ema(task.optimizer(), task.ema if strategy is not Blocking else None)
     planned = PlannedGroup(group, 1, norms_needed=optimizer.norms_needed)
@@ -101,6 +110,7 @@ def train_alone(
     parameters = {name: own.data.copy() for name, own in network.parameters.items()}
     if task.ema is not None:
         running |= {f"ema/{name}": values for name, values in average.statistics.items()}
+        parameters |= {f"ema/{name}": own.data.copy() for name, own in network.parameters.items()}
         parameters |= {
             f"ema/{name}": values
             if strategy is Blocking
@@ -127,11 +137,12 @@ def _mixed(
 
 
 class _Average:
-    """The averages of weights and running statistics, of a training that updates all in each step."""
+    """The averages of weights and running statistics that are trained, of a training that updates all of these in each step."""
 
     def __init__(self, network: Network, rule: EmaRule | None) -> None:
-        self.parameters = {name: own.data.copy() for name, own in network.parameters.items()}
-        self.statistics = {name: view.copy() for name, view in network.statistics.views.items()}
+        self.parameters = {name: network.parameters[name].data.copy() for name in network.trained}
+        views = network.statistics.views
+        self.statistics = {name: view.copy() for name, view in views.items() if layer_of(name) not in network.frozen}
         self._rule, self._steps = rule, 0
 
     def add(self, network: Network) -> None:

@@ -1,7 +1,7 @@
 """The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
 
-docs/options.md is written as a whole; in docs/config.md the table of keys behind its last heading is, and the findings in
-docs/doctor.md.
+docs/options.md and docs/commands.md are written as a whole; in docs/config.md the table of keys behind its last heading is, and
+the findings in docs/doctor.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hpctrain.config.faults import known_paths, section_at, show
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.doctor.checks import CHECKS, JOB_KINDS
 from hpctrain.experiment.options import FOLLOWING, Choice, choices
+from tests.support.command_reference import commands_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS_HEADING = "## Every key\n"
@@ -139,6 +140,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 def write(docs: Path = DOCS) -> None:
     """Write all of them."""
     (docs / "options.md").write_text(options_page(), encoding="utf-8")
+    (docs / "commands.md").write_text(commands_page(), encoding="utf-8")
     config = docs / "config.md"
     head = config.read_text(encoding="utf-8").split(KEYS_HEADING)[0]
     config.write_text(head + KEYS_HEADING + keys_section(), encoding="utf-8")

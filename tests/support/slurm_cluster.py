@@ -1,27 +1,39 @@
-"""A Slurm of two nodes on this machine, for the time of a `with` block: real daemons, ranks bound to cores, no accounting."""
+"""A Slurm of two nodes on this machine, for the time of a `with` block: real daemons, ranks bound to cores, no accounting.
+
+Each node is a host name, a tree of processes and a disk of its own (Linux namespaces); both see all other files, as nodes see a
+parallel file system. No daemon and no job outlives the process that brought it up, even where that is killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libpmi2-0"
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged", "runuser")
+PROGRAMS = (
+    *("slurmctld", "slurmd", "sbatch", "sbcast", "srun", "scontrol", "scancel", "sinfo", "munged"),
+    *("unshare", "setpriv", "mount", "hostname"),
+)
+NODES = ("n0", "n1")
+#: that a job which was queued again waits: the lifetime of a job's credentials, in which its ranks must have started
+REQUEUE_SECONDS = 6
 _START_SECONDS = 60
-_MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
 
-# Both nodes are this machine, and each has all of its cores.
 _CONFIGURATION = """
 ClusterName=hpctrain
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
+AuthInfo=socket={munge}/socket,cred_expire={requeue_seconds}
 SlurmctldPort={ports[0]}
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
@@ -30,16 +42,47 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
+MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-SchedulerParameters=sched_interval=2
+SchedulerParameters=sched_interval=1,sched_min_interval=0
 AccountingStorageType=accounting_storage/none
-NodeName=n[0-1] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs={cores} RealMemory=1000 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=01:00:00 State=UP
 """
+_NODE = (
+    "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={cores} {reserved} RealMemory=1000 State=UNKNOWN\n"
+)
+# Jobs may share cores: one that waits for its time to end keeps no other from running.
+_PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=01:00:00 OverSubscribe=FORCE:2 State=UP\n"
+
+# Arguments: the node's name, its disk, the path of the disk, the file of host names. MPI would take the other node's ranks for
+# neighbours where both share /dev/shm.
+_ON_NODE = """
+set -e
+hostname "$1"
+mount --bind "$2" "$3"
+mount --bind "$4" /etc/hosts
+mount -t tmpfs shm /dev/shm
+exec slurmd -D -N "$1"
+"""
+_NAMESPACES = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A cluster that is up.
+
+    Attributes:
+        environment: in which Slurm's commands talk to it. cores: the number of cores of each node.
+        node_disk: a directory that is another one on each node. disks: the same as this machine sees them, by the node's name.
+    """
+
+    environment: Mapping[str, str]
+    cores: int
+    node_disk: Path
+    disks: Mapping[str, Path]
 
 
 def missing() -> str | None:
@@ -47,74 +90,134 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "A Slurm of one's own is brought up as root only."
     absent = [program for program in PROGRAMS if shutil.which(program, path=_search_path()) is None]
-    return f"There is no {', '.join(absent)}; on Debian: apt-get install --no-install-recommends {PACKAGES}." if absent else None
+    if absent:
+        return f"There is no {', '.join(absent)}; make slurm-packages installs Slurm on Debian."
+    if len(os.sched_getaffinity(0)) < len(NODES):
+        return "Two nodes need a core each, and this machine has one."
+    done = subprocess.run([*_NAMESPACES, "true"], capture_output=True, text=True, timeout=30, check=False)
+    return f"Nodes need namespaces of their own: {done.stderr.strip()}." if done.returncode else None
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The environment in which Slurm's commands talk to the cluster. All state lies below `folder`.
+def slurm_cluster(folder: Path, *, shared_cores: bool = False) -> Iterator[SlurmCluster]:
+    """A cluster whose state lies below `folder`, and in a directory of a short name that holds munge's socket.
+
+    From the main thread, with whose end the daemons end.
+
+    Args:
+        shared_cores: each node has all cores of this machine, which are then promised twice; else they divide them.
 
     Raises:
         RuntimeError: the nodes do not come up; the message has the ends of the logs.
     """
-    (folder / "state").mkdir(parents=True)
-    names = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cores": os.cpu_count(), "ports": _free_ports(3)}
-    (folder / "slurm.conf").write_text(_CONFIGURATION.format(**names))
+    for name in ("state", "node-disk"):
+        (folder / name).mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        # The path of a socket has 107 bytes at most.
+        munge = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpctrain-munge-")))
+        cluster = _prepare(folder, munge, shared_cores=shared_cores)
+        start = _Starter(folder, cluster.environment, stack)
+        start.daemon("munged", [*_munged(munge), "-F"])
+        _wait_until((munge / "socket").exists, folder, "munged")
+        start.daemon("slurmctld", ["slurmctld", "-D", "-c"])
+        for name in NODES:
+            arguments = [name, str(cluster.disks[name]), str(cluster.node_disk), str(folder / "hosts")]
+            start.node(name, [*_NAMESPACES, "bash", "-c", _ON_NODE, "node", *arguments])
+        _wait_until(lambda: f"idle {len(NODES)}" in _sinfo(cluster.environment), folder, "both nodes")
+        yield cluster
+
+
+def _prepare(folder: Path, munge: Path, *, shared_cores: bool) -> SlurmCluster:
+    """All files of a cluster."""
+    host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    names = {"host": host, "folder": folder, "munge": munge, "ports": ports, "requeue_seconds": REQUEUE_SECONDS}
+    allowed, total = sorted(os.sched_getaffinity(0)), os.cpu_count() or 1
+    share = len(allowed) if shared_cores else len(allowed) // len(NODES)
+    text = _CONFIGURATION.format(**names)
+    disks = {}
+    for index, name in enumerate(NODES):
+        first = 0 if shared_cores else index * share
+        reserved = sorted(set(range(total)) - set(allowed[first : first + share]))
+        option = f"CpuSpecList={','.join(map(str, reserved))}" if reserved else ""
+        text += _NODE.format(name=name, port=ports[1 + index], cores=total, reserved=option)
+        (folder / f"spool.{name}").mkdir()
+        disks[name] = folder / f"disk.{name}"
+        disks[name].mkdir()
+    (folder / "slurm.conf").write_text(text + _PARTITION)
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
+    munge.chmod(0o755)  # which munged insists on
+    (munge / "key").write_bytes(secrets.token_bytes(128))
+    (munge / "key").chmod(0o600)
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _search_path()}
-    daemons: list[subprocess.Popen[bytes]] = []
+    return SlurmCluster(environment, share, folder / "node-disk", disks)
+
+
+def _munged(munge: Path) -> list[str]:
+    """A munged with a key and a socket of its own: whether one runs on this machine, and whose, does not matter."""
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    return ["munged", *(f"--{option}={munge / name}" for option, name in files.items())]
+
+
+class _Starter:
+    """Starts daemons that end with the stack, or with the thread that has started them."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
+        self._folder, self._environment, self._stack = folder, environment, stack
+
+    def daemon(self, name: str, command: Sequence[str]) -> None:
+        """A daemon that is asked to end."""
+        self._start(name, "TERM", command, subprocess.Popen.terminate)
+
+    def node(self, name: str, command: Sequence[str]) -> None:
+        """A node, which ends as by a loss of power: all that runs on it is gone."""
+        self._start(f"slurmd.{name}", "KILL", command, _power_off)
+
+    def _start(self, name: str, number: str, command: Sequence[str], end: Callable[[subprocess.Popen[bytes]], None]) -> None:
+        with (self._folder / f"{name}.out").open("wb") as output:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", number, *command],
+                env=self._environment,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C at the terminal is for the tests, which then end the daemons in order.
+                start_new_session=True,
+            )
+        self._stack.callback(_end, process, end)
+
+
+def _end(process: subprocess.Popen[bytes], end: Callable[[subprocess.Popen[bytes]], None]) -> None:
+    end(process)
     try:
-        if not _MUNGE_SOCKET.exists():
-            daemons.append(_start(folder, "munged", [*_munged(), "-F"], environment))
-            _wait_until(_MUNGE_SOCKET.exists, folder, "munged")
-        daemons.append(_start(folder, "slurmctld", ["slurmctld", "-D", "-c"], environment))
-        for node in ("n0", "n1"):
-            (folder / f"spool.{node}").mkdir()
-            daemons.append(_start(folder, f"slurmd.{node}", ["slurmd", "-D", "-N", node], environment))
-        _wait_until(lambda: "idle 2" in _sinfo(environment), folder, "both nodes")
-        yield environment
-    finally:
-        subprocess.run(["scancel", "--state=RUNNING", "--user=root"], env=environment, capture_output=True, timeout=30)
-        subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, timeout=30)
-        for daemon in reversed(daemons):
-            _end(daemon)
-
-
-def _munged() -> list[str]:
-    """munged as its own user, after its directories and key are as it wants them."""
-    for directory in ("/run/munge", "/var/log/munge", "/var/lib/munge"):
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        shutil.chown(directory, "munge", "munge")
-    Path("/run/munge").chmod(0o755)
-    return ["runuser", "-u", "munge", "--", "munged"]
-
-
-def _start(folder: Path, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with (folder / f"{name}.out").open("wb") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-
-
-def _end(daemon: subprocess.Popen[bytes]) -> None:
-    daemon.terminate()
-    try:
-        daemon.wait(10)
+        process.wait(10)
     except subprocess.TimeoutExpired:
-        daemon.kill()
-        daemon.wait()
+        process.kill()
+        process.wait()
 
 
-def _wait_until(ready: object, folder: Path, what: str) -> None:
-    assert callable(ready)
+def _power_off(node: subprocess.Popen[bytes]) -> None:
+    """Kill the first process of a node's own, and with it all others; the one that has made its namespaces then ends, too."""
+    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    if not children:
+        node.kill()
+
+
+def _wait_until(ready: Callable[[], bool], folder: Path, what: str) -> None:
     end = time.monotonic() + _START_SECONDS
     while not ready():
         if time.monotonic() > end:
-            logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-400:]}" for path in sorted(folder.glob("*.out")))
+            logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in sorted(folder.glob("*.out")))
             raise RuntimeError(f"Slurm: {what} not there after {_START_SECONDS} s.\n{logs}")
-        time.sleep(0.25)
+        time.sleep(0.1)
 
 
 def _sinfo(environment: Mapping[str, str]) -> str:
-    done = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
     return done.stdout
 
 
@@ -123,10 +226,11 @@ def _search_path() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports on which nobody listens, drawn at random below those that the system itself gives to connections meanwhile."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            ports.add(port)
+    return sorted(ports)

@@ -20,7 +20,8 @@ JOB = "7"
 
 _LOG = 'printf "%s" "$(basename "$0")" >>"$CALLS"; printf " %q" "$@" >>"$CALLS"; echo >>"$CALLS"\n'
 _LAUNCHER = """
-while [ "$1" != python ] && [ "$1" != bash ] && [ "$1" != rm ]; do shift; done
+[ "$*" != --version ] || { echo "${MPIEXEC_VERSION:-HYDRA build details:}"; exit 0; }
+while [ "$1" != python ] && [ "$1" != bash ] && [ "$1" != rm ] && [ "$1" != apptainer ]; do shift; done
 worst=0
 # What is unpacked, on a disk that both nodes share here, is unpacked once.
 [ "$2" = -ec ] && ranks=0 || ranks="0 1"
@@ -44,7 +45,10 @@ case " $* " in
 esac
 """
 _REFUSED = '[ "${SUBMIT_STATUS:-0}" -eq 0 ] || { echo "error: Invalid account" >&2; exit 1; }\n'
+# What stands behind the image; a container has no mpiexec of the machine, so python alone is started there.
+_APPTAINER = 'while [ "$1" != python ]; do shift; done\nexec "$@"\n'
 _COMMANDS = {
+    "apptainer": _APPTAINER,
     "srun": _LAUNCHER,
     "mpiexec": _LAUNCHER,
     "python": _PYTHON,

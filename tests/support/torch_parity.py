@@ -84,7 +84,7 @@ def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: 
     Raises:
         RuntimeError: torch's names or shapes differ from ours.
     """
-    module = _module(name, width, state, dtype)
+    module = torch_module(name, width, state, dtype)
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(dtype))
     module.train()
     logits = module(x)
@@ -165,8 +165,8 @@ def _context(count: int, training: bool) -> StepContext:
     return StepContext(training=training, sample_ids=np.arange(count), global_count=count)
 
 
-def _module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
-    """The module with our weights; built without memory first, since its own first values are not wanted."""
+def torch_module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
+    """The module in PyTorch with our weights; built without memory first, since its own first values are not wanted."""
     classes = list(state.values())[-1].shape[0]  # the last layer's bias
     with torch.device("meta"):
         module, _, _ = torch_models.build(name, classes=classes, width=width, dropout=0.0)

@@ -36,7 +36,7 @@ class Task:
 
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
-    are numbers in memory.
+    are numbers in memory. frozen: patterns of layers that are not trained.
     """
 
     model: Callable[[], Layer]
@@ -60,6 +60,7 @@ class Task:
     unreadable: tuple[int, ...] | None = None
     ema: EmaRule | None = None
     mixing: Mixing | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass
@@ -149,6 +150,7 @@ def replica_on(
         dtype=task.dtype,
         seed=task.seed,
         smoothing=task.smoothing,
+        frozen=task.frozen,
     )
     return Replica(
         network,

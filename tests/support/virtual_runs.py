@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.config.load import load
@@ -19,6 +21,8 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
+Result = TypeVar("Result")
+
 
 def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
     """`hpctrain train file overrides --resume resume --steps steps` on virtual ranks. Signals are not watched."""
@@ -26,10 +30,18 @@ def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = 
     run_virtual(ranks, program, deadline_seconds=120)
 
 
+def work_virtual(ranks: int, file: Path, overrides: Sequence[str], work: Callable[[Session], Result]) -> list[Result]:
+    """What `work` gives on each virtual rank of a job with a configuration."""
+    return run_virtual(ranks, lambda comm: work(_session(comm, file, overrides)), deadline_seconds=120)
+
+
 def _rank(comm: ThreadCommunicator, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int) -> None:
+    session = _session(comm, file, overrides)
+    run_training(session, SignalWatch(), resume=resume, steps=steps, style="none")
+
+
+def _session(comm: ThreadCommunicator, file: Path, overrides: Sequence[str]) -> Session:
     config = filled(load(file, overrides)[0])
     grid = ProcessGrid(comm, config.grid.rows, columns(config, comm.size))
-    session = Session(
-        detect({}), ThreadPlan(1, 1, "a test"), comm, grid, GridGroups(grid), virtual_engine(comm), Resolved(config), {}
-    )
-    run_training(session, SignalWatch(), resume=resume, steps=steps, style="none")
+    threads, engine = ThreadPlan(1, 1, "a test"), virtual_engine(comm)
+    return Session(detect({}), threads, comm, grid, GridGroups(grid), engine, Resolved(config), {})

@@ -22,6 +22,7 @@ class Node:
     name: the layer's dotted name. inputs, output: tensor numbers. parameters, statistics: role -> full name.
     input_first: the input's gradient is computed before the parameters' (where it must travel to other ranks).
     shared: its parameters are also an earlier node's; their gradients add up.
+    frozen: its parameters are not trained, and have no gradients.
     """
 
     name: str
@@ -32,6 +33,12 @@ class Node:
     statistics: Mapping[str, str] = field(default_factory=lambda: _NONE)
     input_first: bool = False
     shared: bool = False
+    frozen: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """It has parameters, and backward makes their gradients."""
+        return bool(self.parameters) and not self.frozen
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class GraphBuilder:
         statistics: Mapping[str, str] = _NONE,
         input_first: bool = False,
         shared: bool = False,
+        frozen: bool = False,
     ) -> int:
         """Append a node; give the number of its output.
 
@@ -85,7 +93,7 @@ class GraphBuilder:
             raise
         self._tensors.append(output)
         number = len(self._tensors) - 1
-        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first, shared))
+        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first, shared, frozen))
         return number
 
     def build(self, output: int) -> Graph:

@@ -186,6 +186,7 @@ class BatchNormSpec:
     `batch_mean` and `batch_var` statistics; evaluation uses `running_mean` and `running_var`. With `synchronised` the
     statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "all", all ranks that share
     the step; "data", those that hold the same channels; "split", those that hold parts of the same images.
+    With `fixed` training, too, uses the running statistics and leaves them as they are, as evaluation does.
     """
 
     channels: int
@@ -194,6 +195,7 @@ class BatchNormSpec:
     merge: str = "all"
     relu: bool = False  # set by fusion only: a ReLU follows (after the addition, where `add` is set)
     add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
+    fixed: bool = False
 
     def output(self, x: TensorSpec, *rest: TensorSpec) -> TensorSpec:
         if x.shape[-1] != self.channels:

@@ -60,7 +60,7 @@ def _scan(directory: Path, class_names: Sequence[str] | None) -> Tree:
     strange = sorted(set(directories) - set(names))
     if strange:
         raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
-    files = tuple((path, label) for label, name in enumerate(names) for path in _images(directory / name))
+    files = tuple((path, label) for label, name in enumerate(names) for path in images_below(directory / name))
     if not files:
         loose = " in a directory of its class" if any(map(_is_image, directory.iterdir())) else ""
         raise DataError(f"{directory} holds no image{loose}; it must hold <class>/<name>.jpg, .jpeg or .png.")
@@ -112,7 +112,7 @@ def convert(
     first = next(readable, None)
     if first is None:
         raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
-    with data_format.ImageFileWriter(out, len(tree.files), (*size, channels), tree.class_names) as writer:
+    with data_format.ImageFileWriter(out, len(tree.files), (*size, channels), tree.class_names, fit) as writer:
         for images, labels in chunks(itertools.chain([first], readable), advance):
             # After the first bad file nothing more is kept, but the rest is read, so that all bad ones are named at once.
             if skip_unreadable or not unreadable:
@@ -125,7 +125,8 @@ def convert(
     return unreadable
 
 
-def _images(directory: Path) -> list[Path]:
+def images_below(directory: Path) -> list[Path]:
+    """The image files below a directory, sorted; hidden ones are ignored. None where there is no such directory."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.rglob("*") if _is_image(path))

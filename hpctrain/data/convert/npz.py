@@ -92,7 +92,8 @@ def convert(
     first = next(samples)
     rest = _of_shape(itertools.chain([first], samples), first[0].shape, path)
     height, width, depth = first[0].shape
-    data_format.write(out, len(labels), (height, width, depth), names, chunks(rest, advance))
+    kept_fit = None if size is None else fit
+    data_format.write(out, len(labels), (height, width, depth), names, chunks(rest, advance), kept_fit)
 
 
 def _of_shape(samples: Iterator[tuple[np.ndarray, int]], shape: tuple[int, ...], path: Path) -> Iterator[tuple[np.ndarray, int]]:

@@ -51,7 +51,7 @@ class PlannedStep:
 
     @property
     def has_parameters(self) -> bool:
-        return self.node is not None and bool(self.node.parameters)
+        return self.node is not None and self.node.trains
 
     @property
     def in_place(self) -> bool:

@@ -109,6 +109,8 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
 def _make_operator(
     node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
 ) -> Operator:
+    if node.frozen and not input_gradient:
+        training = False  # nothing goes back through it, so that it keeps nothing for backward
     try:
         if isinstance(node.spec, SelfMade):
             return _self_made(node.spec, inputs, kernels, training)
@@ -136,5 +138,5 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
     if training:
         needs_grad[0] = input_gradient
         for node in graph.nodes:
-            needs_grad[node.output] = bool(node.parameters) or any(needs_grad[i] for i in node.inputs)
+            needs_grad[node.output] = node.trains or any(needs_grad[i] for i in node.inputs)
     return needs_grad

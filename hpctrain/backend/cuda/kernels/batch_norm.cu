@@ -104,10 +104,12 @@ __device__ __forceinline__ void moments_finish(const S* partial, const T* x, con
   batch_var[c] = S(m2 / (rows > 2 ? rows - 1 : 1));
 }
 
-// The coefficients of evaluation.
+// The coefficients of evaluation, and of the input's gradient where statistics are fixed in training: dx = scale d.
 template <class S> __device__ __forceinline__ void evaluation(const S* mean, const S* variance, const S* gamma, const S* beta, S* coefficients, int channels, double epsilon) {
   const int c = int(first_item());
-  if (c < channels) normalisation(coefficients, channels, c, mean[c], 1 / sqrt(variance[c] + epsilon), gamma[c], beta[c]);
+  if (c >= channels) return;
+  normalisation(coefficients, channels, c, mean[c], 1 / sqrt(variance[c] + epsilon), gamma[c], beta[c]);
+  coefficients[int64_t(SLOPE) * channels + c] = coefficients[int64_t(SHIFT) * channels + c] = S(0);
 }
 
 // Two rows at once: loads come before stores, which the compiler cannot arrange itself, as y may be x. mask: a byte for each pack, or null.

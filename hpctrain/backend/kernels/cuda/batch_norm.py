@@ -96,7 +96,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         assert all(array.pointer % (self._blocks.width * array.itemsize) == 0 for array in held), "activations are aligned"
 
     def forward(self, context: StepContext) -> None:
-        if self.training and context.training:
+        if self.training and context.training and not self.norm.fixed:
             self._measure()
         else:
             self._recall()

@@ -22,7 +22,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         super().__init__(spec, inputs, training=training)
         self.norm = spec
         self.blocks = RowBlocks(inputs[0].shape)
-        self.needs_inputs = (training, *(False for _ in inputs[1:]))
+        self.needs_inputs = (training and not spec.fixed, *(False for _ in inputs[1:]))
         self.needs_output = training and spec.relu
         block = ((self.blocks.largest,), self.dtype)
         mask = ((self.blocks.largest if spec.relu else 0,), "bool")
@@ -49,13 +49,17 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
             self.grads = [None if grad is None else blocks.views(grad) for grad in buffers.input_grads]
 
     def forward(self, context: StepContext) -> None:
-        if self.training and context.training:
+        if self.training and context.training and not self.norm.fixed:
             self._measure()
             mean, deviation = self.moments
         else:
             mean = self.buffers.statistics["running_mean"].astype(np.float64)
-            deviation = 1.0 / np.sqrt(self.buffers.statistics["running_var"].astype(np.float64) + self.norm.epsilon)
+            deviation = self._running_deviation()
         self._normalise(mean, deviation)
+
+    def _running_deviation(self) -> np.ndarray:
+        """1 / standard deviation by the running statistics."""
+        return np.asarray(1.0 / np.sqrt(self.buffers.statistics["running_var"].astype(np.float64) + self.norm.epsilon))
 
     def _measure(self) -> None:
         """Mean, 1 / standard deviation and the batch statistics.
@@ -141,6 +145,9 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
     def backward_input(self) -> None:
         if all(grad is None for grad in self.grads):
             return
+        if self.norm.fixed:
+            self._scale_gradient()
+            return
         mean, deviation = self.moments
         sums = self.sums.copy()
         if self.norm.synchronised:
@@ -165,6 +172,16 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
             else:
                 np.multiply(work, scale[:width], out=work)
                 self._give(0, i, work)
+
+    def _scale_gradient(self) -> None:
+        """The gradient of the input where mean and deviation do not depend on it."""
+        scale = self.blocks.tile(self.buffers.parameters["weight"] * self._running_deviation(), self.dtype)
+        for i, (x, work) in enumerate(zip(self.x, self.work, strict=True)):
+            dy = self._masked(i)
+            if len(self.grads) > 1:
+                self._give(1, i, dy)
+            np.multiply(dy, scale[: x.shape[1]], out=work)
+            self._give(0, i, work)
 
     def _give(self, j: int, i: int, values: np.ndarray) -> None:
         """Write or add block i of the gradient of input j."""

@@ -140,6 +140,8 @@ class OnednnKernelSet(KernelSet):
     def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
         if spec.synchronised and training:
             return "its statistics are those of several ranks"
+        if spec.fixed and training:
+            return "its statistics are fixed, and a gradient goes back through it"
         return BatchNormOperator(self._engine, spec, inputs[0], training=training)
 
     def _pool(

@@ -1,0 +1,35 @@
+"""Arguments that several commands take, and the words that a shell may complete them with. Imports nothing before it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The keys of configurations that begin so, each with its =; of a section that is not named yet, the section alone."""
+    from hpctrain.config.faults import known_paths, section_at
+    from hpctrain.config.source import dotted
+
+    depth = incomplete.count(".") + 1
+    found = [path for path in known_paths() if len(path) == depth and dotted(path).startswith(incomplete)]
+    return [f"{dotted(path)}{'=' if section_at(path) is None else '.'}" for path in found]
+
+
+def sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The sites whose names begin so."""
+    from hpctrain.site import profile_files
+
+    return [name for name in profile_files.paths() if name.startswith(incomplete)]
+
+
+def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The installed configurations and job scripts whose names begin so."""
+    from hpctrain.config import examples
+
+    return [name for name in examples.names() if name.startswith(incomplete)]
+
+
+FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)

@@ -1,0 +1,136 @@
+"""The arrays that a model's state dictionary has in torchvision's names and layouts, and how a file's differ from them.
+
+Nothing here needs a network, an image's size or memory for parameters: the declarations of the layers say it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain, islice
+
+import numpy as np
+
+from hpctrain.errors import CheckpointError
+from hpctrain.models.interchange import exported_shape
+from hpctrain.nearest import nearest
+from hpctrain.nn.layer import Layer, join
+from hpctrain.nn.parameter import ParameterSpec
+
+#: torch's counter beside the running statistics of each batch norm: nothing depends on it here, and files may lack it
+COUNTER = "num_batches_tracked"
+_STATISTIC_WITH_COUNTER = "running_mean"
+_MOST_TOLD = 8
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One array of a state dictionary. shape: in torchvision's layout. spec: of a parameter; None: it is a running statistic."""
+
+    shape: tuple[int, ...]
+    spec: ParameterSpec | None = None
+
+    def export(self, array: np.ndarray) -> np.ndarray:
+        """An array of ours in torchvision's layout, contiguous."""
+        return np.ascontiguousarray(array) if self.spec is None else self.spec.interchange.export(array)
+
+    def restore(self, array: np.ndarray) -> np.ndarray:
+        """An array in torchvision's layout in ours, contiguous."""
+        return np.ascontiguousarray(array) if self.spec is None else self.spec.interchange.restore(array, self.spec.shape)
+
+
+def declared_state(model: Layer) -> dict[str, StateEntry]:
+    """Every parameter and running statistic by name, in the order of a state dictionary."""
+    entries: dict[str, StateEntry] = {}
+    for prefix, layer in model.walk():
+        entries |= {join(prefix, role): StateEntry(exported_shape(spec), spec) for role, spec in layer.parameters().items()}
+        entries |= {join(prefix, role): StateEntry(spec.shape) for role, spec in layer.statistics().items()}
+    return entries
+
+
+def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np.ndarray]:
+    """The same state with the counter of each batch norm behind its statistics. batches: that each has seen in training."""
+    counted: dict[str, np.ndarray] = {}
+    for name, array in state.items():
+        counted[name] = array
+        layer, _, role = name.rpartition(".")
+        if role == "running_var" and join(layer, _STATISTIC_WITH_COUNTER) in state:
+            counted[join(layer, COUNTER)] = np.array(batches, np.int64)
+    return counted
+
+
+def is_counter(name: str) -> bool:
+    """Whether an array is one that this module neither asks for nor needs."""
+    return name.rpartition(".")[2] == COUNTER
+
+
+def classes_in(model: Layer, given: Mapping[str, np.ndarray]) -> int | None:
+    """Number of classes of a state of a model with any number of them: rows of the last layer; None where it has none."""
+    last = next((name for name, entry in reversed(declared_state(model).items()) if entry.spec is not None), None)
+    array = None if last is None else given.get(last)
+    return None if array is None or not array.ndim else int(array.shape[0])
+
+
+def check_fits(
+    expected: Mapping[str, StateEntry],
+    given: Mapping[str, np.ndarray],
+    *,
+    source: str,
+    model: str,
+    ignore: Sequence[str] = (),
+    hint: str = "",
+) -> frozenset[str]:
+    """The names that are ignored, where a state fits a model in all others.
+
+    Args:
+        expected: see `declared_state`. given: of a file. source, model: the names of both in messages.
+        ignore: patterns of names that need not be there, nor fit. hint: a sentence behind all others where something differs.
+
+    Raises:
+        CheckpointError: a sentence for each name that is missing, unknown, or has another shape or numbers that are none; or for
+            a pattern that matches nothing.
+    """
+    ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
+    faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
+    told = list(islice(faults, _MOST_TOLD))  # the nearest name is not looked for where nobody reads it
+    if told and next(faults, None) is not None:
+        told.append(f"There are more such differences between {source} and the model {model}.")
+    if told:
+        raise CheckpointError("\n".join([*told, *([hint] if hint else [])]))
+    return ignored
+
+
+def _idle_patterns(
+    ignore: Sequence[str], ignored: frozenset[str], expected: Mapping[str, StateEntry], source: str
+) -> Iterator[str]:
+    for pattern in ignore:
+        if not any(fnmatchcase(name, pattern) for name in ignored):
+            near = nearest(pattern, expected) or next(iter(expected), "none")
+            yield f'The pattern "{pattern}" matches no name of {source} or of the model; the nearest name is {near}.'
+
+
+def _differences(
+    expected: Mapping[str, StateEntry], given: Mapping[str, np.ndarray], ignored: frozenset[str], source: str, model: str
+) -> Iterator[str]:
+    own = [name for name in expected if name not in ignored]
+    theirs = [name for name in given if name not in ignored and not is_counter(name)]
+    missing = [name for name in own if name not in given]
+    unknown = [name for name in theirs if name not in expected]
+    for name in missing:
+        yield f"{source} lacks {name}, which the model {model} has{_nearest(name, unknown or theirs)}."
+    for name in unknown:
+        yield f"{source} has {name}, which the model {model} does not have{_nearest(name, missing or own)}."
+    for name in own:
+        if name not in given:
+            continue
+        if given[name].shape != expected[name].shape:
+            yield f"{name} of {source} has shape {given[name].shape}, that of the model {model} has {expected[name].shape}."
+        elif given[name].dtype.kind != "f":
+            yield f"{name} of {source} holds {given[name].dtype} numbers, but weights must be floating-point numbers."
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    """The end of a sentence about a name."""
+    near = nearest(name, names)
+    return "" if near is None else f"; the nearest name is {near}"

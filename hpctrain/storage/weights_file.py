@@ -1,0 +1,168 @@
+"""Files of weights that other frameworks read and write: safetensors, and PyTorch's own where PyTorch is installed.
+
+Arrays by name, in whatever layout the file has; names and layouts are the business of `models.interchange`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hpctrain.errors import CheckpointError
+from hpctrain.storage.atomic_write import replacing
+
+SAFETENSORS = ".safetensors"
+TORCH = (".pt", ".pth")
+SUFFIXES = (SAFETENSORS, *TORCH)
+
+#: under which a PyTorch file may hold its state dictionary beside other things
+_INNER_KEYS = ("state_dict", "model_state_dict", "model")
+_WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The content of a file of weights. tensors: by name, in the order of the file. metadata: texts by key."""
+
+    tensors: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def read(path: Path) -> WeightsFile:
+    """All tensors of a file. Those of 16 bits are given in float32, which holds them exactly.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another kind; or it is PyTorch's, which is not installed.
+    """
+    suffix = check_suffix(path, SUFFIXES)
+    if not path.is_file():
+        raise CheckpointError(f"There is no file of weights {path}; give the path of one that ends in {_listed(SUFFIXES)}.")
+    content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
+    return WeightsFile({name: _widened(array) for name, array in content.tensors.items()}, content.metadata)
+
+
+def write(path: Path, content: WeightsFile) -> None:
+    """Write a file whole or not at all; by its name's ending a safetensors file or one of PyTorch, which keeps no metadata.
+
+    Raises:
+        CheckpointError: another ending, or one of PyTorch, which is not installed. OSError: it cannot be written.
+    """
+    suffix = check_suffix(path, SUFFIXES)
+    tensors = {name: np.array(array, order="C") for name, array in content.tensors.items()}
+    torch = None if suffix == SAFETENSORS else _torch(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        partial.touch()  # an OSError here has the reason in plain words
+        mode = partial.stat().st_mode
+        if torch is not None:
+            torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, partial)
+        else:
+            _safetensors(path, "safetensors.numpy").save_file(tensors, partial, metadata=dict(content.metadata))
+            partial.chmod(mode)  # which the library makes the owner's alone
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def checksum(path: Path) -> str:
+    """The sha256 of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_suffix(path: Path, known: tuple[str, ...]) -> str:
+    """The ending of a file's name, which says what kind it is.
+
+    Raises:
+        CheckpointError: it is not one of those that are known.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in known:
+        raise CheckpointError(f"The name of {path} does not say which kind of file it is: it must end in {_listed(known)}.")
+    return suffix
+
+
+def _read_safetensors(path: Path) -> WeightsFile:
+    library = _safetensors(path)
+    try:
+        with library.safe_open(path, framework="np") as file:
+            metadata = dict(file.metadata() or {})
+            brain_floats = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name not in brain_floats}  # noqa: SIM118
+        if brain_floats:  # which NumPy does not have
+            raw = dict(library.deserialize(path.read_bytes()))
+            tensors |= {name: _from_bfloat16(raw[name]) for name in brain_floats}
+    except (library.SafetensorError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(f"{path} is no safetensors file that can be read ({reason}); write or fetch it again.") from error
+    return WeightsFile(tensors, metadata)
+
+
+def _from_bfloat16(raw: Mapping[str, Any]) -> np.ndarray:
+    halves = np.frombuffer(raw["data"], "<u2").astype(np.uint32)
+    return (halves << 16).view(np.float32).reshape(raw["shape"])
+
+
+def _read_torch(path: Path) -> WeightsFile:
+    torch = _torch(path)
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a dozen types, by what the file is instead
+        reason = (" ".join(str(error).split()) or type(error).__name__).partition(". ")[0].rstrip(".")
+        raise CheckpointError(
+            f"{path} cannot be read as tensors alone ({reason}); save model.state_dict() with torch.save, without any objects."
+        ) from error
+    inner = next((key for key in _INNER_KEYS if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)), None)
+    state = state if inner is None else state[inner]
+    if not isinstance(state, Mapping) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} holds no state dictionary; save model.state_dict() with torch.save.")
+    wrapped = all(name.startswith(_WRAPPER) for name in state)
+    return WeightsFile({name.removeprefix(_WRAPPER) if wrapped else name: _to_numpy(torch, t) for name, t in state.items()})
+
+
+def _to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:
+    plain = tensor.detach().float() if tensor.dtype is torch.bfloat16 else tensor.detach()
+    return np.ascontiguousarray(plain.numpy()).reshape(tuple(tensor.shape))
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def _torch(path: Path) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a file of PyTorch, which is not installed here: install it with `pip install torch`, or use a file "
+            f"that ends in {SAFETENSORS}."
+        ) from error
+    return torch
+
+
+def _safetensors(path: Path, module: str = "safetensors") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a file of the package safetensors, which is not installed here; `pip install safetensors` does it."
+        ) from error
+
+
+def _listed(suffixes: tuple[str, ...]) -> str:
+    return " or ".join((", ".join(suffixes[:-1]), suffixes[-1])) if len(suffixes) > 1 else suffixes[0]

@@ -1,0 +1,159 @@
+"""`hpctrain weights`: from a run to a file and back into a run, in every layout of checkpoints, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.main import cli
+from hpctrain.models import catalogue
+from hpctrain.models.state_dict import declared_state, is_counter, with_counters
+from hpctrain.nn.initialise import generator
+from hpctrain.storage import best_record, weights_file
+from hpctrain.storage.checkpoint import checkpoints, parameter_key, read
+from hpctrain.storage.run_directory import latest
+from hpctrain.storage.weights_file import WeightsFile
+from tests.support.run_in_process import prepare, train
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["weights", *map(str, words)])
+
+
+def done(*words: object) -> str:
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs that is done."""
+    folder = tmp_path_factory.mktemp("run")
+    prepare(folder)
+    train(folder)
+    directory = latest(folder / "runs", "tiny")
+    assert directory is not None
+    return directory.path
+
+
+def by_seed(name: str) -> dict[str, np.ndarray]:
+    """A narrow model's state in torchvision's names, by seed."""
+    entries = declared_state(catalogue.build(name, {"width": 0.02, "classes": 6}))
+    return with_counters({key: generator(1, key).standard_normal(e.shape, np.float32) for key, e in entries.items()}, 4)
+
+
+def test_a_run_is_exported_with_all_that_a_reader_must_know(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "w.safetensors"
+    assert "of small, from " in done("export", run, "--out", out)
+    content = weights_file.read(out)
+    tensors = read(checkpoints(run / "checkpoints")[-1][1]).tensors
+    weight = tensors[parameter_key("stage1.conv.weight")]
+    np.testing.assert_array_equal(content.tensors["stage1.conv.weight"], weight.transpose(0, 3, 1, 2))
+    assert content.tensors["stage1.bn.num_batches_tracked"] == 6
+    facts = {key: json.loads(content.metadata[key]) for key in ("classes", "image_shape", "step")}
+    assert facts == {"classes": ["a", "b", "c"], "image_shape": [7, 6, 1], "step": 6}
+    options = json.loads(content.metadata["model_options"])
+    assert (options["channels"], options["hidden"]) == ([2], 3)
+    assert (content.metadata["format"], content.metadata["model"]) == ("pt", "small")
+    assert len(json.loads(content.metadata["mean"])) == 1
+
+
+def test_both_layouts_of_a_checkpoint_export_the_same(run: Path, tmp_path: Path) -> None:
+    source = checkpoints(run / "checkpoints")[-1][1]
+    result = CliRunner().invoke(cli, ["checkpoint", "convert", str(source), "--out", str(tmp_path / "c.shards"), "--shards", "3"])
+    assert result.exit_code == 0, result.output
+    for name, path in (("a", source), ("b", tmp_path / "c.shards")):
+        done("export", path, "--out", tmp_path / f"{name}.safetensors")
+    one, other = (weights_file.read(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
+    assert one.metadata == other.metadata
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(one.tensors[name].tobytes() == other.tensors[name].tobytes() for name in one.tensors)
+
+
+def test_the_best_checkpoint_is_taken_where_it_is_asked_for(run: Path, tmp_path: Path) -> None:
+    record = best_record.read(run / "checkpoints")
+    assert record is not None
+    assert record.checkpoint in done("export", run, "--best", "--out", tmp_path / "w.safetensors")
+    result = call("export", tmp_path / "w.safetensors", "--best", "--out", tmp_path / "x.safetensors")
+    assert (result.exit_code, "leave --best out" in result.stderr) == (2, True)
+
+
+def test_what_was_exported_starts_another_training_with_the_same_bits(run: Path, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    done("export", run, "--out", tmp_path / "w.safetensors")
+    train(tmp_path, f"init.weights={tmp_path}/w.safetensors", "epochs=0", "checkpoint.every_epochs=1", "on_nonfinite=rollback")
+    directory = latest(tmp_path / "runs", "tiny")
+    assert directory is not None
+    again = read(checkpoints(directory.checkpoints)[0][1]).tensors
+    for key, values in read(checkpoints(run / "checkpoints")[-1][1]).tensors.items():
+        if not key.startswith("optimizer/"):
+            assert again[key].tobytes() == values.tobytes(), key
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_model_is_imported_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    state = by_seed(name)
+    weights_file.write(tmp_path / "in.safetensors", WeightsFile(state))
+    done("import", tmp_path / "in.safetensors", "--model", name, "--option", "width=0.02", "--out", tmp_path / "out.safetensors")
+    content = weights_file.read(tmp_path / "out.safetensors")
+    assert content.tensors.keys() == state.keys()
+    assert all(content.tensors[key].tobytes() == array.tobytes() for key, array in state.items())
+    assert content.metadata["model"] == name
+    done("export", tmp_path / "out.safetensors", "--out", tmp_path / "again.safetensors")  # which knows its model
+    again = weights_file.read(tmp_path / "again.safetensors")
+    assert all(again.tensors[key].tobytes() == array.tobytes() for key, array in state.items())
+    assert again.metadata == content.metadata
+
+
+def test_counters_may_be_missing(tmp_path: Path) -> None:
+    state = {name: array for name, array in by_seed("resnet20").items() if not is_counter(name)}
+    weights_file.write(tmp_path / "in.safetensors", WeightsFile(state))
+    words = ("import", tmp_path / "in.safetensors", "--model", "resnet20", "--option", "width=0.02")
+    done(*words, "--out", tmp_path / "out.safetensors")
+    assert weights_file.read(tmp_path / "out.safetensors").tensors.keys() == state.keys()
+    result = call(*words, "--classes", 9, "--out", tmp_path / "other.safetensors")
+    assert result.exit_code == 2
+    assert "fc.weight of" in result.stderr
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_a_file_is_shown(tmp_path: Path) -> None:
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile({"fc.weight": np.zeros((2, 3), np.float32)}, {"model": "own"}))
+    text = done("show", tmp_path / "w.safetensors")
+    assert "model: own\n" in text
+    assert "  fc.weight  [2, 3] float32\n" in text
+    assert text.endswith("1 tensors with 6 numbers, 0.0 MB\n")
+    values = json.loads(done("show", tmp_path / "w.safetensors", "--json"))
+    assert values["tensors"] == {"fc.weight": {"shape": [2, 3], "dtype": "float32"}}
+
+
+def test_an_onnx_file_computes_what_the_checkpoint_does(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="onnx is not installed (make parity-install installs it)")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (make parity-install installs it)")
+    done("export", run, "--out", tmp_path / "w.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "w.onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["N", 1, 7, 6]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == ["a", "b", "c"]
+    x = np.random.default_rng(0).standard_normal((2, 1, 7, 6), np.float32)
+    (logits,) = session.run(None, {"images": x})
+    assert logits.shape == (2, 3)
+    done("export", run, "--out", tmp_path / "w.safetensors")
+    done("export", tmp_path / "w.safetensors", "--out", tmp_path / "again.onnx")
+    (again,) = onnxruntime.InferenceSession(str(tmp_path / "again.onnx"), providers=["CPUExecutionProvider"]).run(
+        None, {"images": x}
+    )
+    np.testing.assert_array_equal(again, logits)
+
+
+@pytest.mark.parametrize("option", ["width", "=3", "width=[", "wdth=2"])
+def test_options_of_another_form_are_refused(option: str, tmp_path: Path) -> None:
+    weights_file.write(tmp_path / "in.safetensors", WeightsFile(by_seed("resnet20")))
+    words = ("import", tmp_path / "in.safetensors", "--model", "resnet20", "--out", tmp_path / "out.safetensors")
+    result = call(*words, "--option", option)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("hpctrain: ")

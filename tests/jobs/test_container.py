@@ -1,0 +1,104 @@
+"""The definition of the container's image, as far as it can be checked without building it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.job_scripts import JOBS
+
+TOP = JOBS.parent
+DEFINITION = JOBS / "hpctrain.def"
+# https://apptainer.org/docs/user/latest/definition_files.html
+SECTIONS = {"files", "post", "environment", "test", "runscript", "labels", "help"}
+SHELL = ("post", "environment", "test", "runscript")
+INSTALLED = "/opt/hpctrain"
+
+
+def _parts() -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Keywords of the header, and the lines of each section."""
+    header: dict[str, str] = {}
+    sections: dict[str, list[str]] = {}
+    lines: list[str] | None = None
+    for line in DEFINITION.read_text().splitlines():
+        if line.startswith("%"):
+            name = line[1:].strip()
+            assert name not in sections, f"%{name} is there twice"
+            lines = sections.setdefault(name, [])
+        elif lines is not None:
+            lines.append(line)
+        elif line.strip() and not line.startswith("#"):
+            key, _, value = line.partition(":")
+            header[key.strip().lower()] = value.strip()
+    return header, sections
+
+
+HEADER, PARTS = _parts()
+
+
+def _code(section: str) -> list[str]:
+    return [line.strip() for line in PARTS[section] if line.strip() and not line.strip().startswith("#")]
+
+
+def test_its_sections_are_those_that_there_are() -> None:
+    assert set(PARTS) == SECTIONS
+    assert set(HEADER) == {"bootstrap", "from"}
+    assert HEADER["bootstrap"] == "docker"
+    assert re.fullmatch(r"debian:[a-z]+-slim", HEADER["from"])
+    for name, lines in PARTS.items():
+        assert any(line.strip() for line in lines), f"%{name} is empty"
+        assert all(line == "" or line.startswith("    ") for line in lines), f"%{name} is indented"
+
+
+def test_the_files_that_it_copies_are_there_and_are_all_that_the_package_is_made_of() -> None:
+    copied = dict(line.split() for line in _code("files"))
+    for source, target in copied.items():
+        assert (TOP / source).exists(), source
+        assert target == f"/opt/source/{source}"
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())
+    needed = {"hpctrain", "pyproject.toml", "setup.py", "LICENSE", "requirements.txt", project["project"]["readme"]}
+    # Links of the package to folders at the top hold in the image, too.
+    links = {path.resolve().relative_to(TOP).parts[0] for path in (TOP / "hpctrain").rglob("*") if path.is_symlink()}
+    assert set(copied) == needed | links
+
+
+def test_versions_are_those_of_the_requirements_alone() -> None:
+    installs = [line for line in _code("post") if " install " in line and "apt-get" not in line]
+    assert [line.split(" install ")[1] for line in installs] == [
+        "--only-binary=:all: --requirement /opt/source/requirements.txt",
+        "--no-deps /opt/source",
+    ]
+    assert "==" not in "".join(_code("post"))
+    assert re.search(r"^mpich==", (TOP / "requirements.txt").read_text(), re.MULTILINE), "the image's own MPI"
+
+
+def test_paths_are_those_of_its_environment() -> None:
+    assert f"python3 -m venv {INSTALLED}" in _code("post")
+    assert f'export PATH="{INSTALLED}/bin:$PATH"' in _code("environment")
+    # Behind what is given from outside: a bound MPI wins.
+    assert f'export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{INSTALLED}/lib"' in _code("environment")
+    assert "export MPI4PY_LIBMPI=libmpi.so.12" in _code("environment")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("section", SHELL)
+def test_its_scripts_are_sound(section: str) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or shutil.which("shellcheck")
+    assert shellcheck is not None, "requirements-dev.txt brings shellcheck"
+    text = "\n".join(["#!/bin/sh", *PARTS[section], ""])
+    excluded = "--exclude=SC2086"  # pip with its options is one variable, as sh has no arrays
+    done = subprocess.run([shellcheck, excluded, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_comments_say_where_its_words_are_from() -> None:
+    text = DEFINITION.read_text()
+    for words in ("apptainer build hpctrain.sif jobs/hpctrain.def", "https://apptainer.org/docs/", "https://www.mpich.org/abi/"):
+        assert words in text
+    assert all(len(line) <= 130 for line in text.splitlines())

@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.errors import CheckpointError
+from hpctrain.models import catalogue
+from hpctrain.models.state_dict import check_fits, classes_in, declared_state, is_counter, with_counters
+from hpctrain.nn.initialise import generator
+from hpctrain.testing.models import exported_shapes
+
+NARROW = {"width": 0.02}
+
+
+def narrow(name: str, classes: int = 5) -> dict[str, object]:
+    """Options of a model of that name with few channels."""
+    return {"classes": classes, **NARROW}
+
+
+def state_of(name: str, classes: int = 5) -> dict[str, np.ndarray]:
+    entries = declared_state(catalogue.build(name, narrow(name, classes)))
+    return {key: generator(3, key).standard_normal(entry.shape, np.float32) for key, entry in entries.items()}
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_layouts_there_and_back_are_exact_in_every_model(name: str) -> None:
+    model = catalogue.build(name, narrow(name))
+    entries = declared_state(model)
+    assert {key: entry.shape for key, entry in entries.items()} == exported_shapes(model)
+    for key, array in state_of(name).items():
+        entry = entries[key]
+        own = entry.restore(array)
+        assert own.flags.c_contiguous
+        assert own.shape == (entry.shape if entry.spec is None else entry.spec.shape)
+        np.testing.assert_array_equal(entry.export(own), array)
+
+
+def test_the_first_linear_layer_behind_an_image_is_permuted() -> None:
+    """torch flattens (C, H, W), we flatten (H, W, C): the same image gives the same features."""
+    model = catalogue.build("small", {"channels": (3, 4), "grid": 2, "hidden": 5})
+    weight = state_of("small")["classifier.fc1.weight"]
+    entries = declared_state(model)
+    random = np.random.default_rng(0)
+    weight = random.standard_normal(entries["classifier.fc1.weight"].shape)
+    image = random.standard_normal((2, 2, 4))
+    ours = image.reshape(-1) @ entries["classifier.fc1.weight"].restore(weight)
+    np.testing.assert_allclose(ours, weight @ image.transpose(2, 0, 1).reshape(-1), rtol=1e-12)
+
+
+def test_counters_stand_behind_the_statistics_and_are_not_asked_for() -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    counted = with_counters(state_of("resnet20"), 7)
+    names = list(counted)
+    assert names[names.index("bn1.running_var") + 1] == "bn1.num_batches_tracked"
+    assert counted["bn1.num_batches_tracked"].dtype == np.int64
+    assert {name for name in counted if not is_counter(name)} == entries.keys()
+    assert check_fits(entries, counted, source="a.safetensors", model="resnet20") == frozenset()
+
+
+def test_every_difference_is_a_sentence_with_the_nearest_name() -> None:
+    entries = declared_state(catalogue.build("resnet18", narrow("resnet18")))
+    state = state_of("resnet18")
+    state["fc.wieght"] = state.pop("fc.weight")
+    state["fc.bias"] = np.zeros(7, np.float32)
+    state["conv1.weight"] = state["conv1.weight"].astype(np.int64)
+    with pytest.raises(CheckpointError) as raised:
+        check_fits(entries, state, source="a.pt", model="resnet18", hint="A hint.")
+    assert str(raised.value).splitlines() == [
+        "a.pt lacks fc.weight, which the model resnet18 has; the nearest name is fc.wieght.",
+        "a.pt has fc.wieght, which the model resnet18 does not have; the nearest name is fc.weight.",
+        "conv1.weight of a.pt holds int64 numbers, but weights must be floating-point numbers.",
+        "fc.bias of a.pt has shape (7,), that of the model resnet18 has (5,).",
+        "A hint.",
+    ]
+
+
+def test_many_differences_are_counted() -> None:
+    entries = declared_state(catalogue.build("resnet50", narrow("resnet50")))
+    with pytest.raises(CheckpointError, match=r"There are more such differences between a.pt and the model resnet50\."):
+        check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50")
+
+
+@settings(max_examples=20)
+@given(classes=st.integers(1, 9), pattern=st.sampled_from(["fc.*", "*.bias", "fc.weight"]))
+def test_ignored_names_need_not_fit(classes: int, pattern: str) -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    state = state_of("resnet20", classes)
+    ignored = check_fits(entries, state, source="a.pt", model="resnet20", ignore=["fc.*", pattern])
+    assert {"fc.weight", "fc.bias"} <= ignored < entries.keys()
+    for name in ignored:
+        state.pop(name)
+    state["fc.extra"] = np.zeros(2)
+    assert "fc.extra" in check_fits(entries, state, source="a.pt", model="resnet20", ignore=["fc.*", pattern])
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    with pytest.raises(
+        CheckpointError, match=r'"fx.weight" matches no name of a.pt or of the model; the nearest name is fc.weight'
+    ):
+        check_fits(entries, state_of("resnet20"), source="a.pt", model="resnet20", ignore=["fx.weight"])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11", "small", "alexnet"])
+def test_classes_are_read_off_the_last_layer(name: str) -> None:
+    assert classes_in(catalogue.build(name, NARROW), state_of(name, 13)) == 13
+    assert classes_in(catalogue.build(name, NARROW), {}) is None

@@ -1,0 +1,162 @@
+"""Weights of torchvision's own models: the same names, and the same logits after an import; files of PyTorch there and back."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
+
+import torch
+from click.testing import CliRunner
+
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.cli.main import cli
+from hpctrain.errors import CheckpointError
+from hpctrain.models import catalogue, interchange
+from hpctrain.models.state_dict import declared_state, with_counters
+from hpctrain.nn.frozen import layer_of
+from hpctrain.nn.network import Network
+from hpctrain.storage import weights_file
+from hpctrain.storage.weights_file import WeightsFile
+
+pytestmark = pytest.mark.torch
+
+TORCHVISION = (
+    "alexnet2014",
+    *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *(f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")),
+)
+CLASSES = 7
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed (make parity-install installs it)")
+    from tests.support import torchvision_models
+
+    return torchvision_models
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None:
+    entries = declared_state(catalogue.build(name, {"classes": CLASSES}))
+    ours = with_counters({key: np.broadcast_to(np.float32(0), entry.shape) for key, entry in entries.items()}, 0)
+    assert {key: array.shape for key, array in ours.items()} == theirs.shapes(name, CLASSES)
+    assert list(ours) == list(theirs.shapes(name, CLASSES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pixels", "width"), [("resnet18", 33, 1.0), ("resnet50", 33, 1.0), ("vgg11_bn", 45, 0.1)])
+def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixels: int, width: float, tmp_path: Path) -> None:
+    module = theirs.module(name, CLASSES, 3) if width == 1.0 else theirs.narrow_vgg11_bn(CLASSES, width, 3)
+    torch.save(module.state_dict(), tmp_path / "theirs.pth")
+    words = ["weights", "import", str(tmp_path / "theirs.pth"), "--model", name, "--option", f"width={width}"]
+    result = CliRunner().invoke(cli, [*words, "--out", str(tmp_path / "ours.safetensors")])
+    assert result.exit_code == 0, result.output
+    model = catalogue.build(name, {"classes": CLASSES, "width": width})
+    network = Network(model, (pixels, pixels, 3), NumpyKernelSet())
+    interchange.restore(network, weights_file.read(tmp_path / "ours.safetensors").tensors)
+    x = np.random.default_rng(0).standard_normal((2, pixels, pixels, 3), np.float32)
+    program = network.program(2, training=False)
+    program.set_input(x)
+    ours = program.forward(StepContext(training=False))
+    with torch.no_grad():
+        wanted = module(torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))).numpy()
+    scale = max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(ours / scale, wanted / scale, rtol=0, atol=1e-4)
+
+
+def test_files_of_pytorch_are_written_and_loaded_strictly(tmp_path: Path) -> None:
+    from hpctrain.bench import torch_models
+
+    network = Network(catalogue.build("resnet20", {"classes": CLASSES}), (9, 9, 3), NumpyKernelSet(), seed=4)
+    state = with_counters(interchange.export(network), 12)
+    weights_file.write(tmp_path / "w.pt", WeightsFile(state))
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    module, _, _ = torch_models.build("resnet20", classes=CLASSES)
+    module.load_state_dict(loaded, strict=True)
+    assert module.state_dict()["bn1.num_batches_tracked"] == 12
+    again = weights_file.read(tmp_path / "w.pt").tensors
+    assert all(again[name].tobytes() == array.tobytes() and again[name].dtype == array.dtype for name, array in state.items())
+
+
+def test_wrapped_and_nested_state_dictionaries_are_understood(tmp_path: Path) -> None:
+    state = {"module.fc.weight": torch.ones(2, 3, dtype=torch.bfloat16), "module.fc.bias": torch.zeros(2)}
+    torch.save({"epoch": 3, "state_dict": state, "lr": 0.1}, tmp_path / "w.pth")
+    content = weights_file.read(tmp_path / "w.pth").tensors
+    assert list(content) == ["fc.weight", "fc.bias"]
+    np.testing.assert_array_equal(content["fc.weight"], np.ones((2, 3), np.float32))
+
+
+class Sprung:
+    """An object whose unpickling calls something."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return print, ("unpickled",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"fc.weight": Sprung()}, "cannot be read as tensors alone"),
+        ({"epoch": 3}, "holds no state dictionary"),
+        ([], "holds no state"),
+    ],
+)
+def test_other_files_of_pytorch_are_refused_and_run_nothing(
+    content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=words):
+        weights_file.read(tmp_path / "w.pt")
+    assert "unpickled" not in capsys.readouterr().out
+    (tmp_path / "w.pt").write_bytes(b"no pickle")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+        weights_file.read(tmp_path / "w.pt")
+
+
+def test_frozen_layers_train_as_in_torch() -> None:
+    """Parameters without gradients, batch norms in evaluation mode, the rest in training: one step of both."""
+    from tests.support.torch_parity import make_batch, torch_module
+
+    frozen = ("conv1", "bn1", "layer1.*", "layer3.*")
+    network = Network(
+        catalogue.build("resnet20", {"classes": CLASSES}), (17, 17, 3), NumpyKernelSet(), dtype="float64", seed=6, frozen=frozen
+    )
+    for name, view in network.statistics.views.items():
+        view[...] = 0.5 + np.random.default_rng(len(name)).random(view.shape)
+    module = torch_module("resnet20", 1.0, interchange.export(network), "float64")
+    module.train()
+    for name, child in module.named_modules():
+        if name in network.frozen:
+            child.eval()
+            for parameter in child.parameters(recurse=False):
+                parameter.requires_grad_(False)
+    batch = make_batch(4, 17, CLASSES, seed=1)
+    logits = module(torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(np.float64)))
+    torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels)).backward()
+    program = network.program(4, training=True)
+    program.set_input(batch.x)
+    ours = program.forward(StepContext(sample_ids=np.arange(4), global_count=4)).copy()
+    np.testing.assert_allclose(ours, logits.detach().numpy(), rtol=1e-9, atol=1e-11)
+    program.loss(batch.labels, 4).result()
+    program.backward()
+    network.statistics.blend(network.statistics.weighted(4, 4), 4)
+    trained = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert trained.keys() == set(network.trained)
+    for name, gradient in trained.items():
+        parameter = network.parameters[name]
+        own = parameter.spec.interchange.export(parameter.grad)
+        scale = float(gradient.abs().max())
+        np.testing.assert_allclose(own, gradient.numpy(), rtol=1e-7, atol=1e-9 * scale, err_msg=name)
+    for name, buffer in module.named_buffers():
+        if "running" in name:
+            np.testing.assert_allclose(network.statistics.views[name], buffer.numpy(), rtol=1e-9, err_msg=name)
+    assert {layer_of(name) for name in network.parameters} > network.frozen

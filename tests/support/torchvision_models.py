@@ -1,0 +1,86 @@
+"""torchvision's own models by our names. Importing this module imports torch and torchvision, whatever torch it was built for."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def _declare_operators() -> torch.library.Library | None:
+    """Declare the operators whose names torchvision wants to know, where those that it brings are for a GPU and cannot be loaded.
+
+    Its models use none of them.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    assert spec is not None
+    assert spec.origin is not None
+    try:
+        ctypes.CDLL(str(Path(spec.origin).with_name("_C.so")))
+    except OSError:
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return operators
+    return None
+
+
+_OPERATORS = _declare_operators()
+
+from torchvision import models  # noqa: E402  it wants the operators
+
+#: ours -> torchvision's
+NAMES = {
+    "alexnet2014": "alexnet",
+    **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
+    **{f"vgg{depth}{norm}": f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")},
+}
+
+
+def shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of torchvision's state dictionary, in its order; takes no memory."""
+    return {key: tuple(tensor.shape) for key, tensor in _meta(name, classes).state_dict().items()}
+
+
+def module(name: str, classes: int, seed: int) -> Any:
+    """torchvision's model in evaluation mode, with weights by seed and statistics that are not those of the start."""
+    return filled(_meta(name, classes), seed)
+
+
+def narrow_vgg11_bn(classes: int, width: float, seed: int) -> Any:
+    """torchvision's VGG-11 with batch norm and fewer channels and features: the full one has 133 million numbers."""
+    with torch.device("meta"):
+        channels = [one if one == "M" else round(one * width) for one in models.vgg.cfgs["A"]]
+        model = models.VGG(models.vgg.make_layers(channels, batch_norm=True), classes, init_weights=False)
+        hidden = round(4096 * width)
+        for place, sizes in ((0, (channels[-2] * 49, hidden)), (3, (hidden, hidden)), (6, (hidden, classes))):
+            model.classifier[place] = torch.nn.Linear(*sizes)
+    return filled(model, seed)
+
+
+def filled(meta: Any, seed: int) -> Any:
+    """A model without memory, with weights by seed, in evaluation mode."""
+    model = meta.to_empty(device="cpu")
+    random = np.random.default_rng(seed)
+    state = {}
+    for key, tensor in model.state_dict().items():
+        if key.endswith("num_batches_tracked"):
+            state[key] = torch.tensor(17)
+            continue
+        values = random.standard_normal(tuple(tensor.shape), np.float32)
+        if key.endswith("running_var") or (key.endswith("weight") and values.ndim == 1):
+            values = 0.5 + np.abs(values)
+        elif values.ndim > 1:
+            values *= np.float32(np.sqrt(2.0 / values[0].size))
+        state[key] = torch.from_numpy(values)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _meta(name: str, classes: int) -> Any:
+    with torch.device("meta"):
+        return getattr(models, NAMES[name])(num_classes=classes)

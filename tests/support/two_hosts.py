@@ -1,0 +1,162 @@
+"""Two hosts without a scheduler, as network namespaces of this machine, and the jobs that `hpctrain submit` starts on them.
+
+Hosts reach each other by a remote shell that is like ssh, without its daemon: the command begins in the home directory, with the
+variables of a new session and none of the caller's. What a job needs on the other host must have been handed on by its launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lab import Lab
+from benchmarks.lab import missing as missing_for_a_lab
+from hpctrain.data import format as data_format
+from tests.support.jobs import clean_environment, find_mpiexec
+
+HOSTS = ("h0", "h1")
+SITE = "two-hosts"
+#: within which a rank that waits for another one gives up
+DEADLINE_SECONDS = 4.0
+
+_TOP = Path(__file__).parents[2]
+_PATIENCE_SECONDS = 60.0
+_END = "the script ended with "
+_REMOTE_SHELL = """#!/bin/sh
+cd /tmp && exec env -i HOME=/tmp PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin {agent} "$@"
+"""
+_OPTIONS = {"MPICH": '[-launcher-exec, "{shell}"]', "Open MPI": '[--prtemca, plm_ssh_agent, "{shell}"]'}
+_PROFILE = """
+extends: hostfile
+description: two namespaces of this machine
+node: {{cores: 1, ranks: 1}}
+launch: {{options: {options}}}
+setup:
+  - {{command: "trap 'echo \\"{end}$?\\"' EXIT", why: the process is nobody's child}}
+environment:
+  PYTHONPATH: {{value: "{top}", why: these files}}
+"""
+_CONFIG = """
+name: tiny
+seed: 7
+backend: numpy
+model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
+data: {{train: train.h5, test: train.h5}}
+batch: 12
+epochs: 40
+optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
+schedule: constant
+progress: test
+deadline_seconds: {deadline}
+evaluate: {{every_epochs: 20}}
+checkpoint: {{every_epochs: 20}}
+metrics: {{interval_seconds: 0.1}}
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no two hosts here; None where there can."""
+    return missing_for_a_lab() or (None if find_mpiexec() else "There is no mpiexec, neither beside this Python nor on PATH.")
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """A job that was submitted. process: its number. stop: the command that stops it with a checkpoint, as `submit` prints it."""
+
+    process: int
+    log: Path
+    stop: str
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, reached: Callable[[str], bool], seconds: float = _PATIENCE_SECONDS) -> str:
+        """The log, once something has come true of it; it must within so many seconds."""
+        end = time.monotonic() + seconds
+        while not reached(text := self.text):
+            assert time.monotonic() < end, f"The job does not get on within {seconds} s:\n{text}"
+            time.sleep(0.05)
+        return text
+
+    def code(self, seconds: float = _PATIENCE_SECONDS) -> int:
+        """The exit code, once the job has ended."""
+        return int(self.wait(lambda text: _END in text, seconds).rpartition(_END)[2])
+
+
+class TwoHosts:
+    """A folder that both hosts see, with a configuration, data, a hostfile and a user's own site profile."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self._environment = clean_environment({"XDG_CONFIG_HOME": str(folder / "config"), "PYTHONPATH": str(_TOP)})
+
+    def prepare(self) -> None:
+        """Write the files."""
+        shell = self.lab.directory / "remote-shell"
+        shell.write_text(_REMOTE_SHELL.format(agent=self.lab.directory / "agent"))
+        shell.chmod(0o700)
+        profile = self.folder / "config" / "hpctrain" / "sites" / f"{SITE}.yaml"
+        profile.parent.mkdir(parents=True)
+        profile.write_text(_PROFILE.format(options=_OPTIONS[flavour()].format(shell=shell), top=_TOP, end=_END))
+        (self.folder / "hosts").write_text("".join(f"{host}\n" for host in HOSTS))
+        random = np.random.default_rng(0)
+        images = random.integers(0, 256, (240, 9, 8, 1), dtype=np.uint8)
+        data_format.write(self.folder / "train.h5", 240, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 240))])
+        (self.folder / "tiny.yaml").write_text(_CONFIG.format(deadline=DEADLINE_SECONDS))
+
+    def submit(self, *arguments: str) -> HostJob:
+        """Submit a job from the first host, on both."""
+        words = ["submit", "tiny.yaml", "--site", SITE, "--hostfile", "hosts", "--nodes", str(len(HOSTS)), *arguments]
+        said = self.run(0, [sys.executable, "-m", "hpctrain", *words])
+        match = re.search(r"^job (\d+) on two-hosts: 2 nodes with 1 rank each", said, re.MULTILINE)
+        log, stop = (re.search(rf"^{words}: (.*)$", said, re.MULTILINE) for words in ("follow it", "stop it with a checkpoint"))
+        assert match is not None, said
+        assert log is not None, said
+        assert stop is not None, said
+        return HostJob(int(match[1]), self.folder / log[1].removeprefix("tail -F "), stop[1])
+
+    def run(self, host: int, command: Sequence[str]) -> str:
+        """The output of a command on a host, which must succeed."""
+        done = subprocess.run(
+            self.lab.on_host(host, command), cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def ranks(self, host: int) -> list[int]:
+        """The processes of a host that train."""
+        found = []
+        for process in self.lab.processes(host):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+                if b"--stopped-file" in words and Path(os.fsdecode(words[0])).name.startswith("python"):
+                    found.append(process)
+        return found
+
+
+def flavour() -> str:
+    """The name of the MPI whose mpiexec is found."""
+    mpiexec = find_mpiexec()
+    assert mpiexec is not None
+    version = subprocess.run([mpiexec, "--version"], env=clean_environment(), capture_output=True, text=True).stdout
+    return "Open MPI" if "Open MPI" in version else "MPICH"
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """The hosts, until the end of the block; what still runs on them then is ended."""
+    with Lab(len(HOSTS), None) as lab:
+        hosts = TwoHosts(lab, folder)
+        hosts.prepare()
+        yield hosts
