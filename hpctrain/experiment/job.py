@@ -162,18 +162,17 @@ class Job(StartedRank):
                 loop=self._loop(answer.most),
             )
 
-        replica = raise_on_all_ranks(self.world, make)
-        self._agree(replica, arguments, -(-self.batch // self.size // micro_batches))
-        return replica
+        return self._agreed(raise_on_all_ranks(self.world, make), arguments, -(-self.batch // self.size // micro_batches))
 
-    def _agree(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> None:
-        """The ranks agree on a replica. samples: of a rank's pass, at most. Collective."""
+    def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
+        """A replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
         check_alike(self.world)
         check_same_replica(self.world, _texts(arguments))
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
         replica.require_alike(schedules=True)
         self.loops.append(replica.loop)
+        return replica
 
     def _network(
         self,

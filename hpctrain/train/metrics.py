@@ -40,6 +40,11 @@ class EvaluationSums(RunningSums):
 
     averaged: RunningSums | None = None
 
+    @classmethod
+    def of(cls, sums: RunningSums, averaged: RunningSums) -> EvaluationSums:
+        """Those with the weights, and with their average."""
+        return cls(sums.loss, sums.top1, sums.top5, sums.count, averaged)
+
     def means(self) -> dict[str, float]:
         """Also ema_loss, ema_top1 and ema_top5: those with the averaged weights."""
         averaged = {} if self.averaged is None else self.averaged.means()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,10 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, BatchSource, Place, TileOfRank
+from hpctrain.data.loader import Batch, BatchSource, Place
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.optim.guarded import GuardedOptimizer, guarded
+from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -29,17 +26,15 @@ from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import EvaluationSums, RunningSums
 from hpctrain.train.own_loop import OwnLoop
-from hpctrain.train.replica_averagers import make_averagers, planned_group, slices_of, usable
+from hpctrain.train.replica_averagers import make_averagers, make_optimizers, make_strategies, slices_of
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
-from hpctrain.train.tracing import timed_optimizer
 from hpctrain.train.weight_average import WeightAverage
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch
 
-_NO_SCHEDULES: Mapping[str, CollectiveSchedule] = MappingProxyType({})
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
@@ -69,9 +64,8 @@ class Replica:
         loop: what `step` does beside its three parts; by default one that is asked for nothing.
 
     Attributes:
-        average: of the weights, once the ranks have agreed; None: there is none.
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
-        distribution: what this rank does of the model, where ranks share samples.
+        distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
         loop: as given.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
@@ -100,37 +94,23 @@ class Replica:
             groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
         self.network, self.groups, self.progress = network, groups, progress
         self.loop = OwnLoop(progress.notes) if loop is None else loop
-        distribution = network.distribution
-        self.distribution = distribution if isinstance(distribution, GridDistribution) else None
-        self.tiles: TileOfRank | None = None
-        if self.distribution is not None:
-            self.tiles = self.distribution.tiles_by_counts(network.graph)
-        self.strategies: dict[str, Strategy] = {}
-        self._optimizers: dict[str, Optimizer] = {}
-        self._guards: dict[str, GuardedOptimizer] = {}
-        self._checks = checks
+        self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
+        self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
+        self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
+        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, micro_batches)
+        self._checks, self._skips, self._ema, self._micro_batches = checks, skips, ema, micro_batches
         self.watch: WeightWatch | None = None
-        if strategy is not None and optimizer is not None:
-            for name in network.groups:
-                guard = self._guards[name] = guarded(with_ema(usable(optimizer(), network), ema))
-                unbound = self._optimizers[name] = timed_optimizer(guard, progress)
-                planned = planned_group(name, network, groups, unbound, nominal_batch, micro_batches)
-                self.strategies[name] = strategy(planned)
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
-        self._ema = ema
         self.average: WeightAverage | None = None
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
-        self._micro_batches = micro_batches
-        self._skips = skips
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.global_step, self.lr = 0, 0.0
-        self._current_lr = 0.0
-        self._finite_at_step = -1
+        self._current_lr, self._finite_at_step = 0.0, -1
         self.kept_step: int | None = None
 
-    def agree(self, stored: Mapping[str, CollectiveSchedule] = _NO_SCHEDULES) -> None:
+    def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None) -> None:
         """Make the averagers, with what each of them posts in a step. Collective; once, before all else that is.
 
         Args:
@@ -139,13 +119,13 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
-        averagers = make_averagers(self.network, self.groups, self.progress, self.strategies, self._optimizers, stored)
+        averagers = make_averagers(self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {})
         self.averagers = averagers
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
         if self._checks.every_steps and averagers and self.network.kernels.arithmetic.on_host:
-            self.watch = WeightWatch(self.network, averagers, self._guards, self.groups, self.progress, self._checks)
+            self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.groups, self.progress, self._checks)
         self._step = self._training_step()
         if self._skips:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
@@ -171,8 +151,7 @@ class Replica:
     def place(self) -> Place:
         """Keywords of a loader of this replica's batches."""
         groups = self.groups
-        ranks = groups.all_ranks.size
-        return {"rank": groups.position, "ranks": ranks, "split_size": groups.split_size, "tiles": self.tiles}
+        return {"rank": groups.position, "ranks": groups.all_ranks.size, "split_size": groups.split_size, "tiles": self.tiles}
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.
@@ -291,10 +270,8 @@ class Replica:
     ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
-        Where an average of the weights is kept they are `EvaluationSums`, with those of the average, too.
-
-        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes;
-        the second counts what the weights themselves predict.
+        With an average of the weights they are `EvaluationSums`; `confusion` is that of the weights themselves. The last step's
+        sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes.
 
         Raises:
             DivergedError: as `step`.
@@ -302,13 +279,12 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        take = partial(evaluate, self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored)
-        sums = take(confusion=confusion)
+        comm = self.groups.all_ranks
+        sums = evaluate(self.network, loader, comm, self.progress, mirrored=mirrored, confusion=confusion)
         if self.average is None:
             return sums
         with self.average.in_place():
-            averaged = take()
-        return EvaluationSums(sums.loss, sums.top1, sums.top5, sums.count, averaged)
+            return EvaluationSums.of(sums, evaluate(self.network, loader, comm, self.progress, mirrored=mirrored))
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
@@ -344,7 +320,10 @@ class Replica:
     def parameters_written(self) -> None:
         """Tell that the program has written to parameters or optimiser state: after `drain`, alike on all ranks. Local."""
         self.network.parameters_changed()
-        self._forget_weights()
+        if self.average is not None:
+            self.average.weights_changed()
+        if self.watch is not None:
+            self.watch.forget()
 
     def load_weights(self, content: CheckpointContent, *, averaged: bool = False) -> None:
         """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
@@ -355,14 +334,7 @@ class Replica:
             CheckpointError: as `load`.
         """
         snapshot.put_weights(content, self.network, self.shards, averaged=averaged)
-        self._forget_weights()
-
-    def _forget_weights(self) -> None:
-        """Weights are others now: nothing is remembered of those before, but by an average that has begun."""
-        if self.average is not None:
-            self.average.weights_changed()
-        if self.watch is not None:
-            self.watch.forget()
+        self.parameters_written()
 
     def _raise_diverged(self) -> None:
         """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""

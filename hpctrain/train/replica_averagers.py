@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager
@@ -13,16 +15,64 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.errors import BackendError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
+from hpctrain.optim.ema import EmaRule, with_ema
+from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.train.tracing import timed_optimizer
 
 
-def planned_group(
-    name: str,
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimisers of a replica, by group of parameters.
+
+    unbound: for averagers to bind and own. guards: within these, what notices writes of others to their state.
+    """
+
+    unbound: dict[str, Optimizer] = field(default_factory=dict)
+    guards: dict[str, GuardedOptimizer] = field(default_factory=dict)
+
+
+def make_optimizers(
+    make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
+) -> Optimizers:
+    """One for each group of parameters; none where `make` is None.
+
+    Args:
+        make: gives one that is not bound yet. ema: of an average of the weights that they keep; None: there is none.
+
+    Raises:
+        BackendError: they cannot compute where the arrays of the network lie.
+    """
+    optimizers = Optimizers()
+    if make is None:
+        return optimizers
+    for name in network.groups:
+        guard = optimizers.guards[name] = guarded(with_ema(usable(make(), network), ema))
+        optimizers.unbound[name] = timed_optimizer(guard, progress)
+    return optimizers
+
+
+def make_strategies(
+    make: Callable[[PlannedGroup], Strategy] | None,
+    optimizers: Optimizers,
     network: Network,
     groups: GridGroups,
-    optimizer: Optimizer,
     nominal_batch: int | None,
     micro_batches: int,
+) -> dict[str, Strategy]:
+    """The strategy of each group of parameters that has an optimiser; none where `make` is None.
+
+    Raises:
+        ConfigError: a strategy that cannot do what is asked for.
+    """
+    if make is None:
+        return {}
+    planned = partial(_planned_group, network, groups, nominal_batch, micro_batches)
+    return {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
+
+
+def _planned_group(
+    network: Network, groups: GridGroups, nominal_batch: int | None, micro_batches: int, name: str, optimizer: Optimizer
 ) -> PlannedGroup:
     """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
     return PlannedGroup(
@@ -43,19 +93,19 @@ def make_averagers(
     groups: GridGroups,
     progress: ProgressEngine,
     strategies: Mapping[str, Strategy],
-    optimizers: Mapping[str, Optimizer],
+    optimizers: Optimizers,
     stored: Mapping[str, CollectiveSchedule],
 ) -> dict[str, GradientAverager]:
     """The averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
-        strategies, optimizers: by group. stored: schedules of an earlier run, by group; used where they fit.
+        strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
 
     Raises:
         CollectiveMismatchError: ranks with different schedules.
     """
     norms = None
-    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.values()):
+    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.unbound.values()):
         norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
     interval = None
     if MODEL in network.groups and strategies:
@@ -64,7 +114,7 @@ def make_averagers(
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
-        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, interval)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 
