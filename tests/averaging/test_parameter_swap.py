@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpctrain.averaging.parameter_swap import swap_parameters
+from hpctrain.averaging.parameter_swap import copy_parameters, swap_parameters
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.experiment.averager import make_strategy
@@ -37,12 +37,15 @@ def _swapped(comm: ThreadCommunicator, averager: str) -> dict[str, list[np.ndarr
         swap_parameters(owner, EMA)
         for name, parameter in parameters.items():
             found[name].append(parameter.data.copy())
+    copy_parameters(owner, EMA)
+    for parameter in parameters.values():
+        assert owner.full_state(parameter)[EMA].tobytes() == parameter.data.tobytes()
     return {name: [*arrays, averages[name].reshape(arrays[0].shape)] for name, arrays in found.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("averager", ["sharded", "blocking", "overlap", "priority", "lazy", "sparse"])
-def test_a_swap_brings_the_average_and_a_second_one_the_weights(averager: str, ranks: int) -> None:
+def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_difference(averager: str, ranks: int) -> None:
     by_rank = run_virtual(ranks, partial(_swapped, averager=averager), ranks_per_node=1)
     for found in by_rank:
         for name, (before, average, after, kept) in found.items():

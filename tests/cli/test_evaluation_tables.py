@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,15 @@ def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pyt
     assert text[starts[2]] == ["bag", "-", "-", "0", "-"]
     assert ["class", "0", "1", "2"] in text
     assert ["T-shirt/top", "0", "5", "0", "1"] in text
+
+
+def test_averaged_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for averaged in (False, True):
+        evaluation = replace(_evaluation(), averaged=averaged)
+        print_text(evaluation, per_class=False, confusion=False)
+        assert ("checkpoint.h5 (averaged weights): " in capsys.readouterr().out) is averaged
+        print_json(evaluation, per_class=False, confusion=False)
+        assert json.loads(capsys.readouterr().out)["averaged"] is averaged
 
 
 def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:

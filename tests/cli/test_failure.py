@@ -88,6 +88,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["file", "--out", "new.safetensors"], "file"),
         (["photos", "--out", "new.h5"], "it must end in .safetensors, .pt, .pth or .onnx."),
         (["nowhere.safetensors", "--out", "new.onnx"], "There is no file of weights nowhere.safetensors"),
+        (["w.pt", "--averaged", "--out", "new.onnx"], "--averaged chooses among what a run keeps, and w.pt is a file of weights"),
     ],
     "weights show": [(["nowhere.safetensors"], "There is no file of weights nowhere.safetensors")],
     "calibrate": [

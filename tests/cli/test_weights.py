@@ -14,7 +14,7 @@ from hpctrain.models import catalogue
 from hpctrain.models.state_dict import declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
 from hpctrain.storage import best_record, weights_file
-from hpctrain.storage.checkpoint import checkpoints, parameter_key, read
+from hpctrain.storage.checkpoint import averaged_statistic_key, checkpoints, optimizer_key, parameter_key, read
 from hpctrain.storage.run_directory import latest
 from hpctrain.storage.weights_file import WeightsFile
 from tests.support.run_in_process import prepare, train
@@ -32,10 +32,10 @@ def done(*words: object) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs that is done."""
+    """A run of two epochs with averaged weights that is done."""
     folder = tmp_path_factory.mktemp("run")
     prepare(folder)
-    train(folder)
+    train(folder, "ema.decay=0.9")
     directory = latest(folder / "runs", "tiny")
     assert directory is not None
     return directory.path
@@ -83,6 +83,18 @@ def test_the_best_checkpoint_is_taken_where_it_is_asked_for(run: Path, tmp_path:
     assert (result.exit_code, "leave --best out" in result.stderr) == (2, True)
 
 
+def test_averaged_weights_are_taken_where_they_are_asked_for(run: Path, tmp_path: Path) -> None:
+    assert "numbers, averaged, of small, from " in done("export", run, "--averaged", "--out", tmp_path / "w.safetensors")
+    tensors = read(checkpoints(run / "checkpoints")[-1][1]).tensors
+    content = weights_file.read(tmp_path / "w.safetensors")
+    average = tensors[optimizer_key("ema", "stage1.conv.weight")]
+    np.testing.assert_array_equal(content.tensors["stage1.conv.weight"], average.transpose(0, 3, 1, 2))
+    assert not np.array_equal(average, tensors[parameter_key("stage1.conv.weight")])
+    mean = content.tensors["stage1.bn.running_mean"]
+    np.testing.assert_array_equal(mean, tensors[averaged_statistic_key("stage1.bn.running_mean")])
+    assert content.metadata["averaged"] == "true"
+
+
 def test_what_was_exported_starts_another_training_with_the_same_bits(run: Path, tmp_path: Path) -> None:
     prepare(tmp_path)
     done("export", run, "--out", tmp_path / "w.safetensors")
@@ -91,7 +103,7 @@ def test_what_was_exported_starts_another_training_with_the_same_bits(run: Path,
     assert directory is not None
     again = read(checkpoints(directory.checkpoints)[0][1]).tensors
     for key, values in read(checkpoints(run / "checkpoints")[-1][1]).tensors.items():
-        if not key.startswith("optimizer/"):
+        if not key.startswith(("optimizer/", "averaged_statistics/")):
             assert again[key].tobytes() == values.tobytes(), key
 
 

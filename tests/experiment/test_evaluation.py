@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,8 @@ SAMPLES = 21
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """A run whose checkpoint is a file, and, converted, a directory of shards beside it."""
-    trained = train(tmp_path_factory.mktemp("trained"))
+    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards beside it."""
+    trained = train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", "init.freeze=[stage1.*]")
     ((_, path),) = checkpoint.checkpoints(trained.run.checkpoints)
     convert(path, trained.folder / "copy.shards", sharded=True, shards=3)
     return trained
@@ -32,10 +33,12 @@ def expected(trained: TrainedRun) -> dict[bool, Evaluation]:
     return {flip: _evaluated(trained, "1", flip=flip, batch=SAMPLES) for flip in (False, True)}
 
 
-def _evaluated(trained: TrainedRun, grid: str, *, flip: bool, batch: int = 5, sharded: bool = False) -> Evaluation:
+def _evaluated(
+    trained: TrainedRun, grid: str, *, flip: bool, averaged: bool = False, batch: int = 5, sharded: bool = False
+) -> Evaluation:
     ranks, overrides = GRIDS[grid]
     source = trained.folder / "copy.shards" if sharded else trained.run.path
-    work = partial(run_evaluation, source=str(source), flip=flip, confusion=True)
+    work = partial(run_evaluation, source=str(source), averaged=averaged, flip=flip, confusion=True)
     evaluations = work_virtual(ranks, trained.file, (*overrides, f"evaluate.batch={batch}"), work)
     for other in evaluations[1:]:
         assert np.array_equal(_matrix(other), _matrix(evaluations[0]))
@@ -65,6 +68,29 @@ def test_any_grid_counts_what_one_rank_counts(
 
 def test_mirror_images_change_the_loss(expected: dict[bool, Evaluation]) -> None:
     assert expected[True].sums.loss != expected[False].sums.loss
+
+
+def test_averaged_weights_are_evaluated_as_the_run_has_done_it(trained: TrainedRun) -> None:
+    """Whose configuration keeps averages and freezes layers, unlike that of the evaluation."""
+    lines = map(json.loads, (trained.run.path / "metrics.jsonl").read_text().splitlines())
+    (by_run,) = (line for line in lines if line["kind"] == "evaluation")
+    for averaged, prefix in ((False, ""), (True, "ema_")):
+        found = _evaluated(trained, "1x2", flip=False, averaged=averaged, batch=8)
+        for name, value in found.sums.means().items():
+            assert by_run[f"{prefix}{name}"] == pytest.approx(value, rel=1e-12)
+        assert found.averaged is averaged
+    assert by_run["loss"] != by_run["ema_loss"]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_averaged_weights_are_counted_alike_on_any_grid(
+    trained: TrainedRun, expected: dict[bool, Evaluation], flip: bool
+) -> None:
+    alone = _evaluated(trained, "1", flip=flip, averaged=True, batch=SAMPLES)
+    assert alone.sums.loss != expected[flip].sums.loss
+    found = _evaluated(trained, "mixed 2x2", flip=flip, averaged=True, sharded=True)
+    assert np.array_equal(_matrix(found), _matrix(alone))
+    assert np.isclose(found.sums.loss, alone.sums.loss, rtol=1e-12)
 
 
 def test_nothing_is_counted_that_nobody_asked_for(trained: TrainedRun) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,7 +16,16 @@ from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.model_weights import ModelWeights, of_checkpoint, of_file
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn.network import Network
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, statistic_key, write
+from hpctrain.optim.ema import EMA
+from hpctrain.storage.checkpoint import (
+    CheckpointContent,
+    averaged_statistic_key,
+    checkpoint_path,
+    optimizer_key,
+    parameter_key,
+    statistic_key,
+    write,
+)
 
 CONFIG: dict[str, Any] = {
     "model": {"name": "small", "channels": [3], "hidden": 4},
@@ -42,11 +53,17 @@ def network() -> Network:
     return Network(model, (9, 8, 1), NumpyKernelSet(), dtype="float64", seed=1)
 
 
-def checkpoint(folder: Path, **others: Any) -> Path:
-    """A checkpoint after three steps; `others` replaces its configuration's keys, or its metadata's."""
+def checkpoint(folder: Path, averaged: Sequence[str] = (), **others: Any) -> Path:
+    """A checkpoint after three steps; `others` replaces its configuration's keys, or its metadata's.
+
+    averaged: names of parameters and statistics that have an average, which is their negative.
+    """
     whole = network()
     tensors = {parameter_key(name): one.data for name, one in whole.parameters.items()}
     tensors |= {statistic_key(name): view for name, view in whole.statistics.views.items()}
+    tensors |= {optimizer_key(EMA, name): -one.data for name, one in whole.parameters.items() if name in averaged}
+    views = whole.statistics.views
+    tensors |= {averaged_statistic_key(name): -view for name, view in views.items() if name in averaged}
     position = {"epoch": 0, "samples": 4, "global_step": 3, "sums": SUMS}
     config = {**CONFIG, **{key: value for key, value in others.items() if key in CONFIG}}
     meta = {"config": yaml.safe_dump(config), "position": position, "data": others.get("facts", DATA)}
@@ -74,6 +91,24 @@ def test_written_and_read_again_it_is_the_same(tmp_path: Path) -> None:
     assert again.image_shape == content.image_shape
     assert list(again.state) == list(content.state)
     assert all(again.state[name].tobytes() == array.tobytes() for name, array in content.state.items())
+
+
+def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
+    """Layers that were frozen have none, and are their own."""
+    plain, whole = of_checkpoint(checkpoint(tmp_path)), network()
+    names = [name for name in (*whole.parameters, *whole.statistics.views) if not name.startswith("stage1.")]
+    assert names
+    path = checkpoint(tmp_path, averaged=names)
+    content = of_checkpoint(path, averaged=True)
+    assert content.state.keys() == plain.state.keys()
+    for name, values in content.state.items():
+        np.testing.assert_array_equal(values, -plain.state[name] if name in names else plain.state[name])
+    assert content.metadata == {**plain.metadata, "averaged": "true"}
+    assert of_checkpoint(path).metadata == plain.metadata
+    content.write(tmp_path / "w.safetensors")
+    assert of_file(tmp_path / "w.safetensors", None, None, {}).metadata == content.metadata
+    with pytest.raises(CheckpointError, match=r"has no average of weights; .* train with ema\.decay\."):
+        of_checkpoint(checkpoint(tmp_path), averaged=True)
 
 
 def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.virtual_runs import work_virtual
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return train(tmp_path_factory.mktemp("trained"), dtype="float32", layout="sharded")
+    return train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", dtype="float32", layout="sharded")
 
 
 def _predicted(
@@ -68,6 +68,18 @@ def test_pictures_have_the_bits_of_the_evaluation(
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, np.exp(evaluated).tolist()))
     hits = sum(each.classes[0].name == each.file.parent.name for each in answers)
     assert (hits, len(answers)) == (evaluation.sums.top1, evaluation.sums.count)
+
+
+@pytest.mark.parametrize(("grid", "flip"), [("1", False), ("mixed 2x2", True)])
+def test_averaged_weights_predict_what_they_are_evaluated_with(trained: TrainedRun, grid: str, flip: bool) -> None:
+    ranks, overrides = GRIDS[grid]
+    work = partial(run_evaluation, source=str(trained.run.path), averaged=True, flip=flip)
+    (evaluation, *_) = work_virtual(ranks, trained.file, overrides, work)
+    request = PredictionRequest((trained.folder / "test",), flip=flip, averaged=True)
+    answers = _predicted(trained, grid, request)
+    of_truth = [next(one.probability for one in each.classes if one.name == each.file.parent.name) for each in answers]
+    assert -np.log(of_truth).sum() == pytest.approx(evaluation.sums.loss, rel=1e-5)
+    assert answers != _predicted(trained, grid, replace(request, averaged=False))
 
 
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "1"])

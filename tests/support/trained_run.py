@@ -67,13 +67,13 @@ class TrainedRun:
         return run
 
 
-def train(directory: Path, *, layout: str = "single", dtype: str = "float64") -> TrainedRun:
-    """Make all of it below a directory, by two virtual ranks."""
+def train(directory: Path, *overrides: str, layout: str = "single", dtype: str = "float64") -> TrainedRun:
+    """Make all of it below a directory, by two virtual ranks. overrides: of the run, not of the configuration that stays."""
     for split, size, fit, seed in (("train", 9, "crop", 0), ("test", 11, "squash", 1)):
         write_pictures(directory / split, CLASSES, seed=seed)
         tree = folder.scan(directory / split)
         folder.convert(tree, directory / f"{split}.h5", size=(size, size), fit=fit, threads=1)  # type: ignore[arg-type]
     trained = TrainedRun(directory)
     trained.file.write_text(CONFIG.format(folder=directory, layout=layout, dtype=dtype))
-    train_virtual(2, trained.file)
+    train_virtual(2, trained.file, *overrides)
     return trained
