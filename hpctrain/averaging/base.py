@@ -179,9 +179,12 @@ class GradientAverager(ABC):
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Gradients (as many as kept them back, ...) as `holders` go on with them: each its own, or the first one their sum."""
-    if len(kept_back) == holders:
-        return kept_back
+    """Gradients (as many as kept them back, ...) as `holders` go on with them: each its own, or the first one their sum.
+
+    Zeros behind those of `holders` are of nobody: a checkpoint has them where other parts of a parameter have more holders.
+    """
+    if len(kept_back) == holders or (len(kept_back) > holders and not kept_back[holders:].any()):
+        return kept_back[:holders]
     shared_out = np.zeros((holders, *kept_back.shape[1:]), kept_back.dtype)
     shared_out[0] = kept_back.sum(axis=0)
     return shared_out

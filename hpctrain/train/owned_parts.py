@@ -14,6 +14,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key, statistic_key
 from hpctrain.storage.shard_file import Part
 from hpctrain.storage.write_shares import WriteShares
+from hpctrain.train.full_states import full_states
 from hpctrain.train.shards import Shards
 
 
@@ -38,11 +39,12 @@ def _held(
     to_host, for_all = network.kernels.arithmetic.to_host, _shares(groups.all_ranks)
     for averager in averagers.values():
         of_group = _shares(averager.comm)
-        for name, parameter in averager.group.parameters.items():
+        for parameter, states in full_states(averager, shards):
+            name = parameter.name
             shares = for_all if shards.is_whole(name) else of_group
             shape, box = shards.whole_shape(name), shards.box(name)
             yield parameter_key(name), shape, box, to_host(parameter.data), shares
-            for state, values in averager.full_state(parameter).items():
+            for state, values in states.items():
                 if state in averager.by_holder:
                     count = len(values)
                     holders = values.reshape(count, *parameter.spec.shape)

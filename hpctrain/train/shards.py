@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -58,6 +59,14 @@ class Shards:
         handle = self._holders.iallgather(block.reshape(-1), joined.reshape(-1), [length * unit for length in lengths])
         self._progress.wait_handle(handle, f"parts of {name}")
         return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
+
+    def most(self, name: str, counts: Sequence[int]) -> list[int]:
+        """The greatest that any rank has of each of `counts`, which are of a split parameter. Collective."""
+        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
+        of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
+        handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
+        self._progress.wait_handle(handle, f"counts of {name}")
+        return [int(count) for count in of_ranks.max(axis=0)]
 
     def _agree(self, holders: Communicator) -> dict[str, list[int]]:
         """For each split parameter, how much each rank holds."""

@@ -14,6 +14,7 @@ from hpctrain.data.sampler import Reordering
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key, parameter_key, restore, statistic_key
+from hpctrain.train.full_states import full_states
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.shards import Shards
 
@@ -89,9 +90,9 @@ def take(
     if keep:
         tensors |= {statistic_key(name): kept(statistic) for name, statistic in network.statistics.views.items()}
     for averager in averagers.values():
-        for name, parameter in averager.group.parameters.items():
-            for state, values in averager.full_state(parameter).items():
-                shape = parameter.spec.shape
+        for parameter, states in full_states(averager, shards):
+            name, shape = parameter.name, parameter.spec.shape
+            for state, values in states.items():
                 if state in averager.by_holder:
                     value = np.stack([shards.whole(name, of_holder.reshape(shape)) for of_holder in values])
                 else:
@@ -168,8 +169,7 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
         has_writers = stored.ndim > len(shape)  # else a sum, before checkpoints had every holder's
         writers = stored.shape[0] if has_writers else 1
         by_writer = restore(content, key, (writers, *shape) if has_writers else shape, dtype).reshape(writers, *shape)
-    by_holder = for_holders(by_writer, holders)
-    return np.stack([shards.part(name, of_holder).reshape(-1) for of_holder in by_holder])
+    return for_holders(np.stack([shards.part(name, of_writer).reshape(-1) for of_writer in by_writer]), holders)
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
