@@ -44,10 +44,10 @@ def patch():
         if fault == "load" and number == 1 and rank in (here, -1):
             time.sleep(60)
         return make(self, slot, epoch, number, begin)
-    def evaluated(*arguments):
+    def evaluated(*arguments, **options):
         if fault == "evaluate" and rank in (here, -1):
             time.sleep(60)
-        return evaluate(*arguments)
+        return evaluate(*arguments, **options)
     evaluate = replica.evaluate
     TrainingStep.run, Loader._make, replica.evaluate = step, made, evaluated
 from hpctrain.cli import main

@@ -44,7 +44,7 @@ def patched(*arguments):
     evaluate, save = Replica.evaluate, Trainer._save_once
     session.start_world = lambda *rest: (begins("start"), start(*rest))[1]
     TrainingStep.run = lambda self, batch, number, lr: (begins("training", number == 2), step(self, batch, number, lr))[1]
-    Replica.evaluate = lambda *rest: (begins("evaluation"), evaluate(*rest))[1]
+    Replica.evaluate = lambda *rest, **options: (begins("evaluation"), evaluate(*rest, **options))[1]
     Trainer._save_once = lambda *rest: (begins("checkpoint"), save(*rest))[1]
     checkpoint.write = lambda *rest: (time.sleep(1.0), write(*rest))[1]
     return command(*arguments)

@@ -120,7 +120,9 @@ class TwoHosts:
         words = ["submit", "tiny.yaml", "--site", SITE, "--hostfile", "hosts", "--nodes", str(len(HOSTS)), *arguments]
         said = self.run(0, [sys.executable, "-m", "hpctrain", *words])
         match = re.search(r"^job (\d+) on two-hosts: 2 nodes with 1 rank each", said, re.MULTILINE)
-        log, stop = (re.search(rf"^{words}: (.*)$", said, re.MULTILINE) for words in ("follow it", "stop it with a checkpoint"))
+        log, stop = (
+            re.search(rf"^{words}:\n  (.*)$", said, re.MULTILINE) for words in ("follow it", "stop it with a checkpoint")
+        )
         assert match is not None, said
         assert log is not None, said
         assert stop is not None, said
