@@ -115,9 +115,12 @@ def _run(folder: Path, output: str = "runs") -> RunDirectory:
 
 
 def _stopped_and_resumed(job: Job, folder: Path, stages: Sequence[tuple[int, int]], *more: str) -> None:
-    """The same training, in stages of so many ranks and steps."""
+    """The same training, in stages of so many ranks and steps; the last one has 0, for all that are left.
+
+    A stage of 0 steps before it has left nothing: its ranks were lost before their first checkpoint.
+    """
     output = folder / "reference"
-    for number, (ranks, steps) in enumerate(stages):
+    for number, (ranks, steps) in enumerate([stage for stage in stages[:-1] if stage[1]] + [stages[-1]]):
         arguments = [f"output={output}", *(["--steps", str(steps)] if steps else []), *more]
         outcome = _train(job, ranks, folder, [], *arguments, *(["--resume", "auto"] if number else []))
         assert outcome.code == 0, outcome.output
