@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.comm.base import Communicator
@@ -167,9 +169,13 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
 
 @contextlib.contextmanager
 def _finishing(job: Job) -> Iterator[None]:
-    """Wait for the checkpoint in the background where the block ends. Collective where there is one."""
+    """Wait for messages, and for the checkpoint in the background, where the block ends. Collective."""
     try:
         yield
+        # Updates of the last step may be on their way, into arrays that Python frees before MPI ends. What overflows in them is
+        # nobody's any more.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            job.progress.drain()
         job.checkpoints.finish()
     except BaseException as error:
         # These two are of all ranks, and the checkpoint on its way is what a user goes on from; of other errors the rest may not

@@ -107,6 +107,26 @@ def test_what_watches_a_training_changes_no_bit(job: Job, ranks: int, tmp_path: 
     assert len(list((tmp_path / "flight").iterdir())) == ranks
 
 
+_UNSETTLED = """
+import atexit
+import numpy as np
+atexit.register(lambda: print(f"rank {job.rank}: {before} operations, then {job.progress.outstanding}", flush=True))
+replica = job.replica(nets.plain(), (9, 7, 3), backend='numpy')
+for batch in job.array_loader(replica, np.zeros((8, 9, 7, 3), np.float32), np.arange(8) % 5).epoch(0):
+    replica.step(batch, lr=0.01)
+before = job.progress.outstanding
+"""
+
+
+def test_a_program_that_ends_with_messages_on_their_way_waits_for_them(job: Job, tmp_path: Path) -> None:
+    """They are written to arrays that are no more when MPI ends, and would end the process with a broken heap."""
+    outcome = program(job, 2, tmp_path, _UNSETTLED)
+    assert outcome.code == 0, outcome.output
+    said = sorted(line.split() for line in outcome.stdout.splitlines())
+    assert [words[-1] for words in said] == ["0", "0"], outcome.output
+    assert all(int(words[2]) > 0 for words in said), outcome.output
+
+
 def test_an_error_of_all_ranks_is_one_sentence(job: Job, tmp_path: Path) -> None:
     outcome = program(job, 2, tmp_path, "job.replica(nets.plain(), (9, 7, 3), averager='shardet')")
     assert outcome.code == 2, outcome.output
