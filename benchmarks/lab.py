@@ -34,6 +34,10 @@ _COMMAND_SECONDS = 20
 _NAMESPACES = Path("/var/run/netns")
 _SWITCH = "switch"
 
+# The things that containers often may not make, and kernels may not know; all of it is gone with the process.
+_LINKS = "ip link add veth0 type veth peer name veth1 && ip link add bridge0 type bridge"
+_PROBE = ("unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c", _LINKS)
+
 # A packet of a link with segmentation offload has up to 64 KiB; the bucket holds some of them, and 4 ms at 1 Gb/s.
 _BURST, _LIMIT = "512kb", "4mb"
 
@@ -60,7 +64,8 @@ def missing() -> str | None:
         return f"The programs {', '.join(absent)} are not installed (Debian: iproute2, util-linux)."
     if os.geteuid() != 0:
         return "Network namespaces need root."
-    return None
+    done = subprocess.run(_PROBE, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    return f"Hosts need namespaces and links of their own: {done.stderr.strip()}." if done.returncode else None
 
 
 class Lab:

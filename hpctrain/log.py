@@ -44,9 +44,9 @@ def leave_warnings_to_rank_0(rank: int) -> None:
     """Keep Python's own warnings, which all ranks meet alike, off the terminal on other ranks than 0, which log them to files."""
     if rank == 0 or sys.warnoptions:
         return
-    own, kept = logging.getLogger("py.warnings"), rank_log.own()
-    own.addHandler(logging.NullHandler() if kept is None else kept)
-    own.propagate = False
+    warnings_log, kept = logging.getLogger("py.warnings"), rank_log.own()
+    warnings_log.addHandler(logging.NullHandler() if kept is None else kept)
+    warnings_log.propagate = False
     if "error" not in {action for action, *_ in warnings.filters}:
         logging.captureWarnings(True)
 

@@ -13,8 +13,8 @@ def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
     from hpctrain.config.source import dotted
 
     depth = incomplete.count(".") + 1
-    found = [path for path in known_paths() if len(path) == depth and dotted(path).startswith(incomplete)]
-    return [f"{dotted(path)}{'=' if section_at(path) is None else '.'}" for path in found]
+    paths = [path for path in known_paths() if len(path) == depth and dotted(path).startswith(incomplete)]
+    return [f"{dotted(path)}{'=' if section_at(path) is None else '.'}" for path in paths]
 
 
 def sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

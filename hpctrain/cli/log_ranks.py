@@ -52,7 +52,7 @@ def names(text: str, size: int, rank: int) -> bool:
     if not _SPANS.fullmatch(words):
         near = nearest(text, (ALL, NONE)) or ALL
         raise ConfigError(f"--log-ranks is {text!r}, but must be all, none, or ranks such as 0,3,8-15; the nearest is {near}.")
-    found = False
+    is_named = False
     for span in words.split(","):
         first, _, end = span.partition("-")
         last = end or first
@@ -61,5 +61,5 @@ def names(text: str, size: int, rank: int) -> bool:
         if int(last) >= size:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
             raise ConfigError(f"--log-ranks names rank {int(last)}, but the job has {ranks}; the largest number is {size - 1}.")
-        found = found or int(first) <= rank <= int(last)
-    return found
+        is_named = is_named or int(first) <= rank <= int(last)
+    return is_named

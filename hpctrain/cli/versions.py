@@ -47,5 +47,5 @@ def _kernels() -> str:
     reason = available()
     if reason is not None:
         return f"numpy. oneDNN cannot be used: {reason}"
-    found = library.version(library.load())
-    return f"onednn {found.major}.{found.minor}.{found.patch}, numpy"
+    number = library.version(library.load())
+    return f"onednn {number.major}.{number.minor}.{number.patch}, numpy"

@@ -80,12 +80,12 @@ def _checksum(path: Path) -> str:
 def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str, np.ndarray]) -> None:
     network = replica.network
     for name, array in state.items():
-        own = entries[name].restore(array)
+        values = entries[name].restore(array)
         if name in network.parameters:
-            part = replica.shards.part(name, own.astype(network.parameter_dtype, copy=False))
-            network.kernels.arithmetic.from_host(network.parameters[name].data, part)
+            share = replica.shards.part(name, values.astype(network.parameter_dtype, copy=False))
+            network.kernels.arithmetic.from_host(network.parameters[name].data, share)
         else:
-            network.statistics.views[name][...] = own
+            network.statistics.views[name][...] = values
     network.parameters_changed()
 
 

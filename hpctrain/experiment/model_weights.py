@@ -94,9 +94,9 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
     check_fits(entries, content.tensors, source=str(path), model=name)
     state = {key: content.tensors[key] for key in _names(entries, content.tensors)}
     shape = tuple(json.loads(content.metadata["image_shape"])) if "image_shape" in content.metadata else None
-    own = catalogue.entry(name).image_shape
+    usual_shape = catalogue.entry(name).image_shape
     metadata = _metadata(name, given, {key: content.metadata[key] for key in _KEPT if key in content.metadata})
-    return ModelWeights(model, own if shape is None else shape, state, metadata)
+    return ModelWeights(model, usual_shape if shape is None else shape, state, metadata)
 
 
 def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False) -> ModelWeights:

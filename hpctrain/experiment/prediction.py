@@ -156,12 +156,13 @@ def _broken(session: Session, replica: Replica, decoded: DecodedPictures, number
     Where ranks share samples, the one that owns a sample may have read nothing of it: all of them are asked.
     """
     flags = np.array([number in decoded.broken for number in numbers], np.int64)
-    comm, own = replica.groups.all_ranks, {number: decoded.broken[number] for number in numbers if number in decoded.broken}
+    comm = replica.groups.all_ranks
+    broken_here = {number: decoded.broken[number] for number in numbers if number in decoded.broken}
     queue = session.progress.queue(comm)
     session.progress.wait(queue.post(lambda: comm.iallreduce(flags), "pictures that are broken"))
     if not flags.any():
         return {}
     sentences: dict[int, str] = {}
-    for of_rank in comm.allgather_object(own):
+    for of_rank in comm.allgather_object(broken_here):
         sentences = {**of_rank, **sentences}
     return sentences

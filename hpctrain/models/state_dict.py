@@ -113,15 +113,15 @@ def _idle_patterns(
 def _differences(
     expected: Mapping[str, StateEntry], given: Mapping[str, np.ndarray], ignored: frozenset[str], source: str, model: str
 ) -> Iterator[str]:
-    own = [name for name in expected if name not in ignored]
+    wanted = [name for name in expected if name not in ignored]
     theirs = [name for name in given if name not in ignored and not is_counter(name)]
-    missing = [name for name in own if name not in given]
+    missing = [name for name in wanted if name not in given]
     unknown = [name for name in theirs if name not in expected]
     for name in missing:
         yield f"{source} lacks {name}, which the model {model} has{_nearest(name, unknown or theirs)}."
     for name in unknown:
-        yield f"{source} has {name}, which the model {model} does not have{_nearest(name, missing or own)}."
-    for name in own:
+        yield f"{source} has {name}, which the model {model} does not have{_nearest(name, missing or wanted)}."
+    for name in wanted:
         if name not in given:
             continue
         if given[name].shape != expected[name].shape:

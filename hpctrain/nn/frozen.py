@@ -30,7 +30,7 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
     }
     frozen: set[str] = set()
     for pattern in patterns:
-        matching = {layer for layer, own in names.items() if any(fnmatchcase(name, pattern) for name in own)}
+        matching = {layer for layer, parameters in names.items() if any(fnmatchcase(name, pattern) for name in parameters)}
         if not matching:
             near = nearest(pattern, names)
             known = f"the nearest layer is {near}" if near is not None else f"layers are named as {next(iter(names), 'none')}"

@@ -123,9 +123,9 @@ class ConfusionCounts:
         at_once = max(1, _BLOCK_CELLS // width)
         for first in range(0, self.classes, at_once):
             begin, stop = first * width, min(first + at_once, self.classes) * width
-            own = slice(*np.searchsorted(self._cells, [begin, stop]))
+            in_block = slice(*np.searchsorted(self._cells, [begin, stop]))
             block = np.zeros(stop - begin, np.int64)
-            block[self._cells[own] - begin] = self._counts[own]
+            block[self._cells[in_block] - begin] = self._counts[in_block]
             _add_over_ranks(block, comm, progress)
             filled = np.flatnonzero(block)
             cells.append(filled + begin)

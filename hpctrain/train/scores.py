@@ -53,11 +53,11 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
     """
     if not sum(batch.share.counts):  # of the split group: nobody computes anything
         return np.zeros((0, network.classes))
-    own = log_softmax(host_logits(network, forward(network, batch)))
+    scores = log_softmax(host_logits(network, forward(network, batch)))
     if mirror is None:
-        return own
+        return scores
     # In logarithms, because a probability of 1e-400 is 0 in float64, and its loss would be infinite.
-    mean: np.ndarray = np.logaddexp(own, log_softmax(host_logits(network, forward(network, mirror)))) - _LOG_2
+    mean: np.ndarray = np.logaddexp(scores, log_softmax(host_logits(network, forward(network, mirror)))) - _LOG_2
     return mean
 
 

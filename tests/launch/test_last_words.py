@@ -1,4 +1,4 @@
-"""Who gives up says so in whole lines, in turn, with stacks."""
+"""Ranks that give up say so in whole lines, in turn, with stacks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import hpctrain
-from hpctrain.launch.exit_codes import STOPPED, USER_ERROR
+from hpctrain.launch.exit_codes import SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.storage.run_directory import latest
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, missing, slurm_cluster
@@ -203,7 +203,8 @@ def test_the_printed_command_stops_for_good_and_the_same_submission_goes_on(user
 
 def test_a_launcher_of_another_mpi_is_told_and_nothing_is_trained(user: SlurmUser) -> None:
     job = _submit(user, "alone", site="without-mpi")
-    assert user.code(job) == USER_ERROR, job.text
+    # The second process leaves the word to the first; where srun ends it meanwhile, the job has the code of that signal.
+    assert user.code(job) in (USER_ERROR, SIGNALLED + signal.SIGTERM), job.text
     assert "--mpi=pmi2" in job.text
     assert latest(user.folder / "alone", "storm") is None
 

@@ -31,7 +31,7 @@ def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = 
 
 
 def work_virtual(ranks: int, file: Path, overrides: Sequence[str], work: Callable[[Session], Result]) -> list[Result]:
-    """What `work` gives on each virtual rank of a job with a configuration."""
+    """The results of `work` on each virtual rank of a job with a configuration."""
     return run_virtual(ranks, lambda comm: work(_session(comm, file, overrides)), deadline_seconds=120)
 
 

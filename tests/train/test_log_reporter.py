@@ -1,4 +1,4 @@
-"""What a rank's log file has of a run: its events, and how long this rank waited."""
+"""A rank's log file has the events of a run, and how long this rank waited."""
 
 from __future__ import annotations
 
