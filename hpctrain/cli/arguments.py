@@ -33,3 +33,9 @@ def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
+PASS_STYLE = click.option(
+    "--progress",
+    "style",
+    type=click.Choice(["bar", "none"]),
+    help="Show by a bar on stderr how many images are done, or not; by default a bar on a terminal.",
+)

@@ -26,6 +26,8 @@ _COMMANDS = {
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
     "weights": ("hpctrain.cli.weights", "weights"),
     "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
+    "trace": ("hpctrain.cli.trace", "trace"),
+    "watch": ("hpctrain.cli.watch", "watch"),
     "list": ("hpctrain.cli.listing", "listing"),
     "completion": ("hpctrain.cli.completion", "completion"),
 }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import PASS_STYLE
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.exit_codes import USER_ERROR
@@ -19,6 +19,7 @@ from hpctrain.launch.threads import set_threads
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.config.source import Source
+    from hpctrain.train.progress_bar import PassStyle
 
 _RUNS = Path("runs")
 _MOST_LISTED = 20
@@ -59,6 +60,7 @@ _MOST_LISTED = 20
     help="Number of images that all ranks compute at once; by default as evaluation, at most 64 of each rank.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image, each on a line of its own.")
+@PASS_STYLE
 def predict(
     places: tuple[Path, ...],
     checkpoint: str,
@@ -71,6 +73,7 @@ def predict(
     fit: str | None,
     batch: int | None,
     as_json: bool,
+    style: PassStyle | None,
 ) -> None:
     """Predict the classes of images.
 
@@ -85,11 +88,13 @@ def predict(
         session = job.start_from(chosen.read)
         from hpctrain.cli.prediction_tables import print_lines, print_table
         from hpctrain.experiment.prediction import PredictionRequest, run_prediction
+        from hpctrain.train.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
         predictions = run_prediction(session, source, PredictionRequest(places, top, flip, averaged, fit, batch))
-        show = partial(print_lines if as_json else print_table, predictions)
-        broken = show(visible=session.is_root)
+        show = print_lines if as_json else print_table
+        with pass_on_stderr(style, len(predictions.files), visible=session.is_root, description="prediction") as advance:
+            broken = show(predictions.counted(advance), visible=session.is_root)
         job.finish()
     if broken:
         if job.rank() == 0:

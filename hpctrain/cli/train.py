@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.log_ranks import log_ranks_option
@@ -18,6 +19,7 @@ from hpctrain.launch.signals import SignalWatch
 if TYPE_CHECKING:
     from hpctrain.experiment.session import Session
     from hpctrain.train.console_reporter import ProgressStyle
+    from hpctrain.train.progress_bar import PassStyle
 
 COMPUTE_ONLY_STEPS = 20
 _PRINTED = "-"  # in place of a file's name
@@ -135,6 +137,7 @@ def train(
 )
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@PASS_STYLE
 @log_ranks_option
 def evaluate(
     file: Path,
@@ -145,6 +148,7 @@ def evaluate(
     confusion: str | None,
     flip: bool,
     as_json: bool,
+    style: PassStyle | None,
     log_ranks: str,
 ) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
@@ -157,11 +161,13 @@ def evaluate(
         from hpctrain.cli.evaluation_tables import check_target, print_json, print_text, write_confusion
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.evaluation import run_evaluation
+        from hpctrain.train.progress_bar import pass_on_stderr
 
         if target is not None:
             raise_on_all_ranks(session.world, lambda: check_target(target) if session.is_root else None)
         counts = per_class or confusion is not None
-        evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts)
+        bar = partial(pass_on_stderr, style, visible=session.is_root, description="evaluation")
+        evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts, show=bar)
         if session.is_root:
             show = print_json if as_json else print_text
             show(evaluation, per_class=per_class, confusion=confusion == _PRINTED)

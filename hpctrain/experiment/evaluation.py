@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,8 @@ from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.progress_bar import Advance
 from hpctrain.train.replica import Replica
 
 
@@ -63,7 +66,13 @@ class _Parts:
 
 
 def run_evaluation(
-    session: Session, source: str, *, averaged: bool = False, flip: bool = False, confusion: bool = False
+    session: Session,
+    source: str,
+    *,
+    averaged: bool = False,
+    flip: bool = False,
+    confusion: bool = False,
+    show: Callable[[int], AbstractContextManager[Advance]] | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint on the test set. Collective; every rank has the results.
 
@@ -72,6 +81,7 @@ def run_evaluation(
     Args:
         source: as `find_checkpoint` takes it. averaged: the average of the weights in place of them.
         flip: the mean over images and their mirror images counts. confusion: count which class was taken for which.
+        show: of a number of samples, shows where their evaluation is (see `Reporter.evaluation`); None: nothing does.
 
     Raises:
         ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
@@ -83,7 +93,8 @@ def run_evaluation(
     parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, averaged=averaged, flip=flip))
     replica, names = parts.replica, parts.images.file.class_names
     counts = ConfusionCounts(len(names)) if confusion else None
-    sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts)
+    with (show or Reporter().evaluation)(parts.loader.sampler.samples) as advance:
+        sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts, advance=advance)
     matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
     return Evaluation(path, parts.images.notes, sums, names, averaged, flip, matrix)
 

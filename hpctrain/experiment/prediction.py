@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,16 @@ class Predictions:
     class_names: tuple[str, ...]
     files: tuple[Path, ...]
     answers: Iterator[PredictedPicture]
+
+    def counted(self, advance: Callable[[int], None]) -> Predictions:
+        """The same, and `advance` is called with the number of pictures that are done, as they are asked for."""
+
+        def answers() -> Iterator[PredictedPicture]:
+            for number, picture in enumerate(self.answers):
+                advance(number)
+                yield picture
+
+        return replace(self, answers=answers())
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,12 @@ def run_training(
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
         gaps.finish(outcome.position)
+        reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
+        if outcome.stopped:
+            _record_stop(reporter, outcome.position, reason)
     finally:
         session.progress.stop_thread()
         reporter.close()
-    reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
     complete()
     if session.is_root:
         _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
@@ -335,6 +337,12 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
         "threads": session.threads.threads,
         "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
     }
+
+
+def _record_stop(reporter: Reporter, position: Position, reason: StopReason | None) -> None:
+    """Record where the run ends before its last epoch, and by what. reason: None: the number of steps that it was given."""
+    by = "--steps" if reason is None else str(reason)
+    reporter.record("stop", {"epoch": position.epoch + 1, "step": position.global_step, "by": by})
 
 
 def _conclude(

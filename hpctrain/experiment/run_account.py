@@ -59,7 +59,8 @@ class RunAccount:
             return
         predicted, reason = self._predicted(in_haste=outcome.stopped and not outcome.steps_reached)
         reporter.record("steps", step_account.facts(measured, outcome.position.global_step, predicted))
-        reporter.say(step_account.line(measured, predicted, reason))
+        for line in step_account.lines(measured, predicted, reason):
+            reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
         """The prediction, or why there is none: both on rank 0 alone. in_haste: the job is to end, so nothing is measured."""

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from hpctrain.comm.base import Communicator
 from hpctrain.experiment.automatic_choice import PredictedStep
+from hpctrain.train.progress_text import folded
 from hpctrain.train.step_times import MeasuredStep
 
 #: fewer tell nothing
@@ -33,19 +34,19 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
     return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
 
 
-def line(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> str:
-    """The account in one line. reason: why there is no prediction."""
+def lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
+    """The account, in as many lines as it takes. reason: why there is no prediction."""
     if predicted is None:
-        why = f" (no prediction: {reason})" if reason else ""
-        return (
-            f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages "
-            f"and {measured.messages_seconds:.2g} s were posting and progress{why}"
-        )
-    return (
-        f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
-        f"({accuracy(predicted.seconds, measured.seconds):.0%}); "
-        f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}; "
-        f"posting and progress took {measured.messages_seconds:.2g} s"
+        why = [f"no prediction: {reason}"] if reason else []
+        waits = f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages"
+        return folded([waits, f"posting and progress took {measured.messages_seconds:.2g} s", *why])
+    return folded(
+        [
+            f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
+            f"({accuracy(predicted.seconds, measured.seconds):.0%})",
+            f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}",
+            f"posting and progress took {measured.messages_seconds:.2g} s",
+        ]
     )
 
 

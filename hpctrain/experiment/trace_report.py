@@ -18,7 +18,8 @@ from hpctrain.storage.bookkeeping import reason
 from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
-from hpctrain.trace.time_table_text import lines
+from hpctrain.trace.time_table_text import COLUMNS, is_sum, lines
+from hpctrain.train.progress_text import folded
 from hpctrain.trace.tracer import Category, Events, Tracer, cost_per_event_seconds
 
 TRACE_FILE = "trace.json"
@@ -56,7 +57,7 @@ class TraceReport:
         A disk that refuses them is among the lines.
 
         Args:
-            about: versions, machine, configuration: goes into both files. width: of the terminal; None where nothing is folded.
+            about: versions, machine, configuration: goes into both files. width: of the terminal; None where there is none.
         """
         events = self._trace.events()
         groups = self._groups()
@@ -104,10 +105,13 @@ class TraceReport:
             file.describe(facts)
         whole = [table for table in tables if table is not None]
         place = f"in {directory / TRACE_FILE}" if file.error is None else f"was not kept ({reason(file.error)})"
-        summary = [
-            f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}; "
-            f"their clocks agree to within {error_ns * 1e-3:.1f} us" + (f"; {dropped} events found no room" if dropped else "")
-        ]
+        summary = folded(
+            [
+                f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}",
+                f"their clocks agree to within {error_ns * 1e-3:.1f} us",
+                *([f"{dropped} events found no room"] if dropped else []),
+            ]
+        )
         if len(whole) < len(tables):
             return [*summary, "no whole step was recorded, so there is no time table"]
         names = RowNames(time_table.layer_names(mine.events))
@@ -118,7 +122,10 @@ class TraceReport:
             write_json(directory / TABLE_FILE, content)
         except OSError as error:
             summary.append(f"{directory / TABLE_FILE} was not written ({reason(error)})")
-        return [*lines(table, error_ns * 1e-9, self._world.size, width), *summary]
+        shown = lines(table, error_ns * 1e-9, self._world.size, width or COLUMNS)
+        if any(is_sum(line) for line in shown):
+            summary.append(f"all rows: hpctrain trace {directory} --all")
+        return [*shown, *summary]
 
 
 def _table(events: Events) -> TimeTable | None:

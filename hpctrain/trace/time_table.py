@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,21 @@ class TimeTable:
     steps: int
     events: float
     tracing_seconds: float = field(default=0.0)
+
+
+def from_json(content: Mapping[str, Any]) -> TimeTable:
+    """A table that was written as `dataclasses.asdict` gives it.
+
+    Raises:
+        TypeError, KeyError: it was written as something else.
+    """
+    rows = tuple(_row_from_json(row) for row in content["rows"])
+    return TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])})
+
+
+def _row_from_json(content: Mapping[str, Any]) -> Row:
+    late = content["late"]
+    return Row(**{**content, "late": None if late is None else Late(**late)})
 
 
 class RowNames:

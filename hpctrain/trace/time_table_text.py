@@ -1,58 +1,80 @@
-"""A time table for people: milliseconds per step, the rows that matter, and how much is hidden."""
+"""A time table for people, on one screen: shares and milliseconds of a step, the heaviest rows first, and how much is hidden."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.trace.time_table import Late, Row, TimeTable
 
-_HEAD = ("layer", "compute", "communication", "hidden", "exposed", "late")
-_SHORT_HEAD = ("layer", "compute", "comm.", "hidden", "exposed", "late")
+_HEAD = ("layer", "share", "compute", "comm.", "hidden", "exposed", "late rank")
 _SHORTEST_NAME = 12
-_MOST_ROWS = 40
+_GAP = 2
+_SUM = re.compile(r"and \d+ more  ")
+#: columns and lines of a screen; the lines of what a run says beside its table are taken off
+COLUMNS, LINES = 80, 37
 
 
-def lines(table: TimeTable, clock_error_seconds: float, ranks: int, width: int | None = None) -> list[str]:
-    """The table, line by line.
+def lines(
+    table: TimeTable,
+    clock_error_seconds: float,
+    ranks: int,
+    width: int | None = COLUMNS,
+    most: int | None = LINES,
+) -> list[str]:
+    """The table, line by line, the rows that took most of the step first; what has no room is one row.
 
     Args:
         clock_error_seconds: who came late by less than that is not known, and not shown.
-        width: columns of the terminal, for which long names are folded; None: as wide as it gets.
+        width: columns, for which long names are folded; None: as wide as it gets. most: lines of it all; None: as many as it takes.
     """
+    step = table.step_seconds
     shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or _taken(row)]
-    cells = [_cells(row, clock_error_seconds) for row in _fewer(shown)]
-    cells.append(("left over", _ms(table.left_over_seconds), "", "", "", ""))
-    total = table.total
-    whole = replace(total, compute_seconds=total.compute_seconds + table.left_over_seconds)
-    cells.append(_cells(whole, clock_error_seconds))
+    rows = sorted(shown, key=lambda row: (_share(row), row.communication_seconds), reverse=True)
+    total = replace(table.total, compute_seconds=table.total.compute_seconds + table.left_over_seconds)
+    left_over = Row("left over", "work", compute_seconds=table.left_over_seconds)
+    last = [_cells(row, step, clock_error_seconds) for row in (left_over, total)]
     title = f"time per step in ms, mean of {table.steps} {'step' if table.steps == 1 else 'steps'}"
     title += f" and {ranks} ranks" if ranks > 1 else ""
-    step, share = table.step_seconds, table.left_over_seconds / table.step_seconds
-    ends = [f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {share:.1%} of it left over"]
+    end = _folded(_summary(table, ranks), width)
+    room = None if most is None else most - 1 - len(end)
+    first = [_cells(row, step, clock_error_seconds) for row in rows]
+    kept = len(rows)
+    aligned = _aligned([_HEAD, *first, *last], width)
+    while room is not None and len(aligned) > room and kept:
+        kept -= 1
+        rest = _cells(_sum(rows[kept:]), step, clock_error_seconds)
+        aligned = _aligned([_HEAD, *first[:kept], rest, *last], width)
+    return [title, *aligned, *end]
+
+
+def is_sum(line: str) -> bool:
+    """Whether a line is of the rows that had no room."""
+    return _SUM.match(line) is not None
+
+
+def _summary(table: TimeTable, ranks: int) -> str:
+    total, step = table.total, table.step_seconds
+    words = [f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {table.left_over_seconds / step:.1%} of it left over"]
     if ranks > 1 and total.communication_seconds > 0:
-        ends.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
-        ends.append(f"posting and progress take {total.messages_seconds / step:.1%}")
-        ends.append(f"operations are posted at most {_ms(total.delay_seconds)} ms after their turns, in sum")
-    ends.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
-    return [title, *_aligned([_HEAD, *cells], width), *_folded("; ".join(ends), width)]
+        words.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
+        words.append(f"posting and progress take {total.messages_seconds / step:.1%}")
+        words.append(f"operations are posted at most {_ms(total.delay_seconds)} ms after their turns, in sum")
+    words.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
+    return "; ".join(words)
 
 
-def _fewer(rows: Sequence[Row]) -> list[Row]:
-    """All rows, or the heaviest and the sum of the rest, in the given order."""
-    if len(rows) <= _MOST_ROWS:
-        return list(rows)
-    heaviest = sorted(rows, key=_weight, reverse=True)[: _MOST_ROWS - 1]
-    kept = [row for row in rows if row in heaviest]
-    rest = [row for row in rows if row not in heaviest]
-    compute = sum(row.compute_seconds for row in rest)
-    taken = sum(_taken(row) for row in rest)
-    return [*kept, Row(f"{len(rest)} more rows", "work", compute_seconds=compute, exposed_seconds=taken)]
+def _sum(rows: Sequence[Row]) -> Row:
+    """The rows that have no room as one, without their communication: what runs at the same time cannot be added."""
+    compute = sum(row.compute_seconds for row in rows)
+    return Row(f"and {len(rows)} more", "work", compute_seconds=compute, exposed_seconds=sum(map(_taken, rows)))
 
 
-def _weight(row: Row) -> float:
-    return row.compute_seconds + _taken(row) + row.communication_seconds
+def _share(row: Row) -> float:
+    """The time that a row took from the program."""
+    return row.compute_seconds + _taken(row)
 
 
 def _taken(row: Row) -> float:
@@ -60,13 +82,14 @@ def _taken(row: Row) -> float:
     return row.exposed_seconds + row.messages_seconds
 
 
-def _cells(row: Row, clock_error_seconds: float) -> tuple[str, ...]:
-    communicates = row.communication_seconds > 0 or _taken(row) > 0
-    travel = (row.communication_seconds, row.hidden_seconds, _taken(row))
+def _cells(row: Row, step_seconds: float, clock_error_seconds: float) -> tuple[str, ...]:
+    travels = _ms(row.communication_seconds), _ms(row.hidden_seconds)
     return (
         row.name,
+        f"{_share(row) / step_seconds:.1%}",
         _ms(row.compute_seconds) if row.compute_seconds else "",
-        *(_ms(value) if communicates else "" for value in travel),
+        *(travels if row.communication_seconds > 0 else ("", "")),
+        _ms(_taken(row)) if row.communication_seconds > 0 or _taken(row) > 0 else "",
         _late(row.late, clock_error_seconds),
     )
 
@@ -74,32 +97,27 @@ def _cells(row: Row, clock_error_seconds: float) -> tuple[str, ...]:
 def _late(late: Late | None, clock_error_seconds: float) -> str:
     if late is None or late.behind_first_seconds <= clock_error_seconds:
         return ""
-    return f"rank {late.rank} by {_ms(late.behind_first_seconds)} ({late.share:.0%})"
+    return f"{late.rank} by {_ms(late.behind_first_seconds)} ({late.share:.0%})"
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
+    """Milliseconds with three digits behind the point; with one from 100 on."""
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.3f}" if milliseconds < 99.9995 else f"{milliseconds:.1f}"
 
 
 def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Columns of equal width: the first and the last to the left, numbers to the right; the first folds to fit the width."""
-    lines = [list(line) for line in cells]
-    if width is not None and sum(_widths(lines)) + 2 * (len(_HEAD) - 1) > width:
-        lines[0] = list(_SHORT_HEAD)
-    widths = _widths(lines)
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
     if width is not None:
-        widths[0] = min(widths[0], max(_SHORTEST_NAME, width - sum(widths[1:]) - 2 * (len(_HEAD) - 1)))
-    made = []
-    for line in lines:
+        widths[0] = min(widths[0], max(_SHORTEST_NAME, width - sum(widths[1:]) - _GAP * (len(_HEAD) - 1)))
+    aligned = []
+    for line in cells:
         name, *more = _folded(line[0], widths[0])
         middle = [text.rjust(size) for text, size in zip(line[1:-1], widths[1:-1], strict=True)]
-        made.append("  ".join([name.ljust(widths[0]), *middle, line[-1]]).rstrip())
-        made += [f"  {rest}" for rest in more]
-    return made
-
-
-def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+        aligned.append((" " * _GAP).join([name.ljust(widths[0]), *middle, line[-1]]).rstrip())
+        aligned += [f"  {rest}" for rest in more]
+    return aligned
 
 
 def _folded(text: str, width: int | None) -> list[str]:

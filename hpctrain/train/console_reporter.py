@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from hpctrain.train.progress_bar import Advance, ProgressBar
+from hpctrain.train.progress_text import LOG_COLUMNS, TimeLeft, duration_text, fitting, loss_text
 
 #: how a run shows where it is
 ProgressStyle = Literal["bar", "lines", "none"]
-
-# What a bar needs beside its facts: itself, the percentage, and the spaces between.
-_NARROWEST_BAR = 8
-_BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
 
 class ConsoleReporter(Reporter):
@@ -55,8 +50,7 @@ class ConsoleReporter(Reporter):
         self._interval_seconds = interval_seconds
         self._clock = clock
         self._others = tuple(others)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: ProgressBar | None = None
         self._epochs = self._samples = 0
         self._left = TimeLeft(0, 0, clock)
         self._last_record: float | None = None
@@ -67,20 +61,11 @@ class ConsoleReporter(Reporter):
         self._epochs = epochs
         self._samples = samples_per_epoch
         self._left = TimeLeft(done_samples, last_sample, self._clock)
+        begin = {"epochs": epochs, "samples": samples_per_epoch, "done_samples": done_samples, "last_sample": last_sample}
+        self._metrics.add({"kind": "start", "time": time.time(), **begin})
         if self._style == "bar":
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # some dozen files for a bar alone
-
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
-                refresh_per_second=4,
-                expand=True,
-            )
-            self._progress.start()
-            self._task = self._progress.add_task("training", total=last_sample, completed=done_samples, note="")
+            self._bar = ProgressBar(self._console, self._clock)
+            self._bar.begin("training", last_sample, done_samples)
         self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
@@ -88,11 +73,9 @@ class ConsoleReporter(Reporter):
         means = sums.means()
         record = {"epoch": epoch, "step": step, "images": sums.count, **means, "lr": lr, "images_per_second": images_per_second}
         self._unrecorded = record
-        if self._progress is not None and self._task is not None:
+        if self._bar is not None:
             where, facts = self._facts(record)
-            note = fitting(facts, self._console.width - len(where) - _BAR_ROOM)
-            done = (epoch - 1) * self._samples + sums.count
-            self._progress.update(self._task, description=where, completed=done, note=note)
+            self._bar.show(where, (epoch - 1) * self._samples + sums.count, facts)
         now = self._clock()
         if self._last_record is None or now - self._last_record >= self._interval_seconds:
             self._last_record = now
@@ -103,6 +86,16 @@ class ConsoleReporter(Reporter):
         self._record_step()
         self._pass_on(lambda reporter: reporter.flush())
 
+    @contextmanager
+    def evaluation(self, samples: int) -> Iterator[Advance]:
+        """While this lasts, the bar is of an evaluation of so many samples; where there are lines, its result has one."""
+        if self._bar is None:
+            with super().evaluation(samples) as advance:
+                yield advance
+        else:
+            with self._bar.pass_over("evaluation", samples) as advance:
+                yield advance
+
     def _record_step(self) -> None:
         """Record, and print where there are lines, the latest step unless that has been done."""
         record, self._unrecorded = self._unrecorded, None
@@ -111,7 +104,7 @@ class ConsoleReporter(Reporter):
         self.record("interval", record)
         if self._style == "lines":
             where, facts = self._facts(record)
-            self.say("  ".join([where, f"step {record['step']}", *(text for _, text in facts)]))
+            self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], LOG_COLUMNS))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
         """The epoch, and what is said of a step, each with its rank: 0 is the most important."""
@@ -138,9 +131,9 @@ class ConsoleReporter(Reporter):
 
     def close(self) -> None:
         """End the bar and close the other reporters; may be called twice."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
         self._pass_on(lambda reporter: reporter.close())
         self._others = ()
         self._metrics.close()

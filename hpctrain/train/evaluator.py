@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hpctrain.backend.kernels.base import LossHandle
@@ -23,6 +25,7 @@ def evaluate(
     *,
     mirrored: BatchSource | None = None,
     confusion: ConfusionCounts | None = None,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> RunningSums:
     """Sums over all samples of all ranks, each sample once. Collective.
 
@@ -31,12 +34,17 @@ def evaluate(
         comm: all ranks. progress: the process's engine.
         mirrored: the same share, mirrored: the mean of both probabilities counts, see `scores.log_probabilities`.
         confusion: counts this rank's own samples, of which it has none so far.
+        advance: is called with the number of samples that are done, over all ranks, before each batch but the first.
     """
     sums = np.zeros(4, np.float64)
     latest: LossHandle | None = None  # asked for when the next batch is enqueued
     loss_of_means = SoftmaxCrossEntropy(network.loss_spec)
+    done = 0
     for batch, mirror in pairs(loader, mirrored):
         progress.notes.alive()
+        if done:
+            advance(done)
+        done += batch.global_count
         if not sum(batch.share.counts):  # of the split group: a rank without samples may hold a part of the others'
             continue
         if mirror is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +69,17 @@ class Reporter:
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
         """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
 
+    @contextmanager
+    def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:
+        """While this lasts, so many samples are evaluated; what it gives is called with the number of those that are done."""
+        yield lambda done: None
+
     def flush(self) -> None:
         """Training ends inside an epoch: the latest step is recorded, too."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume", "skip", "rollback", "steps" or
-        "unreadable"."""
+        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback",
+        "checkpoint", "steps", "unreadable" or "stop"."""
 
     def say(self, text: str) -> None:
         """One line for people."""

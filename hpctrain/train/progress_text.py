@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 
+#: of a line about steps and epochs where there is no terminal
+LOG_COLUMNS = 80
+
+
 def loss_text(loss: float) -> str:
     """Four digits behind the point; from 1,000 on, four digits in all, as 1.235e+26."""
     return f"{loss:.4f}" if abs(loss) < 1000 or not math.isfinite(loss) else f"{loss:.4g}"
@@ -49,3 +53,16 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
     while kept and len(between.join(text for _, text in kept)) > room:
         kept.remove(max(kept, key=lambda fact: fact[0]))
     return between.join(text for _, text in kept)
+
+
+def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
+    """Lines of pieces that belong together, as many in each as have room; all but the first begin with the indent."""
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        longer = f"{lines[-1]}{between}{piece}"
+        if len(longer) <= room:
+            lines[-1] = longer
+        else:
+            lines[-1] += between.rstrip()
+            lines.append(indent + piece)
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -266,12 +267,18 @@ class Replica:
 
     @_without_warnings
     def evaluate(
-        self, loader: BatchSource, *, mirrored: BatchSource | None = None, confusion: ConfusionCounts | None = None
+        self,
+        loader: BatchSource,
+        *,
+        mirrored: BatchSource | None = None,
+        confusion: ConfusionCounts | None = None,
+        advance: Callable[[int], None] = lambda done: None,
     ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
         With an average of the weights they are `EvaluationSums`; `confusion` is that of the weights themselves. The last step's
-        sums, where they are wanted, are to be had from `settle` before. mirrored, confusion: as `evaluate` takes.
+        sums, where they are wanted, are to be had from `settle` before. mirrored, confusion, advance: as `evaluate` takes; the
+        samples of the second pass count on from those of the first.
 
         Raises:
             DivergedError: as `step`.
@@ -280,11 +287,17 @@ class Replica:
         self.require_finite()
         self.network.parameters_changed()
         comm = self.groups.all_ranks
-        sums = evaluate(self.network, loader, comm, self.progress, mirrored=mirrored, confusion=confusion)
+        first = partial(evaluate, self.network, loader, comm, self.progress, mirrored=mirrored)
+        sums = first(confusion=confusion, advance=advance)
         if self.average is None:
             return sums
         with self.average.in_place():
-            return EvaluationSums.of(sums, evaluate(self.network, loader, comm, self.progress, mirrored=mirrored))
+            return EvaluationSums.of(sums, first(advance=lambda done: advance(sums.count + done)))
+
+    @property
+    def evaluation_passes(self) -> int:
+        """How often `evaluate` goes over the samples: once more with an average of the weights."""
+        return 1 if self.average is None else 2
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.

@@ -15,7 +15,7 @@ from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.own_loop import too_many_skips
-from hpctrain.train.progress_text import loss_text
+from hpctrain.train.progress_text import folded, loss_text
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
@@ -163,8 +163,9 @@ class Trainer:
         if self._test_loader is None:
             return None
         self._notes.phase("evaluation")
-        with self._limit.evaluating():
-            sums = self._replica.evaluate(self._test_loader)
+        samples = self._test_loader.sampler.samples * self._replica.evaluation_passes
+        with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
+            sums = self._replica.evaluate(self._test_loader, advance=advance)
         self._evaluated(position, sums)
         if self._early_stop is not None:
             state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
@@ -305,7 +306,7 @@ class Trainer:
         epoch = position.epoch + 1
         record = {"epoch": epoch, "step": position.global_step, "images": position.sums.count, "lr": self._replica.lr, **values}
         self._reporter.record("epoch", record)
-        line = f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"
+        words = [f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"]
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
         self._epoch_ended(position)
         evaluation = None
@@ -313,11 +314,12 @@ class Trainer:
             evaluation = self.evaluate(position)
         if evaluation is not None:
             means = evaluation.means()
-            line += f"; test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}"
-            if "ema_top1" in means:
-                line += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
-        trained = values["images_per_second"] > 0.0  # not where a checkpoint already had the whole epoch
-        self._reporter.say(f"{line}; {values['images_per_second']:,.0f} images/s" if trained else line)
+            averaged = f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})" if "ema_top1" in means else ""
+            words.append(f"test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}{averaged}")
+        if values["images_per_second"] > 0.0:  # not where a checkpoint already had the whole epoch
+            words.append(f"{values['images_per_second']:,.0f} images/s")
+        for line in folded(words):
+            self._reporter.say(line)
         if _due(position.epoch, self._cadence.checkpoint_epochs, self._is_over(position)):
             self._save_once(position)
         return evaluation

@@ -65,13 +65,15 @@ def test_a_run_of_few_steps_has_no_account() -> None:
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
     heard = _heard("xc40", SimpleNamespace(prediction=PREDICTED))
-    assert heard.lines == ["predicted 0.4 s a step, measured 0.5 (80%); exposed 0.2 against 0.25; posting and progress took 0 s"]
+    compared = "predicted 0.4 s a step, measured 0.5 (80%); exposed 0.2 against 0.25;"
+    assert heard.lines == [compared, "  posting and progress took 0 s"]
     ((kind, values),) = heard.records
     assert kind == "steps"
     assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.4, pytest.approx(0.8))
 
 
 def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
-    (line,) = _heard("nowhere.yaml").lines
-    measured = "measured 0.5 s a step, of which 0.25 s waited for messages and 0 s were posting and progress"
-    assert line.startswith(f"{measured} (no prediction: There is no machine file")
+    measured, messages, reason = _heard("nowhere.yaml").lines
+    assert measured == "measured 0.5 s a step, of which 0.25 s waited for messages;"
+    assert messages == "  posting and progress took 0 s;"
+    assert reason.startswith("  no prediction: There is no machine file")

@@ -33,16 +33,17 @@ def test_accuracy_is_what_is_left_of_the_measured_time_beside_the_error() -> Non
     assert step_account.accuracy(6.0, 2.0) == -1.0
 
 
-def test_one_line_compares_the_prediction_with_the_run() -> None:
-    expected = "predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471; "
-    expected += "posting and progress took 0.0017 s"
-    assert step_account.line(MEASURED, PREDICTED) == expected
+def test_lines_of_80_columns_compare_the_prediction_with_the_run() -> None:
+    expected = ["predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"]
+    expected += ["  posting and progress took 0.0017 s"]
+    assert step_account.lines(MEASURED, PREDICTED) == expected
 
 
-@pytest.mark.parametrize(("reason", "end"), [("", ""), ("there is no machine", " (no prediction: there is no machine)")])
+@pytest.mark.parametrize(("reason", "end"), [("", ""), ("there is no machine", "; no prediction: there is no machine")])
 def test_a_run_without_a_prediction_tells_what_was_measured(reason: str, end: str) -> None:
-    expected = "measured 0.461 s a step, of which 0.0471 s waited for messages and 0.0017 s were posting and progress" + end
-    assert step_account.line(MEASURED, None, reason) == expected
+    expected = ["measured 0.461 s a step, of which 0.0471 s waited for messages;"]
+    expected += [f"  posting and progress took 0.0017 s{end}"]
+    assert step_account.lines(MEASURED, None, reason) == expected
 
 
 def test_the_facts_hold_both_sides() -> None:

@@ -51,9 +51,13 @@ def test_without_a_terminal_there_is_one_line_an_interval(directory: RunDirector
     _run(directory, Console(file=output, force_terminal=False, width=200), interval_seconds=1e-9)
     lines = output.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("epoch 1/2  step 1  loss 1.2500  top1 50.00%  lr 0.1  1,234 images/s  0:00:")
+    assert lines[0].startswith("epoch 1/2  step 1  loss 1.2500  top1 50.00%  1,234 images/s  0:00:")  # no room for the rate
+    assert max(map(len, lines)) <= 80
     assert all(line.endswith(" left") for line in lines)
-    assert [(line["kind"], line["epoch"]) for line in directory.metrics()] == [("interval", 1)] * 3 + [("epoch", 1)]
+    start, *lines_of_steps = directory.metrics()
+    facts = {"kind": "start", "epochs": 2, "samples": 20, "done_samples": 0, "last_sample": 40}
+    assert {key: value for key, value in start.items() if key != "time"} == facts
+    assert [(line["kind"], line["epoch"]) for line in lines_of_steps] == [("interval", 1)] * 3 + [("epoch", 1)]
 
 
 @pytest.mark.parametrize("style", ["bar", "lines", "none"])
@@ -144,7 +148,7 @@ def test_other_reporters_receive_the_same_and_are_closed_once(directory: RunDire
             ("close",),
         ]
     )
-    recorded = [(line["kind"], line["step"]) for line in directory.metrics()]
+    recorded = [(line["kind"], line["step"]) for line in directory.metrics() if line["kind"] != "start"]
     assert recorded == [call[1:] for call in others[0].calls if call[0] == "record"]
     silent, said = Reporter(), Written()
     reporter = ConsoleReporter(directory, console=Console(file=io.StringIO()), others=[silent, said])

@@ -1,0 +1,33 @@
+"""`hpctrain trace`: the time table of a traced run once more, whole or on one screen. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--all", "whole", is_flag=True, help="Print all rows, where by default the lightest are summed up in one.")
+def trace(run: Path, whole: bool) -> None:
+    """Show where the time of a traced run went.
+
+    RUN is the directory of a run with trace=true. Rows that took most of a step come first.
+    """
+    from hpctrain.errors import DataError
+    from hpctrain.trace import time_table, time_table_text
+
+    path = run / "time_table.json"
+    if not path.is_file():
+        raise DataError(f"{run} holds no time_table.json; give the directory of a run with trace=true that has ended.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        table, facts = time_table.from_json(content["table"]), (content["clock_error_seconds"], content["ranks"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is no time table of this version; trace the run again.") from error
+    width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
+    for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
+        click.echo(line)

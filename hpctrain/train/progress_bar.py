@@ -1,0 +1,123 @@
+"""One line of a terminal that is redrawn: a bar with what is done of a training or of a pass, and facts beside it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+
+from hpctrain.train.progress_text import TimeLeft, duration_text, fitting
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+#: how a pass over samples shows where it is
+PassStyle = Literal["bar", "none"]
+#: is called with the number of samples that are done
+Advance = Callable[[int], None]
+
+# What a bar needs beside its facts: itself, the percentage, and the spaces between.
+_NARROWEST_BAR = 8
+_BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
+
+
+class ProgressBar:
+    """A bar at the bottom of a terminal, until `close`.
+
+    Args:
+        console: where it is drawn. clock: in seconds. stays: as it was drawn last, once it is closed.
+        over_stdout: what is written to stdout meanwhile appears above it.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        stays: bool = True,
+        over_stdout: bool = True,
+    ) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # some dozen files for a bar alone
+
+        self._console, self._clock = console, clock
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            refresh_per_second=4,
+            expand=True,
+            transient=not stays,
+            redirect_stdout=over_stdout,
+        )
+        self._task: TaskID | None = None
+        self._progress.start()
+
+    def begin(self, description: str, total: int, done: int = 0) -> None:
+        """The line is of this work from now on. total, done: in any unit."""
+        self._task = self._progress.add_task(description, total=total, completed=done, note="")
+
+    def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:
+        """The line of the work at its next redrawing. facts: as `fitting` takes; those without room are left out."""
+        assert self._task is not None, "it has begun"
+        note = fitting(facts, self._console.width - len(description) - _BAR_ROOM)
+        self._progress.update(self._task, description=description, completed=done, note=note)
+
+    @contextmanager
+    def pass_over(self, description: str, samples: int) -> Iterator[Advance]:
+        """While this lasts, the line is of a pass over so many samples; then it is again of what it was of before."""
+        before = self._task
+        if before is not None:
+            self._progress.update(before, visible=False)
+        self.begin(description, samples)
+        task, left, begin = self._task, TimeLeft(0, samples, self._clock), self._clock()
+        assert task is not None
+        try:
+            yield lambda done: self.show(description, done, _facts(done, left, self._clock() - begin))
+        finally:
+            self._progress.remove_task(task)
+            self._task = before
+            if before is not None:
+                self._progress.update(before, visible=True)
+
+    def close(self) -> None:
+        """End the line; may be called twice."""
+        self._progress.stop()
+
+
+def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int, str]]:
+    """The rate of a pass and the time that it has left."""
+    facts = [(1, f"{done / elapsed_seconds:,.0f} images/s")] if done and elapsed_seconds > 0 else []
+    seconds = left.seconds(done)
+    return facts if seconds is None else [*facts, (0, f"{duration_text(seconds)} left")]
+
+
+@contextmanager
+def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, description: str) -> Iterator[Advance]:
+    """While this lasts, stderr shows a pass over so many samples, and nothing of it stays; stdout is as it would be without.
+
+    Args:
+        style: None: a bar where stderr is a terminal, nothing elsewhere; "bar": one there, too. visible: False on ranks that show
+            nothing.
+    """
+    shown = style == "bar" or (style is None and sys.stderr.isatty())
+    if not (visible and shown):
+        yield _nothing
+        return
+    # Nothing is cut, and what a terminal gets from stdout stands above the line.
+    console = Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True)
+    bar = ProgressBar(console, stays=False, over_stdout=sys.stdout.isatty())
+    try:
+        with bar.pass_over(description, samples) as advance:
+            yield advance
+    finally:
+        bar.close()
+
+
+def _nothing(done: int) -> None:
+    """Nobody looks."""
