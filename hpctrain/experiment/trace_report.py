@@ -19,8 +19,8 @@ from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
 from hpctrain.trace.time_table_text import COLUMNS, is_sum, lines
-from hpctrain.train.progress_text import folded
 from hpctrain.trace.tracer import Category, Events, Tracer, cost_per_event_seconds
+from hpctrain.train.progress_text import folded
 
 TRACE_FILE = "trace.json"
 TABLE_FILE = "time_table.json"

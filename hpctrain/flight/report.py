@@ -21,8 +21,8 @@ _ENDS = {
 }
 
 
-def records_in(directory: Path) -> tuple[FlightRecord, ...]:
-    """The records of the latest start in a directory, by rank.
+def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecord, ...]:
+    """The records of the latest start in a directory, by rank. operations: as `read` takes it.
 
     Raises:
         DataError: there are none, or a file is none.
@@ -32,7 +32,7 @@ def records_in(directory: Path) -> tuple[FlightRecord, ...]:
     paths = sorted(directory.glob(file_name(0).replace("00000", "*")))
     if not paths:
         raise DataError(f"{directory} holds no flight records (rank-*.flight); give the directory of a run that kept them.")
-    return newest([read(path) for path in paths])
+    return newest([read(path, operations=operations) for path in paths])
 
 
 def explanation(directory: Path | None) -> list[str]:

@@ -224,8 +224,10 @@ class FlightRecord:
         return (clock_ns - self.wall_offset_ns) * 1e-9
 
 
-def read(path: Path) -> FlightRecord:
+def read(path: Path, *, operations: bool = True) -> FlightRecord:
     """A rank's record, also one that is being written.
+
+    operations: False: leave them out, for those who look at many records again and again.
 
     Raises:
         DataError: the file is none, or is cut short.
@@ -265,7 +267,7 @@ def read(path: Path) -> FlightRecord:
         sentence=text(words[Word.SENTENCE]),
         blamed=_ranks(text(words[Word.BLAMED])),
         deadline_ns=words[Word.DEADLINE],
-        operations=tuple(_operations(words, text)),
+        operations=tuple(_operations(words, text)) if operations else (),
     )
 
 

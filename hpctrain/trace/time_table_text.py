@@ -57,7 +57,9 @@ def is_sum(line: str) -> bool:
 
 def _summary(table: TimeTable, ranks: int) -> str:
     total, step = table.total, table.step_seconds
-    words = [f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {table.left_over_seconds / step:.1%} of it left over"]
+    words = [
+        f"step {_ms(step)} ms (median {_ms(table.median_step_seconds)}), {table.left_over_seconds / step:.1%} of it left over"
+    ]
     if ranks > 1 and total.communication_seconds > 0:
         words.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
         words.append(f"posting and progress take {total.messages_seconds / step:.1%}")

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-
 #: of a line about steps and epochs where there is no terminal
 LOG_COLUMNS = 80
 

@@ -314,8 +314,9 @@ class Trainer:
             evaluation = self.evaluate(position)
         if evaluation is not None:
             means = evaluation.means()
-            averaged = f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})" if "ema_top1" in means else ""
-            words.append(f"test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}{averaged}")
+            words.append(f"test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}")
+            if "ema_top1" in means:
+                words[-1] += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
         if values["images_per_second"] > 0.0:  # not where a checkpoint already had the whole epoch
             words.append(f"{values['images_per_second']:,.0f} images/s")
         for line in folded(words):

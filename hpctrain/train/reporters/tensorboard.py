@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ from hpctrain.train.metrics import Reporter
 _FLUSH_SECONDS = 120.0
 # Events that are kept for another file where a disk refuses them.
 _MOST_WAITING = 100_000
+# TensorBoard draws equal tags of several directories into one chart.
+_TRAIN, _TEST, _AVERAGED = "train", "test", "test-averaged"
+_CURVES = ("loss", "top1", "top5")
+_AVERAGE = "ema_"
 
 
 class TensorBoard(Reporter):
     """Numbers of all records as TensorBoard event files in the run's directory, which needs the extra `export`.
 
-    tensorboardX's own writer has a thread, which ends at the first error of a disk; its queue fills up then, and the training
-    would wait for it without end. So events are written from here, and after an error once more, to another file.
+    Loss and accuracies of training and test are in one chart each: the directories below `tensorboard` are train, test and, with
+    averaged weights, test-averaged. A run that has begun with one directory for all, by an earlier version, goes on with it.
 
     Args:
         directory: of the run. done_steps: of an earlier part of this run; TensorBoard hides what that wrote of later ones.
@@ -32,11 +36,10 @@ class TensorBoard(Reporter):
     def __init__(self, directory: Path, done_steps: int = 0) -> None:
         tensorboard_writer()
         self._directory = directory / "tensorboard"
-        self._file: Any = None
-        self._files = 0
-        self._flushed = float("-inf")
-        self._written = 0  # of those that wait
-        self._waiting: list[Any] = _takeover(done_steps + 1) if done_steps else []
+        self._done_steps = done_steps
+        self._is_flat = done_steps > 0 and any(self._directory.glob("events*"))
+        earlier = [place.name for place in self._directory.glob("*/")] if done_steps and not self._is_flat else []
+        self._files = {name: self._file(name) for name in ([""] if self._is_flat else earlier)}
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -45,20 +48,75 @@ class TensorBoard(Reporter):
         step = int(values.get("step", 0))
         for name, value in values.items():
             if isinstance(value, int | float) and name != "step":
-                self._waiting.append(Event(wall_time=time.time(), step=step, summary=scalar(f"{kind}/{name}", value)))
+                directory, tag = ("", f"{kind}/{name}") if self._is_flat else _place(kind, name)
+                if directory not in self._files:
+                    self._files[directory] = self._file(directory)
+                self._files[directory].add(Event(wall_time=time.time(), step=step, summary=scalar(tag, value)))
+        with _first_error() as attempt:
+            for file in self._files.values():
+                attempt(file.write_some)
+
+    def close(self) -> None:
+        with _first_error() as attempt:
+            for file in self._files.values():
+                attempt(file.close)
+
+    def _file(self, name: str) -> EventFile:
+        return EventFile(self._directory / name, _takeover(self._done_steps + 1) if self._done_steps else [])
+
+
+def _place(kind: str, name: str) -> tuple[str, str]:
+    """The directory and the tag of a number of a record."""
+    if kind in ("interval", "epoch"):  # an epoch's means are where its last interval leads to
+        return _TRAIN, name if name in _CURVES else f"train/{name}"
+    if kind == "evaluation":
+        directory, measure = (_AVERAGED, name.removeprefix(_AVERAGE)) if name.startswith(_AVERAGE) else (_TEST, name)
+        return directory, measure if measure in _CURVES else f"test/{measure}"
+    return _TRAIN, f"{kind}/{name}"
+
+
+class EventFile:
+    """A growing file of events in a directory, and another one after each error of the disk.
+
+    tensorboardX's own writer has a thread, which ends at the first error of a disk; its queue fills up then, and the training
+    would wait for it without end. So events are written from here, and after an error once more, to another file.
+
+    Args:
+        directory: is made with the first file. waiting: events to begin with.
+    """
+
+    def __init__(self, directory: Path, waiting: list[Any]) -> None:
+        self._directory = directory
+        self._file: Any = None
+        self._files = 0
+        self._flushed = float("-inf")
+        self._written = 0  # of those that wait
+        self._waiting = waiting
+
+    def add(self, event: Any) -> None:
+        """The event waits for the next writing."""
+        self._waiting.append(event)
+
+    def write_some(self) -> None:
+        """Write what waits; at times, have it on the disk.
+
+        Raises:
+            OSError: the system refuses that; the next call begins another file.
+        """
         self._write(flush=time.monotonic() - self._flushed >= _FLUSH_SECONDS)
 
     def close(self) -> None:
+        """Write all that waits and end the file.
+
+        Raises:
+            OSError: the system refuses that.
+        """
         if self._file is not None or self._waiting:
             self._write(flush=True)
         self._forget()
 
     def _write(self, *, flush: bool) -> None:
-        """Write what waits; it waits on until it is on the disk.
-
-        Raises:
-            OSError: the system refuses that; the next call begins another file.
-        """
+        """Write what waits; it waits on until it is on the disk."""
         try:
             if self._file is None:
                 self._file = self._next_file()
@@ -75,7 +133,7 @@ class TensorBoard(Reporter):
 
     def _next_file(self) -> Any:
         self._files += 1
-        self._directory.mkdir(exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         suffix = f".{self._files}" if self._files > 1 else ""
         return tensorboard_writer()(str(self._directory / "events"), suffix)
 
@@ -84,6 +142,22 @@ class TensorBoard(Reporter):
             if self._file is not None:
                 self._file.close()
         self._file, self._written, self._flushed = None, 0, float("-inf")
+
+
+@contextlib.contextmanager
+def _first_error() -> Iterator[Any]:
+    """Gives a function that calls another one; the first OSError of such a call is raised at the end, so that none is left out."""
+    errors: list[OSError] = []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except OSError as error:
+            errors.append(error)
+
+    yield attempt
+    if errors:
+        raise errors[0]
 
 
 def _takeover(step: int) -> list[Any]:

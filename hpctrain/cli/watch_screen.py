@@ -1,0 +1,199 @@
+"""The screen of `hpctrain watch`: where a run is, its curves, its ranks and what happened to it, in any width."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain.cli.text_curve import text_curve
+from hpctrain.experiment.run_events import events_of
+from hpctrain.experiment.run_state import SILENT_SECONDS, RunState
+from hpctrain.flight.ring import End, FlightRecord
+from hpctrain.train.progress_text import duration_text, fitting, loss_text
+
+#: where there is no terminal
+COLUMNS = 80
+_CURVE_LINES = 5
+_BESIDE_COLUMNS = 72  # from here on two curves stand beside each other
+_MOST_EVENTS = 6
+_MOST_RANKS = 4
+_NARROWEST_BAR = 10
+_OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation": "test"}
+
+
+def screen(state: RunState, console: Console) -> RenderableType:
+    """All of it, as wide as the console."""
+    width = console.width
+    lines: list[RenderableType] = [_head(state), _position(state, width), _line(_pace(state), width)]
+    numbers = _numbers(state)
+    if numbers is not None:
+        lines += ["", numbers]
+    curves = _curves(state, width, plain=console.options.ascii_only)
+    if curves is not None:
+        lines += ["", curves]
+    lines += ["", *_ranks(state)]
+    events = state.events[-_MOST_EVENTS:]
+    if events:
+        lines += ["", *(_event(event.time, event.text) for event in events)]
+    return Group(*lines)
+
+
+def _head(state: RunState) -> Text:
+    end = state.end
+    colour = "green" if end == "finished" else "yellow" if end is None or end.startswith("stopped") else "red"
+    return Text.assemble((str(state.path), "bold"), "  ", (end or _going(state), colour), overflow="fold")
+
+
+def _going(state: RunState) -> str:
+    """The state of a run of which nobody says that it has ended."""
+    if not state.ranks:
+        record = state.records[-1] if state.records else {}
+        since = duration_text(max(0.0, state.now - record["time"])) if "time" in record else None
+        return "no flight records" + (f", last line of metrics {since} ago" if since else " and no metrics yet")
+    phase = state.ranks[0].phase or "start"
+    return f"running ({phase})"
+
+
+def _position(state: RunState, width: int) -> RenderableType:
+    """The epoch, a bar, and the step."""
+    start, record = state.latest("start"), state.latest("interval", "epoch")
+    epochs = f"/{start['epochs']}" if "epochs" in start else ""
+    epoch = f"epoch {record['epoch']}{epochs}" if "epoch" in record else "before the first step"
+    step = f"step {state.step}"
+    last = start.get("last_sample") or 0
+    if not last:
+        return Text(f"{epoch}  {step}")
+    share = min(1.0, state.done_samples / last)
+    room = width - len(epoch) - len(step) - 10
+    if room < _NARROWEST_BAR:
+        return Text(f"{epoch}  {share:.0%}  {step}")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(epoch, Bar(1.0, 0.0, share, width=room, color="green"), f"{share:.0%}", step)
+    return grid
+
+
+def _pace(state: RunState) -> list[tuple[int, str]]:
+    """Facts of one line, with their ranks as `fitting` takes them."""
+    record = state.latest("interval")
+    facts = []
+    if record.get("images_per_second") is not None:
+        facts.append((1, f"{record['images_per_second']:,.0f} images/s"))
+    if record.get("lr") is not None:
+        facts.append((3, f"lr {record['lr']:.4g}"))
+    if state.seconds_left is not None and state.end is None:
+        facts.append((0, f"{duration_text(state.seconds_left)} left"))
+    if state.checkpoint is not None:
+        written = state.checkpoint.name.partition(".")[0].removeprefix("checkpoint-")
+        facts.append((2, f"checkpoint of step {int(written)}, {duration_text(state.checkpoint_age_seconds)} ago"))
+    return facts or [(0, "no checkpoint yet")]
+
+
+def _line(facts: Sequence[tuple[int, str]], width: int) -> Text:
+    return Text(fitting(facts, width))
+
+
+def _numbers(state: RunState) -> Table | None:
+    """Loss and accuracies of training and test."""
+    train, test = state.latest("interval", "epoch"), state.latest("evaluation")
+    if not train and not test:
+        return None
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+    table.add_column("")
+    for name in ("loss", "top1", "top5"):
+        table.add_column(name, justify="right")
+    table.add_row("train", *_means(train))
+    if test:
+        table.add_row("test", *_means(test))
+    if "ema_top1" in test:
+        table.add_row("test, averaged", *_means({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
+    best = max((value for _, value in state.curve("top1", "evaluation")), default=None)
+    if best is not None:
+        table.add_row("best test", "", f"{best:.2%}", "")
+    return table
+
+
+def _means(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Loss, top1 and top5 in words; "-" for those that are not known or not finite."""
+    loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
+    return ("-" if loss is None else loss_text(loss), *("-" if value is None else f"{value:.2%}" for value in accuracies))
+
+
+def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
+    """Loss and accuracy over steps: dots of training, "o" of test."""
+    beside = width >= _BESIDE_COLUMNS
+    columns = (width - 2) // 2 if beside else width
+    curves = []
+    for measure, title, label in (("loss", "loss", loss_text), ("top1", "top1", _percent)):
+        train, test = state.curve(measure, "interval", "epoch"), state.curve(measure, "evaluation")
+        if len(train) + len(test) > 1:
+            lines = text_curve(train, test, columns, _CURVE_LINES, label, plain=plain)
+            curves.append(Text("\n".join([f"{title} over steps" + (", o of test" if test else ""), *lines]), no_wrap=True))
+    if not curves:
+        return None
+    if not beside:
+        return Group(*curves)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in curves:
+        grid.add_column(width=columns)
+    grid.add_row(*curves)
+    return grid
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _ranks(state: RunState) -> list[RenderableType]:
+    """When ranks were last heard of: all of them in a line, and those that have been silent for longer."""
+    if not state.ranks:
+        return [Text("ranks: nothing is known of them here")]
+    heard = sorted(state.ranks, key=state.heard_seconds, reverse=True)
+    hosts = len({record.host for record in state.ranks})
+    count = f"{len(heard)} {'rank' if len(heard) == 1 else 'ranks'} on {hosts} {'node' if hosts == 1 else 'nodes'}"
+    missing = heard[0].ranks - len(heard)
+    more = f"; {missing} more left no record here" if missing > 0 else ""
+    last = heard[0]
+    lines: list[RenderableType] = [
+        Text(f"{count}, last heard of at most {_ago(state.heard_seconds(last))} ago (rank {last.rank}){more}")
+    ]
+    limit = state.heard_seconds(heard[-1]) + SILENT_SECONDS
+    for record in heard[:_MOST_RANKS]:
+        failed = record.end not in (End.RUNNING, End.FINISHED)
+        if state.heard_seconds(record) > limit or failed:
+            lines.append(Text(_rank(state, record), style="red"))
+    return lines
+
+
+def _rank(state: RunState, record: FlightRecord) -> str:
+    waits = f", which waits for {record.wait}" if record.wait else ""
+    sentence = f": {record.sentence}" if record.sentence else ""
+    ago = _ago(state.heard_seconds(record))
+    return f"  rank {record.rank} on {record.host}: {ago} ago in {record.phase or 'start'}{waits}{sentence}"
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration_text(seconds)
+
+
+def _event(seconds: float, text: str) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(time.strftime("%m-%d %H:%M:%S", time.localtime(seconds)), Text(text, overflow="fold"))
+    return grid
+
+
+def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each record that tells something of the training, and for each event."""
+    for record in records:
+        events = events_of([record])
+        if events:
+            yield events[0].text
+        elif record.get("kind") in _OF_TRAINING:
+            loss, top1, _ = _means(record)
+            where = f"epoch {record.get('epoch')}  step {record.get('step')}"
+            yield f"{where}  {_OF_TRAINING[record['kind']]} loss {loss}  top1 {top1}"
