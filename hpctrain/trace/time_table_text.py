@@ -28,7 +28,7 @@ def lines(
 
     Args:
         clock_error_seconds: who came late by less than that is not known, and not shown.
-        width: columns, for which long names are folded; None: as wide as it gets. most: lines of it all; None: as many as it takes.
+        width: columns, for which long names are folded; None: as wide as it gets. most: lines of it all; None: all that it takes.
     """
     step = table.step_seconds
     shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or _taken(row)]

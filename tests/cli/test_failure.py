@@ -69,6 +69,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere"], "There is no directory nowhere; give that of a run."),
         (["photos"], "photos holds no flight records (rank-*.flight); give the directory of a run that kept them."),
     ],
+    "trace": [(["nowhere"], "nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.")],
+    "watch": [
+        (["photos", "--once"], "photos is no run directory: it has no config.yaml."),
+        (["--once"], "There is no run in runs; give the directory of one, or that of all by --runs."),
+    ],
     "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
     "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],
     "checkpoint show": [(["nowhere"], "nowhere holds no checkpoints"), (["file"], "file")],

@@ -32,7 +32,7 @@ def test_a_falling_line_falls_from_corner_to_corner(plain: bool) -> None:
     columns = [[k for k, sign in enumerate(line[4:]) if sign != " "] for line in lines]
     assert columns[0][0] == 0
     assert columns[-1][-1] == 19
-    assert sum(columns, []) == list(range(20))
+    assert [k for line in columns for k in line] == list(range(20))
 
 
 def test_marks_stand_over_dots() -> None:

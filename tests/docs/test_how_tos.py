@@ -1,5 +1,6 @@
 """What the how-tos show how to add is found where they say. (That the rest of their code runs is seen in test_blocks.py.)"""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,24 @@ from hpctrain.cli.main import cli
 from hpctrain.data.format import ImageFile
 from hpctrain.models import catalogue
 from hpctrain.parallel import sharding_rules
-from tests.support import how_tos
+from hpctrain.storage.run_directory import RunDirectory
+from tests.support import how_tos, trackers
+from tests.support.virtual_runs import train_virtual
+
+_TRAINING = """
+name: tiny
+backend: numpy
+progress: test
+model: {{name: small, channels: [4, 6], hidden: 9}}
+data: {{train: synthetic, test: synthetic, synthetic: {{height: 9, width: 9, samples: 24, test_samples: 8, classes: 3}}}}
+batch: 8
+epochs: 2
+optimizer: {{name: sgd, lr: 0.05}}
+schedule: constant
+metrics: {{reporters: ["my_mlflow.py:Mlflow", {{name: "my_wandb.py:Wandb", project: garments}}]}}
+deadline_seconds: 60
+output: {folder}/runs
+"""
 
 
 @pytest.fixture
@@ -76,3 +94,25 @@ def test_adding_a_strategy() -> None:
     assert "stages, depth 1; parameters " in shown.output
     refused = CliRunner().invoke(cli, ["config", "check", configuration, "averager=stages", "averager.depth=0"])
     assert (refused.exit_code, "depth is 0, but must be at least 1" in refused.output) == (2, True), refused.output
+
+
+@pytest.mark.parametrize("followed", [how_tos.OWN_CODE], indirect=True)
+@pytest.mark.usefixtures("followed")
+def test_a_training_reports_to_trackers_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(_TRAINING.format(folder=tmp_path))
+    train_virtual(1, file)
+    (run,) = (tmp_path / "runs").iterdir()
+    mlflow, wandb = sys.modules["mlflow"], sys.modules["wandb"]
+    assert isinstance(mlflow, trackers.MlflowStandIn)
+    assert isinstance(wandb, trackers.WandbStandIn)
+    assert mlflow.calls[:2] == [("experiment", "hpctrain"), ("start", run.name)]
+    assert wandb.calls[0] == ("start", ("garments", run.name, run.name, "allow", str(run)))
+    kinds = ("interval", "evaluation")
+    steps = [record["step"] for record in RunDirectory(run).metrics() if record["kind"] in kinds]
+    for calls in (mlflow.calls, wandb.calls):
+        metrics = [value for name, value in calls if name == "metrics"]
+        assert [step for step, _ in metrics] == steps
+        assert {"interval/loss", "evaluation/top1"} <= set().union(*(values for _, values in metrics))
+        assert [name for name, _ in calls].count("end") == 1
+        assert calls[-1][0] == "end"

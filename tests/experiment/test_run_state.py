@@ -50,15 +50,8 @@ def test_lines_that_are_torn_or_none_are_left_out(directory: RunDirectory, torn:
 
 def test_an_empty_run_has_a_state(directory: RunDirectory) -> None:
     state = _state(directory)
-    assert (state.records, state.ranks, state.checkpoint, state.end, state.step, state.seconds_left) == (
-        (),
-        (),
-        None,
-        None,
-        0,
-        None,
-    )
-    assert state.events == []
+    assert (state.records, state.ranks, state.events) == ((), (), [])
+    assert (state.checkpoint, state.end, state.step, state.seconds_left) == (None, None, 0, None)
 
 
 def test_a_reader_follows_a_file_that_grows_and_one_that_is_cut(directory: RunDirectory) -> None:

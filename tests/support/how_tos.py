@@ -16,6 +16,7 @@ from hpctrain.backend.kernels import specs
 from hpctrain.backend.kernels.numpy import kernel_set as numpy_set
 from hpctrain.backend.kernels.onednn import kernel_set as onednn_set
 from hpctrain.cli import data as data_commands
+from tests.support import trackers
 
 ROOT = Path(__file__).parents[2]
 MODEL = "docs/how-to-add-a-model.md"
@@ -46,6 +47,8 @@ def followed(page: str, folder: Path) -> Iterator[None]:
     if page == OWN_CODE:
         write_own_code(folder)
         with pytest.MonkeyPatch.context() as patch:
+            for tracker in trackers.stand_ins():
+                patch.setitem(sys.modules, tracker.__name__, tracker)
             patch.chdir(folder)
             yield
         return

@@ -146,7 +146,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[Any]:
-    """Gives a function that calls another one; the first OSError of such a call is raised at the end, so that none is left out."""
+    """Gives a function that calls another one; the first OSError of all calls is raised at the end, after the last."""
     errors: list[OSError] = []
 
     def attempt(call: Any) -> None:

@@ -59,6 +59,12 @@ def _starts(directory: Path) -> dict[str, list[int]]:
     }
 
 
+def _rename(directory: Path, suffix: str) -> None:
+    """Make room for further files: names have the second, which a run and its resume do not share but here."""
+    for path in directory.glob("tensorboard/*/events*"):
+        path.rename(path.with_name(f"{path.name}.{suffix}"))
+
+
 def test_the_key_tensorboard_is_short_for_the_reporter() -> None:
     def names(**keys: object) -> list[str]:
         return [reporter.name for reporter in MetricsConfig.model_validate(keys).all_reporters]
@@ -85,8 +91,10 @@ def test_training_and_test_have_equal_tags_in_directories_beside_each_other(tmp_
 def test_a_resumed_runs_files_take_over_behind_its_checkpoint_in_each_directory(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     _report(tmp_path)
+    _rename(tmp_path, "first")
     make_reporter(ReporterConfig(name="tensorboard"), tmp_path, 2).close()  # ends before it records anything
     assert _starts(tmp_path) == {"train": [3], "test": [3]}
+    _rename(tmp_path, "second")
     _report(tmp_path, 7)
     assert _starts(tmp_path) == {"train": [3, 8], "test": [3, 8]}
     assert _values(tmp_path)["test", "loss"] == [(3, 0.375), (10, 0.375)]
