@@ -108,7 +108,7 @@ def test_a_training_reports_to_trackers_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(wandb, trackers.WandbStandIn)
     assert mlflow.calls[:2] == [("experiment", "hpctrain"), ("start", run.name)]
     assert wandb.calls[0] == ("start", ("garments", run.name, run.name, "allow", str(run)))
-    kinds = ("interval", "evaluation")
+    kinds = ("interval", "epoch", "evaluation")
     steps = [record["step"] for record in RunDirectory(run).metrics() if record["kind"] in kinds]
     for calls in (mlflow.calls, wandb.calls):
         metrics = [value for name, value in calls if name == "metrics"]
