@@ -30,11 +30,12 @@ _OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation"
 def screen(state: RunState, console: Console) -> RenderableType:
     """All of it, as wide as the console."""
     width = console.width
-    lines: list[RenderableType] = [_head(state), _position(state, width), _line(_pace(state), width)]
+    plain = console.options.ascii_only
+    lines: list[RenderableType] = [_head(state), _position(state, width, plain=plain), _line(_pace(state), width)]
     numbers = _numbers(state)
     if numbers is not None:
         lines += ["", numbers]
-    curves = _curves(state, width, plain=console.options.ascii_only)
+    curves = _curves(state, width, plain=plain)
     if curves is not None:
         lines += ["", curves]
     lines += ["", *_ranks(state)]
@@ -54,13 +55,13 @@ def _going(state: RunState) -> str:
     """The state of a run of which nobody says that it has ended."""
     if not state.ranks:
         record = state.records[-1] if state.records else {}
-        since = duration_text(max(0.0, state.now - record["time"])) if "time" in record else None
+        since = duration_text(max(0.0, state.now - record["time"])) if record.get("time") else None
         return "no flight records" + (f", last line of metrics {since} ago" if since else " and no metrics yet")
     phase = state.ranks[0].phase or "start"
     return f"running ({phase})"
 
 
-def _position(state: RunState, width: int) -> RenderableType:
+def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
     """The epoch, a bar, and the step."""
     start, record = state.latest("start"), state.latest("interval", "epoch")
     epochs = f"/{start['epochs']}" if "epochs" in start else ""
@@ -74,7 +75,9 @@ def _position(state: RunState, width: int) -> RenderableType:
     if room < _NARROWEST_BAR:
         return Text(f"{epoch}  {share:.0%}  {step}")
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_row(epoch, Bar(1.0, 0.0, share, width=room, color="green"), f"{share:.0%}", step)
+    full = round(share * room)
+    bar: RenderableType = "#" * full + "-" * (room - full) if plain else Bar(1.0, 0.0, share, width=room, color="green")
+    grid.add_row(epoch, bar, f"{share:.0%}", step)
     return grid
 
 

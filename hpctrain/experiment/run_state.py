@@ -71,9 +71,10 @@ class RunState:
         """For the rest of the training, at the pace since its latest start; None where that is not known."""
         start, record = self.latest("start"), self.latest("interval", "epoch")
         done = self.done_samples - start.get("done_samples", 0)
-        if done <= 0 or record.get("time", 0.0) <= start.get("time", 0.0):
+        seconds = (record.get("time") or 0.0) - (start.get("time") or 0.0)
+        if done <= 0 or seconds <= 0:
             return None
-        pace = (record["time"] - start["time"]) / done
+        pace = seconds / done
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
