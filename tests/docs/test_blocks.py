@@ -233,6 +233,7 @@ KINDS = (
         takes,
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
+    Kind(r"hpctrain (watch|trace)", takes, "needs a run; tests/cli/test_watch.py and test_trace.py make some"),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
     Kind(r"hpctrain weights ", takes, "needs weights or a run of this name; tests/cli/test_weights.py makes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
