@@ -25,6 +25,8 @@ OF_ARRAYS = {
     "cli/plan_tables.py": "of the terminal; keys of the JSON output",
     "cli/planner_tables.py": "of tables",
     "cli/prediction_tables.py": "of the terminal and of tables",
+    "cli/text_curve.py": "of the terminal",
+    "cli/trace.py": "of a table",
     "comm/progress_mode.py": "of a matrix product",
     "config/schema.py": "the keys grid.rows and grid.cols",
     "data/augmentations/": "of images",

@@ -98,9 +98,7 @@ def run_training(
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
         gaps.finish(outcome.position)
-        reason = stop_reason(session.world, watch, limit.reason) if outcome.stopped and not outcome.steps_reached else None
-        if outcome.stopped:
-            _record_stop(reporter, outcome.position, reason)
+        reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
@@ -339,10 +337,14 @@ def _about(session: Session, parts: Parts) -> dict[str, object]:
     }
 
 
-def _record_stop(reporter: Reporter, position: Position, reason: StopReason | None) -> None:
-    """Record where the run ends before its last epoch, and by what. reason: None: the number of steps that it was given."""
-    by = "--steps" if reason is None else str(reason)
+def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
+    """The signal or limit that ended the run, if one did; record where and by what it ends before its last epoch. Collective."""
+    if not outcome.stopped:
+        return None
+    reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
+    by, position = "--steps" if reason is None else str(reason), outcome.position
     reporter.record("stop", {"epoch": position.epoch + 1, "step": position.global_step, "by": by})
+    return reason
 
 
 def _conclude(

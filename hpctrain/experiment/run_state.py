@@ -189,7 +189,7 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """What has stopped the run, if nothing has begun since."""
+    """The words on what has stopped the run, if nothing has begun since."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 

@@ -294,11 +294,6 @@ class Replica:
         with self.average.in_place():
             return EvaluationSums.of(sums, first(advance=lambda done: advance(sums.count + done)))
 
-    @property
-    def evaluation_passes(self) -> int:
-        """How often `evaluate` goes over the samples: once more with an average of the weights."""
-        return 1 if self.average is None else 2
-
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
 

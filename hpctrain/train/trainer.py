@@ -163,7 +163,7 @@ class Trainer:
         if self._test_loader is None:
             return None
         self._notes.phase("evaluation")
-        samples = self._test_loader.sampler.samples * self._replica.evaluation_passes
+        samples = self._test_loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
             sums = self._replica.evaluate(self._test_loader, advance=advance)
         self._evaluated(position, sums)
