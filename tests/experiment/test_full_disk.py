@@ -70,7 +70,7 @@ def test_a_run_without_room_trains_to_its_end(small_disk: Path) -> None:
     assert "epoch 2/2: train loss" in outcome.stdout
     assert not list(small_disk.glob("runs/*/trace.json"))
     os.unlink(small_disk / "runs" / "filler")
-    assert {record["kind"] for record in metrics(small_disk)} == {"progress", "page"}  # what was written before
+    assert {record["kind"] for record in metrics(small_disk)} == {"progress", "start", "page"}  # what was written before
 
 
 def test_what_finds_room_later_is_complete(small_disk: Path) -> None:
