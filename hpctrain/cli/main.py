@@ -28,6 +28,8 @@ _COMMANDS = {
     "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
     "trace": ("hpctrain.cli.trace", "trace"),
     "watch": ("hpctrain.cli.watch", "watch"),
+    "report": ("hpctrain.cli.report", "report"),
+    "compare": ("hpctrain.cli.compare", "compare"),
     "list": ("hpctrain.cli.listing", "listing"),
     "completion": ("hpctrain.cli.completion", "completion"),
 }

@@ -56,7 +56,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class EvaluationParts:
     """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
 
     images: Images
@@ -87,16 +87,25 @@ def run_evaluation(
         ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
         DataError: a test set with other classes. ShapeError: or with images of another shape.
     """
-    if session.config.data.test is None:
-        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+    require_test_set(session)
     path, content = existing_checkpoint(session, source)
-    parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, averaged=averaged, flip=flip))
+    parts = raise_on_all_ranks(session.world, lambda: build_parts(session, path, content, averaged=averaged, flip=flip))
     replica, names = parts.replica, parts.images.file.class_names
     counts = ConfusionCounts(len(names)) if confusion else None
     with (show or Reporter().evaluation)(parts.loader.sampler.samples) as advance:
         sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts, advance=advance)
     matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
     return Evaluation(path, parts.images.notes, sums, names, averaged, flip, matrix)
+
+
+def require_test_set(session: Session) -> None:
+    """Nothing, where there is something to evaluate on.
+
+    Raises:
+        ConfigError: no test set is configured.
+    """
+    if session.config.data.test is None:
+        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
 
 
 def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
@@ -154,7 +163,14 @@ def trained_replica(
     return replica
 
 
-def _build(session: Session, path: Path, content: CheckpointContent, *, averaged: bool, flip: bool) -> _Parts:
+def build_parts(
+    session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
+) -> EvaluationParts:
+    """A rank's share of the evaluation of a checkpoint on the configured test set.
+
+    Raises:
+        CheckpointError, DataError, ShapeError: as `run_evaluation`.
+    """
     config = session.config
     data, place = known_data(session, path, content)
     images = evaluation_images(config, data, place)
@@ -165,4 +181,4 @@ def _build(session: Session, path: Path, content: CheckpointContent, *, averaged
     mirror = None
     if flip:
         mirror = make_loader(session, mirrored(images), replica.tiles, batch=batch, shuffle=False, reads_again=False)
-    return _Parts(images, replica, loader, mirror)
+    return EvaluationParts(images, replica, loader, mirror)

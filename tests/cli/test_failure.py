@@ -74,6 +74,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["photos", "--once"], "photos is no run directory: it has no config.yaml."),
         (["--once"], "There is no run in runs; give the directory of one, or that of all by --runs."),
     ],
+    "report": [
+        (["photos"], "photos is no run directory: it has no config.yaml."),
+        (["photos", "file", "--test"], "--test judges the test set of one run, and there are 2; give one, or leave --test out."),
+    ],
+    "compare": [
+        (["photos", "file"], "photos is no run directory: it has no config.yaml."),
+        (["photos"], "one run cannot be compared; give two run directories or more, or use `hpctrain report`."),
+    ],
     "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
     "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],
     "checkpoint show": [(["nowhere"], "nowhere holds no checkpoints"), (["file"], "file")],

@@ -1,0 +1,42 @@
+"""`hpctrain compare`: runs side by side, on a terminal. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="File to which the report of all runs is written, too."
+)
+def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
+    """Compare runs: results, differences, and where bits part.
+
+    Each RUN is a run directory. The newest checkpoints that have the same step are compared tensor by tensor.
+    """
+    if len(runs) < 2:
+        raise click.UsageError("one run cannot be compared; give two run directories or more, or use `hpctrain report`.")
+    from hpctrain.report.comparison import compared
+    from hpctrain.report.comparison_text import lines
+
+    comparison = compared(runs)
+    if as_json:
+        click.echo(json.dumps(comparison.to_json(), indent=1))
+    else:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False, emoji=False)
+        for renderable in lines(comparison):
+            console.print(renderable)
+    if out is not None:
+        from hpctrain.cli.report import write_report
+        from hpctrain.report.figures import check_matplotlib
+
+        check_matplotlib()
+        write_report(runs, out, None)

@@ -1,0 +1,1 @@
+"""Reports of runs that people look at: one page with curves, where the time went, what happened, and what was configured."""

@@ -1,0 +1,118 @@
+"""The judgement of a test set as a page shows it: a table of confusions, and pictures."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.experiment.judgement import JudgedImage, Judgement
+
+#: a table of more classes is not read by anybody; the largest confusions stand for it
+MOST_CLASSES = 40
+_MOST_CONFUSIONS = 30
+_STRONGEST_PERCENT = 70
+#: the side of a picture on the page; larger images are made smaller
+_PIXELS = 192
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A count of the table. percent: of its class's samples, for its colour. right: the class was recognised."""
+
+    count: int
+    percent: int
+    right: bool
+
+
+@dataclass(frozen=True)
+class ConfusionLine:
+    """A class, and how often it was taken for each."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image. data: as an URL. words: what it was taken for."""
+
+    number: int
+    label: str
+    words: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A group of images."""
+
+    title: str
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True)
+class JudgedSet:
+    """The result of one run on its test set. headings: of the table's columns; confusion: () where there are too many classes."""
+
+    name: str
+    words: str
+    headings: tuple[str, ...]
+    confusion: tuple[ConfusionLine, ...]
+    groups: tuple[Pictures, ...]
+
+
+def result_of(name: str, judgement: Judgement) -> JudgedSet:
+    """The result of a run of that name."""
+    names = judgement.class_names
+    whole = len(names) <= MOST_CLASSES
+    groups = (
+        Pictures("Surest mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
+        Pictures("Surest hits, by class", tuple(_picture(image, names) for image in judgement.right)),
+    )
+    lines = tuple(_lines(judgement)) if whole else ()
+    return JudgedSet(name, _words(judgement, whole=whole), tuple(str(k) for k in range(len(names))), lines, groups)
+
+
+def _words(judgement: Judgement, *, whole: bool) -> str:
+    samples = int(judgement.matrix.sum()) + judgement.undecided
+    words = f"{judgement.checkpoint.name}: {samples:,} images, top-1 {judgement.top1:.2%}."
+    if judgement.undecided:
+        words += f" The outputs for {judgement.undecided:,} images are not finite."
+    if whole:
+        return words
+    mistakes = judgement.matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+    order = np.argsort(-mistakes, axis=None, kind="stable")[:_MOST_CONFUSIONS]
+    pairs = [(*divmod(int(cell), len(mistakes)), int(mistakes.flat[cell])) for cell in order if mistakes.flat[cell]]
+    names = judgement.class_names
+    told = "; ".join(f"{names[label]} for {names[prediction]} {count:,} times" for label, prediction, count in pairs)
+    return f"{words} Most often taken: {told}." if told else words
+
+
+def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
+    for label, counts in enumerate(judgement.matrix.tolist()):
+        samples = max(1, sum(counts))
+        cells = (
+            Cell(count, -(-_STRONGEST_PERCENT * count // samples), prediction == label) for prediction, count in enumerate(counts)
+        )
+        yield ConfusionLine(f"{label} {judgement.class_names[label]}", tuple(cells))
+
+
+def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
+    words = f"{image.probability:.1%} {names[image.prediction]}"
+    return Picture(image.number, names[image.label], words, _url(image.pixels))
+
+
+def _url(pixels: np.ndarray) -> str:
+    """A PNG of (H, W, C) uint8 with one or three channels, or of the first of others."""
+    from PIL import Image
+
+    picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+    picture.thumbnail((_PIXELS, _PIXELS))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

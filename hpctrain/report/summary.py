@@ -1,0 +1,108 @@
+"""The results of a run in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from hpctrain.experiment.run_state import Record
+from hpctrain.report.record import RunRecord
+from hpctrain.train.progress_text import duration_text, loss_text
+
+#: stands for a figure that is not known
+UNKNOWN = "-"
+#: a longer silence between two records is a pause of the run, not work
+LONGEST_STEP_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures; None: not known. Accuracies are fractions.
+
+    Args:
+        end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks: of the latest
+        start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
+        images_per_second: the median of the epochs, or of the intervals.
+    """
+
+    end: str
+    epochs: int
+    steps: int
+    ranks: int | None
+    test_loss: float | None
+    top1: float | None
+    top5: float | None
+    best_top1: float | None
+    best_epoch: int | None
+    images_per_second: float | None
+    seconds: float
+
+
+def summary(record: RunRecord) -> Summary:
+    """The figures of a run."""
+    records = record.state.records
+    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    last = evaluations[-1] if evaluations else {}
+    ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
+    best = max(ranked, key=lambda entry: entry["top1"], default=None)
+    epochs = [entry for entry in records if entry.get("kind") == "epoch"]
+    return Summary(
+        end=record.state.end or "goes on, or nobody knows",
+        epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
+        steps=max((_whole(entry, "step") for entry in records), default=0),
+        ranks=record.state.ranks[0].ranks if record.state.ranks else None,
+        test_loss=_number(last, "loss"),
+        top1=_number(last, "top1"),
+        top5=_number(last, "top5"),
+        best_top1=None if best is None else float(best["top1"]),
+        best_epoch=None if best is None else _whole(best, "epoch"),
+        images_per_second=_rate(epochs) or _rate([entry for entry in records if entry.get("kind") == "interval"]),
+        seconds=_seconds(records),
+    )
+
+
+def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """(heading, the text of each run) of all figures, for people."""
+    return [
+        ("state", [figures.end for figures in summaries]),
+        ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
+        ("epochs", [f"{figures.epochs:,}" for figures in summaries]),
+        ("steps", [f"{figures.steps:,}" for figures in summaries]),
+        ("test loss", [UNKNOWN if figures.test_loss is None else loss_text(figures.test_loss) for figures in summaries]),
+        ("test top-1", [_text(figures.top1, ".2%") for figures in summaries]),
+        ("test top-5", [_text(figures.top5, ".2%") for figures in summaries]),
+        ("best test top-1", [_best(figures.best_top1, figures.best_epoch) for figures in summaries]),
+        ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
+        ("time of training", [duration_text(figures.seconds) for figures in summaries]),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def _best(value: float | None, epoch: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2%} (epoch {epoch})"
+
+
+def _seconds(records: Sequence[Record]) -> float:
+    times = [entry["time"] for entry in records if isinstance(entry.get("time"), int | float)]
+    gaps = (later - earlier for earlier, later in pairwise(times))
+    return float(sum(gap for gap in gaps if 0.0 < gap <= LONGEST_STEP_SECONDS))
+
+
+def _rate(entries: Sequence[Record]) -> float | None:
+    rates = [rate for entry in entries if (rate := _number(entry, "images_per_second"))]
+    return median(rates) if rates else None
+
+
+def _number(entry: Record, key: str) -> float | None:
+    value = entry.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _whole(entry: Record, key: str) -> int:
+    value = entry.get(key)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,51 @@
+"""`hpctrain report` as users call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
+
+from click.testing import CliRunner
+
+from hpctrain.cli.report import report
+from hpctrain.errors import ConfigError
+from tests.support.jobs import Outcome, run_job
+from tests.support.trained_run import CLASSES, train
+from tests.support.written_runs import write_run, write_trace
+
+
+def test_a_page_lies_in_the_run_unless_said_otherwise(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    write_trace(run)
+    done = CliRunner().invoke(report, [str(run.path), "--png", str(tmp_path / "figures")])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        f"{run.path / 'report.html'}: {(run.path / 'report.html').stat().st_size / 1e6:.2f} MB",
+        f"{tmp_path / 'figures'}: 7 pictures",
+    ]
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {f"{key}.png" for key in ("loss", "top1", "top5", "lr", "images_per_second", "layers-0", "timeline-0")}
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    done = CliRunner().invoke(report, [str(run.path), "--out", str(tmp_path / "nowhere" / "page.html")])
+    assert isinstance(done.exception, ConfigError)
+    assert "nowhere/page.html cannot be written (No such file or directory); give another path." in str(done.exception)
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_test_set_is_judged_by_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    trained = train(tmp_path, dtype="float32")
+    done: Outcome = run_job(ranks, ["-m", "hpctrain", "report", str(trained.run.path), "--test", "--out", "page.html"], cwd=tmp_path)
+    assert done.code == 0, done.output
+    page = (tmp_path / "page.html").read_text()
+    assert "Surest" in page
+    assert "data:image/png;base64," in page
+    assert all(name in page for name in CLASSES)
+    assert done.stdout.count("page.html: ") == 1

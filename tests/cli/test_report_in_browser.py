@@ -1,0 +1,82 @@
+"""A report in a real browser, light and dark, wide and narrow: it is clicked, and says nothing on its console."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (make browser installs it)")
+
+from hpctrain.cli.report import write_report
+from tests.support.written_runs import write_run, write_trace
+
+BROWSER = shutil.which("chromium")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.job,
+    pytest.mark.skipif(BROWSER is None, reason="there is no browser (make browser installs Chromium where root and apt-get are)"),
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two runs, one of them traced."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder, config=f"batch: {batch}\n") for batch in (8, 16)]
+    write_trace(runs[0])
+    write_report([run.path for run in runs], folder / "page.html", None)
+    return folder / "page.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_clicked_without_an_error(browser: Any, report: Path, scheme: str, width: int) -> None:
+    errors: list[str] = []
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith(("file:", "data:")) else errors.append(request.url))
+    page.goto(report.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(ground)
+    page.click("#theme")
+    assert page.evaluate(ground) != before
+    page.click("#theme")
+    assert page.evaluate(ground) == before
+
+    line = page.locator("#loss-run0-test")
+    assert line.is_visible()
+    page.click("[data-run='0']")
+    assert page.get_attribute("[data-run='0']", "aria-pressed") == "false"
+    assert not line.is_visible()
+    assert page.locator("#loss-run1-test").is_visible()
+    page.click("[data-run='0']")
+    assert line.is_visible()
+
+    page.locator("#loss-run1-test").hover(force=True)
+    tip = page.locator("figure:has(#loss-run1-test) .tip")
+    assert tip.is_visible()
+    assert " at epoch " in tip.inner_text()
+
+    page.click("nav a[href='#settings']")
+    assert page.evaluate("location.hash") == "#settings"
+    page.click("summary >> nth=0")
+    assert page.locator("details >> nth=0").get_attribute("open") is not None
+    page.close()
+    assert errors == []

@@ -1,0 +1,40 @@
+"""The figures of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.report.record import read_runs
+from hpctrain.report.summary import UNKNOWN, summary, texts
+from tests.support.written_runs import write_run
+
+
+def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None:
+    """Accuracies are 1/2, 2/3 and 0 after epochs 1, 2 and 3."""
+    figures = summary(read_runs([write_run(tmp_path).path])[0])
+    assert (figures.epochs, figures.steps, figures.test_loss, figures.top1) == (3, 30, 1.0, 0.0)
+    assert (figures.best_top1, figures.best_epoch) == (pytest.approx(2 / 3), 2)
+    assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
+
+
+def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
+    later = {"kind": "resume", "time": 10_000.0, "step": 30}
+    last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}
+    assert summary(read_runs([write_run(tmp_path, events=[later, last]).path])[0]).seconds == 35.0
+
+
+def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    run.metrics_path.write_text("")
+    figures = summary(read_runs([run.path])[0])
+    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, None, None, 0.0)
+    assert dict(texts([figures]))["test top-1"] == [UNKNOWN]
+
+
+def test_texts_have_a_column_for_each_run(tmp_path: Path) -> None:
+    figures = [summary(record) for record in read_runs([write_run(tmp_path).path, write_run(tmp_path, epochs=2).path])]
+    written = dict(texts(figures))
+    assert written["best test top-1"] == ["66.67% (epoch 2)", "66.67% (epoch 2)"]
+    assert written["epochs"] == ["3", "2"]
