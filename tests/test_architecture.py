@@ -33,6 +33,7 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.backend.kernels.numpy.elementwise.Relu",
     "hpctrain.backend.kernels.numpy.operator.NumpyOperator",
     "hpctrain.backend.kernels.numpy.pool._Pool",
+    "hpctrain.backend.kernels.numpy.stochastic_depth.NumpyStochasticDepth",
     "hpctrain.backend.kernels.onednn.batch_norm.BatchNormOperator",
     "hpctrain.backend.kernels.onednn.conv2d.Conv2dOperator",
     "hpctrain.backend.kernels.onednn.convolution.Convolution",

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.torch
 TORCHVISION = (
     "alexnet2014",
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *("wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     *(f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")),
 )
 CLASSES = 7

@@ -37,6 +37,8 @@ from torchvision import models  # noqa: E402  it wants the operators
 NAMES = {
     "alexnet2014": "alexnet",
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
+    **{name: name for name in ("wide_resnet50_2", "wide_resnet101_2")},
+    **{name: name for name in ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d")},
     **{f"vgg{depth}{norm}": f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")},
 }
 
