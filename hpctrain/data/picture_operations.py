@@ -39,19 +39,34 @@ class OperationRanges:
 
     def magnitude(self, name: str, position: int, bins: int, size: tuple[int, int]) -> float:
         """The magnitude of an operation at the position 0 .. bins - 1, for images of `size` (H, W)."""
-        share = position / (bins - 1)
-        if name.startswith("shear"):
-            return self.shear * share
-        if name.startswith("translate"):
-            length = size[1] if name.endswith("x") else size[0]
-            return (150.0 / 331.0 * length if self.translation is None else self.translation) * share
-        if name == "rotate":
-            return self.rotation * share
-        if name in ENHANCEMENTS:
-            return self.enhancement * share
         if name == "posterize":
             return float(_MOST_POSTERIZED_BITS - round(position / ((bins - 1) / self.posterized_bits)))
-        return 255.0 * (1.0 - share) if name == "solarize" else 0.0
+        if name == "solarize":
+            return _between(255.0, 0.0, position, bins)
+        return _between(0.0, self._greatest(name, size), position, bins)
+
+    def _greatest(self, name: str, size: tuple[int, int]) -> float:
+        if name.startswith("shear"):
+            return self.shear
+        if name.startswith("translate"):
+            length = size[1] if name.endswith("x") else size[0]
+            return 150.0 / 331.0 * length if self.translation is None else self.translation
+        if name == "rotate":
+            return self.rotation
+        return self.enhancement if name in ENHANCEMENTS else 0.0
+
+
+def _between(start: float, stop: float, position: int, bins: int) -> float:
+    """Element `position` of `bins` from start to stop in single precision, as torch.linspace rounds it.
+
+    The last bit counts: torchvision moves by whole pixels, and of its 32 the middle one of 31 steps is 15.999999, thus 15. The
+    product is not rounded, as processors add and multiply at once.
+    """
+    first, last = np.float32(start), np.float32(stop)
+    step = float((last - first) / np.float32(bins - 1))
+    if position < bins // 2:
+        return float(np.float32(float(first) + step * position))
+    return float(np.float32(float(last) - step * (bins - 1 - position)))
 
 
 def _sheared_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:

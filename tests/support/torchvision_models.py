@@ -31,7 +31,9 @@ def _declare_operators() -> torch.library.Library | None:
 
 _OPERATORS = _declare_operators()
 
-from torchvision import models  # noqa: E402  it wants the operators
+from torchvision import models, transforms  # noqa: E402  they want the operators
+
+__all__ = ["models", "transforms"]
 
 #: ours -> torchvision's
 NAMES = {
