@@ -25,7 +25,7 @@ BETAS = (0.9, 0.99)
 def test_updates_are_timms(decay: float, foreach: bool) -> None:
     """Without timm's clipping of the whole gradient, which is its default, and without that of ratios, which is not."""
     if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
-        pytest.skip("timm is not installed (pip install --no-deps timm huggingface_hub, beside torch and torchvision)")
+        pytest.skip("timm is not installed (pip install --no-deps timm, beside torch and torchvision)")
     from tests.support import torchvision_models
 
     assert torchvision_models.models  # timm imports torchvision, whose operators have to be known first
