@@ -47,7 +47,7 @@ class Pipeline:
         steps = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
         self.augmentations: tuple[Augmentation, ...] = tuple(x for x in steps if not isinstance(x, NormalisedAugmentation))
         self.normalised = tuple(x for x in steps if isinstance(x, NormalisedAugmentation))
-        _check_order(steps, len(self.augmentations))
+        check_order(steps)
         # The random numbers of a step follow from its place in the list, also in that of a mirrored pipeline.
         self._first_normalised = len(self.augmentations)
         self._mirrored = False
@@ -164,13 +164,20 @@ class Pipeline:
         return buffer[:count]
 
 
-def _check_order(steps: Sequence[Augmentation], first_normalised: int) -> None:
-    for number, step in enumerate(steps[first_normalised:], first_normalised):
-        if not isinstance(step, NormalisedAugmentation):
-            late = next(one for one in steps if isinstance(one, NormalisedAugmentation))
+def check_order(steps: Sequence[Augmentation]) -> None:
+    """Make sure that augmentations of normalised pixels come last.
+
+    Raises:
+        ConfigError: another one follows.
+    """
+    late: Augmentation | None = None
+    for number, step in enumerate(steps, 1):
+        if isinstance(step, NormalisedAugmentation):
+            late = step
+        elif late is not None:
             raise ConfigError(
-                f'The augmentation "{step.name}" is number {number + 1} of the list, behind "{late.name}", which changes '
-                f'normalised pixels; put "{late.name}" at the end of the list.'
+                f'The augmentation "{step.name}" is number {number} of the list, behind "{late.name}", which changes normalised '
+                f'pixels; put "{late.name}" at the end of the list.'
             )
 
 
