@@ -43,7 +43,8 @@ def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
     """
     group = FlatGroup({"weight": ParameterSpec((1,), constant(0.0))})
     optimizer.bind(group, group.segments)
-    return sum(array.size for array in optimizer.state(group.segments[0]).values()) + int(averages)
+    sizes = [int(array.size) for array in optimizer.state(group.segments[0]).values()]
+    return sum(sizes) + int(averages)
 
 
 def of_network(
