@@ -181,6 +181,6 @@ def check_order(steps: Sequence[Augmentation]) -> None:
             )
 
 
-def _words(stream: counter_random.Key, sample: int, indices: np.ndarray) -> np.ndarray:
-    drawn: np.ndarray = counter_random.words(stream, np.array([sample]), indices)[0]
+def _words(stream: counter_random.Key, sample: int, count: int) -> np.ndarray:
+    drawn: np.ndarray = counter_random.words(stream, np.array([sample]), range(count))[0]
     return drawn

@@ -18,8 +18,8 @@ from hpctrain.errors import OptionError
 
 MOST_PIXELS = 1 << 15
 
-#: gives uniform 32-bit words, one for each index of a value in a sample's whole image (row by row, channels innermost)
-Words = Callable[[NDArray[np.int64]], NDArray[np.uint32]]
+#: gives the first so many uniform 32-bit words of a sample, always the same ones
+Words = Callable[[int], NDArray[np.uint32]]
 
 
 class Augmentation(ABC):

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, intersect, relative
+from hpctrain.boxes import Box, intersect, relative, shape_of
 from hpctrain.data.augmentations.base import NormalisedAugmentation, Words
 
 _TRIES = 10
@@ -51,17 +51,18 @@ class RandomErasing(NormalisedAugmentation):
 
     def change(self, pixels: np.ndarray, size: tuple[int, int], u: np.ndarray, words: Words, region: Box) -> None:
         box = self.box(size, u)
-        inside = None if box is None else intersect(box, region)
+        if box is None:
+            return
+        inside = intersect(box, region)
         if inside is None:
             return
         where = relative(inside, region)
         if self.value == "random":
-            channels = pixels.shape[2]
-            (top, bottom), (left, right) = inside
-            places = np.arange(top, bottom)[:, None] * size[1] + np.arange(left, right)
-            indices = (places[:, :, None] * channels + np.arange(channels)).reshape(-1)
-            drawn = _quantiles()[words(indices) >> np.uint32(32 - _QUANTILE_BITS)]
-            pixels[where] = drawn.reshape(bottom - top, right - left, channels)
+            # All of the rectangle's, also where the region holds a part of it: words of a range are drawn many times as fast as
+            # words here and there.
+            shape = (*shape_of(box), pixels.shape[2])
+            steps = words(math.prod(shape)).reshape(shape)[relative(inside, box)] >> np.uint32(32 - _QUANTILE_BITS)
+            pixels[where] = _quantiles()[steps]
         else:
             pixels[where] = self.value
 
