@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.data.mixing import Mixing
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
 from hpctrain.storage import checkpoint
@@ -36,7 +38,7 @@ def alone() -> Result:
 
 def trained(job: Job, ranks: int, path: Path, steps: int = TASK.steps, **keywords: object) -> dict[str, np.ndarray]:
     """The tensors that the program ends with, after so many steps."""
-    given = json.dumps({"start": {"progress": "test"}, "replica": {}, **keywords})
+    given = json.dumps({"start": {"progress": "test"}, "replica": {}, "loader": {}, **keywords})
     outcome = job(ranks, ["-m", "tests.support.api_program", str(path), str(steps), given], cwd=ROOT)
     assert outcome.code == 0, outcome.output
     samples = sum(TASK.batch if step % 5 < 4 else TASK.samples % TASK.batch for step in range(steps))
@@ -87,6 +89,15 @@ def test_a_grid_trains_what_one_rank_does(job: Job, averager: object, tmp_path: 
     tensors = trained(job, 4, tmp_path / "end.h5", start={"rows": 2, "progress": "test"}, replica=replica)
     expected = {f"parameters/{name}": value for name, value in alone().parameters.items()}
     assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
+
+
+def test_mixed_images_train_what_one_rank_does(job: Job, tmp_path: Path) -> None:
+    options = {"mixup": 1.0, "cutmix": 1, "probability": 0.8}
+    tensors = trained(job, 2, tmp_path / "end.h5", loader={"mixing": options})
+    wanted = train_alone(replace(TASK, mixing=Mixing(1.0, 1.0, probability=0.8, seed=TASK.seed)), one_group)
+    expected = {f"parameters/{name}": value for name, value in wanted.parameters.items()}
+    assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
+    assert distance(dict(wanted.parameters), dict(alone().parameters)) > 1e-6
 
 
 def test_a_training_goes_on_bit_by_bit(job: Job, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def cases(*, small: bool) -> tuple[Case, ...]:
             _case("adaptive pool", AdaptiveAveragePoolSpec((3, 2)), shape),
             _case("flatten", FlattenSpec(), shape),
             _case("dropout", DropoutSpec(0.5, "drop", seed=4), shape),
+            _case("stochastic depth", DropoutSpec(0.5, "drop", seed=4, per_sample=True), shape),
         ]
     return (*blocks, *_products(n, side, wide))
 

@@ -16,7 +16,7 @@ class AugmentConfig(Named):
     """One step of image preparation."""
 
     name: Text = Field(
-        description="Name of an augmentation: pad_crop, random_resized_crop, center_crop or flip; further keys are its options."
+        description="Name of an augmentation, such as random_resized_crop, flip or randaugment; further keys are its options."
     )
 
 

@@ -75,6 +75,11 @@ class Mixing:
                 legal = 0.0 if not value >= 0.0 else most
                 raise ConfigError(f"mixing.{name} {value} is outside [0, {most:g}]; the nearest legal value is {legal:g}.")
 
+    @property
+    def mixes(self) -> bool:
+        """True where any step may be mixed."""
+        return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
+
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:
         """The mixing of the step that begins with the epoch's sample `first`; None: it is not mixed.
 

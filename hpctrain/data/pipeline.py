@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpctrain.backend import counter_random
-from hpctrain.boxes import Box, shape_of, size_of
+from hpctrain.boxes import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.augmentations.base import Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.stored import check_statistics
-from hpctrain.errors import ShapeError
+from hpctrain.errors import ConfigError, ShapeError
 
 Read = Callable[[int, Box], np.ndarray]
 
 
 class Pipeline:
-    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`.
+    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`, then those of normalised pixels.
 
     The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for the largest batch seen,
     so one thread at a time may call it.
@@ -31,7 +32,8 @@ class Pipeline:
         dtype: "float32" or "float64" of the result, which is finite: augmentations give uint8, and mean and std are checked.
 
     Raises:
-        ConfigError: see `Registry.create`. DataError: mean or std with which pixels would not be finite.
+        ConfigError: see `Registry.create`; or an augmentation of normalised pixels that others follow. DataError: mean or std
+            with which pixels would not be finite.
     """
 
     def __init__(
@@ -42,7 +44,13 @@ class Pipeline:
         std: np.ndarray,
         dtype: str = "float32",
     ) -> None:
-        self.augmentations: tuple[Augmentation, ...] = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
+        steps = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
+        self.augmentations: tuple[Augmentation, ...] = tuple(x for x in steps if not isinstance(x, NormalisedAugmentation))
+        self.normalised = tuple(x for x in steps if isinstance(x, NormalisedAugmentation))
+        check_order(steps)
+        # The random numbers of a step follow from its place in the list, also in that of a mirrored pipeline.
+        self._first_normalised = len(self.augmentations)
+        self._mirrored = False
         self.seed = seed
         self.dtype = np.dtype(dtype)
         check_statistics("the normalisation", np.asarray(mean), np.asarray(std))
@@ -69,6 +77,7 @@ class Pipeline:
         other = copy.copy(self)
         other.augmentations = (*self.augmentations, Flip(probability=1.0))
         other._scratch = {}
+        other._mirrored = not self._mirrored
         return other
 
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
@@ -86,7 +95,7 @@ class Pipeline:
             read: gives a region of a sample's image. region: inside the resulting images.
         """
         sizes = self._sizes(shape)
-        draws = [self._draws(position, sample_ids, epoch) for position in range(len(self.augmentations))]
+        draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
 
         def made(count: int, number: int, wanted: Box) -> np.ndarray:
             """A region of one image after `count` augmentations."""
@@ -102,7 +111,7 @@ class Pipeline:
         images = self._buffer(-1, len(sample_ids), (*shape_of(region), shape[2]))
         for number in range(len(sample_ids)):
             images[number] = made(len(self.augmentations), number, region)
-        return self._normalise(images, out)
+        return self._changed(self._normalise(images, out), sizes[-1], region, sample_ids, epoch)
 
     def _sizes(self, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
         """(H, W) before each augmentation, and after the last one."""
@@ -112,19 +121,33 @@ class Pipeline:
             sizes.append(shape[:2])
         return sizes
 
-    def _draws(self, position: int, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
-        augmentation = self.augmentations[position]
+    def _draws(self, position: int, augmentation: Augmentation, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
         stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name)
         return counter_random.uniform(stream, sample_ids, range(augmentation.draws))
+
+    def _changed(self, out: np.ndarray, size: tuple[int, int], region: Box, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
+        """`out` (N, h, w, C), a region of normalised images of `size` (H, W), with what follows normalisation."""
+        pixels = out
+        if self._mirrored:  # the mirror image of what is changed without
+            rows, (left, right) = region
+            pixels, region = out[:, :, ::-1], (rows, (size[1] - right, size[1] - left))
+        for position, augmentation in enumerate(self.normalised, self._first_normalised):
+            draws = self._draws(position, augmentation, sample_ids, epoch)
+            stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name, "pixels")
+            for sample, u, image in zip(sample_ids.tolist(), draws, pixels, strict=True):
+                words = partial(_words, stream, sample)
+                augmentation.change(image, size, u, words, region)
+        return out
 
     def __call__(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> np.ndarray:
         """Augment and normalise images (N, H, W, C) uint8 of samples (N,) int64 into `out` (N, *output_shape) of `dtype`."""
         for position, augmentation in enumerate(self.augmentations):
-            u = self._draws(position, sample_ids, epoch)
+            u = self._draws(position, augmentation, sample_ids, epoch)
             result = self._buffer(position, len(images), augmentation.output_shape(*images.shape[1:]))
             augmentation.apply(images, u, result)
             images = result
-        return self._normalise(images, out)
+        size = images.shape[1], images.shape[2]
+        return self._changed(self._normalise(images, out), size, whole(size), sample_ids, epoch)
 
     def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
         # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
@@ -139,3 +162,25 @@ class Pipeline:
         if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
             buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
         return buffer[:count]
+
+
+def check_order(steps: Sequence[Augmentation]) -> None:
+    """Make sure that augmentations of normalised pixels come last.
+
+    Raises:
+        ConfigError: another one follows.
+    """
+    late: Augmentation | None = None
+    for number, step in enumerate(steps, 1):
+        if isinstance(step, NormalisedAugmentation):
+            late = step
+        elif late is not None:
+            raise ConfigError(
+                f'The augmentation "{step.name}" is number {number} of the list, behind "{late.name}", which changes normalised '
+                f'pixels; put "{late.name}" at the end of the list.'
+            )
+
+
+def _words(stream: counter_random.Key, sample: int, count: int) -> np.ndarray:
+    drawn: np.ndarray = counter_random.words(stream, np.array([sample]), range(count))[0]
+    return drawn

@@ -13,6 +13,8 @@ from hpctrain.backend.backend import precision_fault
 from hpctrain.config.schema import Config
 from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, Source
+from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.pipeline import check_order
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_strategy
@@ -179,6 +181,20 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
             yield from _fault((*path, index), item, partial(make, item.name, item.options))
+    yield from _order_faults(config)
+
+
+def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each list of augmentations of which one cannot stand at its place."""
+    for key in ("augment", "evaluate_augment"):
+        try:
+            steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
+        except HpctrainError:  # which has its own sentence
+            continue
+        try:
+            check_order(steps)
+        except ConfigError as error:
+            yield ("data", key), str(error)
 
 
 def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:

@@ -19,6 +19,7 @@ from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError, ShapeError
@@ -39,6 +40,7 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.job import Candidate
+from hpctrain.registry import check_options
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
@@ -232,6 +234,7 @@ class Job(StartedRank):
         shuffle: bool = True,
         seed: int = 0,
         augment: Sequence[Choice] = (),
+        mixing: Mapping[str, float] | None = None,
         like: str | Path | None = None,
         prefetch: int = 2,
     ) -> Loader:
@@ -240,14 +243,17 @@ class Job(StartedRank):
         Args:
             replica: that reads the batches. batch: samples of a step over all ranks; by default the job's.
             shuffle: another order in each epoch, by `seed`; False: in order, for evaluation. augment: augmentations, in order.
+            mixing: "mixup", "cutmix", "probability" and "switch", as `data.mixing` of a configuration has them; None: no mixing.
             like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
             prefetch: batches that a thread makes ahead.
 
         Raises:
             DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
+            ConfigError: an option of `augment` or `mixing`, or mixed labels, that are not taken.
         """
 
         def make() -> Loader:
+            mixed = _mixing(mixing, seed, replica)
             file = reference = ImageFile.open(str(path))
             if like is not None:
                 reference = ImageFile.open(str(like))
@@ -258,9 +264,8 @@ class Job(StartedRank):
             )
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
-            return Loader(
-                file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True, alive=self.progress.notes.alive
-            )
+            alive = self.progress.notes.alive
+            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True, mixing=mixed, alive=alive)
 
         return raise_on_all_ranks(self.world, make)
 
@@ -273,21 +278,23 @@ class Job(StartedRank):
         batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        mixing: Mapping[str, float] | None = None,
     ) -> ArrayLoader:
         """This rank's share of arrays that every rank has whole, in batches, as they are.
 
         Args:
             images: (N, H, W, C) floating, converted to the replica's dtype. labels: (N,) integers from 0.
-            replica, batch, shuffle, seed: as for `loader`.
+            replica, batch, shuffle, seed, mixing: as for `loader`.
 
         Raises:
-            ShapeError: arrays of other shapes, or images that the replica does not take.
+            ShapeError: arrays of other shapes, or images that the replica does not take. ConfigError: as for `loader`.
         """
 
         def make() -> ArrayLoader:
             _check_shape(images.shape[1:], replica)
             sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
-            return ArrayLoader(images.astype(replica.network.parameter_dtype, copy=False), labels, sampler, **replica.place)
+            floating = images.astype(replica.network.parameter_dtype, copy=False)
+            return ArrayLoader(floating, labels, sampler, **replica.place, mixing=_mixing(mixing, seed, replica))
 
         return raise_on_all_ranks(self.world, make)
 
@@ -333,6 +340,22 @@ def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:
     expected = replica.network.image_shape
     if tuple(shape) != tuple(expected):
         raise ShapeError(f"Images come out as {tuple(shape)}, but the replica takes {expected} (H, W, C); make it for those.")
+
+
+def _mixing(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
+    """The mixing of a loader's images.
+
+    Raises:
+        ConfigError: an option that there is not, a value outside its range, or a loss that takes one label of each sample.
+    """
+    if options is None:
+        return None
+    mixing = Mixing(**check_options(Mixing, "the mixing of images", options, reserved=("seed",)), seed=seed)
+    if mixing.mixes and not replica.network.kernels.arithmetic.on_host:
+        raise ConfigError(
+            'The loss of backend "cuda" takes one label of each sample so far, so it takes no mixed images; leave mixing out.'
+        )
+    return mixing
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:

@@ -28,7 +28,7 @@ class Automatic:
     """A network for which `start` chooses the grid, and `Job.replica` takes the plan and the averager: the fastest by prediction.
 
     Args:
-        model, image_shape, optimizer, micro_batches, backend, dtype, precision: as `Job.replica` takes them.
+        model, image_shape, optimizer, micro_batches, backend, dtype, precision, ema_decay: as `Job.replica` takes them.
         machine: a file that `hpctrain calibrate` wrote, or the name of an installed one; None: it is measured, within a minute.
     """
 
@@ -40,6 +40,7 @@ class Automatic:
     dtype: str = "float32"
     precision: str = "float32"
     machine: str | None = None
+    ema_decay: float | None = None
 
     def best(self, started: StartedJob, batch: int) -> BestCandidate:
         """The fastest grid, plan and averager on the ranks of a started job. Collective.
@@ -52,7 +53,13 @@ class Automatic:
             chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
             optimizer = optimizer_of(self.optimizer)()
             return planned_job.of_network(
-                self.model, self.image_shape, chosen.kernels, dtype=chosen.dtype, batch=batch, optimizer=optimizer
+                self.model,
+                self.image_shape,
+                chosen.kernels,
+                dtype=chosen.dtype,
+                batch=batch,
+                optimizer=optimizer,
+                averages=self.ema_decay is not None,
             )
 
         job = raise_on_all_ranks(started.world, planned)

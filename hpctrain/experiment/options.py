@@ -34,7 +34,7 @@ FOLLOWING: Mapping[str, str] = {
     "momentum": "Momentum of the running statistics; left out, it is batch_norm.momentum.",
     "epsilon": "Number added to variances; left out, it is batch_norm.epsilon.",
     "synchronised": "Batch statistics are those of all ranks; left out, it follows from batch_norm.statistics.",
-    "seed": "Seed of dropout's masks; left out, it is the run's.",
+    "seed": "Seed of what dropout and stochastic depth drop; left out, it is the run's.",
 }
 
 

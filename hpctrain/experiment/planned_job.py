@@ -7,8 +7,10 @@ from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.nn.initialise import constant
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import declared
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.job import Candidate, Job
@@ -29,14 +31,37 @@ def job(task: PlannedRun) -> Job:
         norms_needed=optimizer.norms_needed,
         strategy=make_strategy,
         momentum=optimizer.momentum,
+        state_arrays=state_arrays(optimizer, averages=config.ema.decay is not None),
     )
 
 
-def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: str, batch: int, optimizer: Optimizer) -> Job:
+def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
+    """The numbers that a bound optimiser keeps for each element; binds it to a parameter of one number, to count them.
+
+    Args:
+        averages: an average of the weights is kept, too.
+    """
+    group = FlatGroup({"weight": ParameterSpec((1,), constant(0.0))})
+    optimizer.bind(group, group.segments)
+    sizes = [int(array.size) for array in optimizer.state(group.segments[0]).values()]
+    return sum(sizes) + int(averages)
+
+
+def of_network(
+    model: Layer,
+    image_shape: Image,
+    kernels: KernelSet,
+    *,
+    dtype: str,
+    batch: int,
+    optimizer: Optimizer,
+    averages: bool = False,
+) -> Job:
     """The training of a network that was made in Python.
 
     Args:
-        dtype: of activations. batch: samples of a step over all ranks. optimizer: not bound to parameters.
+        dtype: of activations. batch: samples of a step over all ranks. optimizer: of no replica. averages: an average of the
+            weights is kept.
 
     Raises:
         ShapeError: layers that do not fit each other or the images.
@@ -58,6 +83,7 @@ def of_network(model: Layer, image_shape: Image, kernels: KernelSet, *, dtype: s
         norms_needed=optimizer.norms_needed,
         strategy=make_strategy,
         momentum=optimizer.momentum,
+        state_arrays=state_arrays(optimizer, averages=averages),
     )
 
 

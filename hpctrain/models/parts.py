@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import OptionError
@@ -12,6 +12,7 @@ from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers.stochastic_depth import StochasticDepth
 
 MOST_CHANNELS = 1_000_000  # far beyond any network: what is larger is a slip of the pen
 
@@ -75,31 +76,61 @@ def check_dropout(dropout: float) -> None:
         raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
 
-def basic_block(channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None) -> Residual:
-    """Two 3x3 convolutions (He et al. 2016, figure 5 left); the first one carries the stride."""
+def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[str, Layer]]:
+    """For each residual block in order, what ends its body: by name, nothing where the block is never dropped.
+
+    The chance rises linearly from 0 for the first block to `last` for the last one: block i of n has last * i / (n - 1), as in
+    timm.
+
+    Raises:
+        OptionError: `last` is no probability below 1.
+    """
+    if not 0.0 <= last < 1.0:
+        sentence = f"A stochastic depth of {last} is outside [0, 1); 0 switches it off, and 0.2 is usual for deep networks."
+        raise OptionError(sentence, "stochastic_depth")
+    rates = (last * block / max(1, blocks - 1) for block in range(blocks))
+    return iter([{"stochastic_depth": StochasticDepth(rate, seed)} if rate else {} for rate in rates])
+
+
+def basic_block(
+    channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
+) -> Residual:
+    """Two 3x3 convolutions (He et al. 2016, figure 5 left); the first one carries the stride.
+
+    Args:
+        end: further layers at the end of the body.
+    """
     body: Mapping[str, Layer] = {
         "conv1": Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
         "bn1": norm.layer(channels),
         "relu1": ReLU(),
         "conv2": Conv2d(channels, channels, 3, padding=1, bias=False),
         "bn2": norm.layer(channels, last=True),
+        **end,
     }
     return Residual(body, shortcut, activation=ReLU(), activation_name="relu2")
 
 
 def bottleneck_block(
-    channels_in: int, channels: int, channels_out: int, stride: int, norm: Norm, shortcut: Layer | None
+    channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
 ) -> Residual:
-    """1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one carries the stride, as in version 1.5."""
+    """1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one carries the stride, as in version 1.5.
+
+    Args:
+        channels: that go in, those of the 3x3 convolution, and those that come out. groups: of the 3x3 convolution (Xie et al.
+            2017). end: further layers at the end of the body.
+    """
+    channels_in, inside, channels_out = channels
     body: Mapping[str, Layer] = {
-        "conv1": Conv2d(channels_in, channels, 1, bias=False),
-        "bn1": norm.layer(channels),
+        "conv1": Conv2d(channels_in, inside, 1, bias=False),
+        "bn1": norm.layer(inside),
         "relu1": ReLU(),
-        "conv2": Conv2d(channels, channels, 3, stride, padding=1, bias=False),
-        "bn2": norm.layer(channels),
+        "conv2": Conv2d(inside, inside, 3, stride, padding=1, groups=groups, bias=False),
+        "bn2": norm.layer(inside),
         "relu2": ReLU(),
-        "conv3": Conv2d(channels, channels_out, 1, bias=False),
+        "conv3": Conv2d(inside, channels_out, 1, bias=False),
         "bn3": norm.layer(channels_out, last=True),
+        **end,
     }
     return Residual(body, shortcut, activation=ReLU(), activation_name="relu3")
 

@@ -216,7 +216,7 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
         return _merged(spec, writes.kind)
     if isinstance(spec, DropoutSpec):
         # The mask is drawn by a sample's number and an element's place in the whole sample, so every sharding draws the same.
-        split = writes.kind is not LayoutKind.SAMPLES
+        split = writes.kind is not LayoutKind.SAMPLES and not spec.per_sample
         return replace(
             spec,
             first_sample=box[0][0],

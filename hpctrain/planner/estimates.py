@@ -165,7 +165,8 @@ class GridEstimates:
         seconds = whole + split
         memory = self._memory_factor * cost.memory_bytes
         for parts, ranks in ((cost.whole, self._grid.rows * self._grid.cols), (cost.split, self._grid.cols)):
-            memory += parameter_memory_bytes(parts, self._item_bytes, ranks if choice.owners_update else 1)
+            owners = ranks if choice.owners_update else 1
+            memory += parameter_memory_bytes(parts, self._item_bytes, owners, self._job.state_arrays)
         return cost.seconds + seconds.program, seconds.wire, memory
 
     def _base_seconds(self) -> float:

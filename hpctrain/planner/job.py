@@ -24,6 +24,7 @@ class PlannedJob:
         specs: all parameters by full name. kernels: the set that computes. dtype: of activations and parameters.
         image_shape: (H, W, C). batch: samples of a step over all ranks.
         norms_needed, momentum: of the optimiser: for LARS and clipping; 0 where it has none.
+        state_arrays: numbers that the optimiser, and the average of the weights where there is one, keep for each element.
         strategy: (name, options, group) -> the averaging strategy; raises ConfigError where they do not fit.
     """
 
@@ -37,6 +38,7 @@ class PlannedJob:
     norms_needed: NormsNeeded
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
     momentum: float = 0.0
+    state_arrays: int = 1
 
     @cached_property
     def trained_specs(self) -> Mapping[str, ParameterSpec]:

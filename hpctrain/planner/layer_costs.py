@@ -229,9 +229,9 @@ def layout_key(of_tensor: Layout) -> Hashable:
     return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
 
 
-def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int) -> float:
-    """Values, gradients, and the momentum of the part that a rank updates."""
-    return parts.elements * item_bytes * (2 + 1 / owners)
+def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int, state_arrays: int) -> float:
+    """Values, gradients, and the optimiser's state of the part that a rank updates."""
+    return parts.elements * item_bytes * (2 + state_arrays / owners)
 
 
 def parameter_item_bytes(job: Job) -> int:

@@ -22,7 +22,7 @@ class RankMemory:
     """Bytes. activations: the arena of a step, gradients of activations included. messages: buffers of the split group.
 
     parameters: their values. gradients: of parameters, sums of micro-batches included. averaging: buffers in which sums arrive.
-    state: of the optimiser, for what the rank owns, one number per element. images: of the batch, and of the one behind it.
+    state: of the optimiser and of the weights' average, for what the rank owns. images: of the batch, and of the one behind it.
     """
 
     activations: int
@@ -63,7 +63,7 @@ def rank_memory(
         parameters=elements * of_parameters,
         gradients=elements * of_parameters * (2 if len(graphs) > 1 else 1),
         averaging=arriving * of_parameters,
-        state=owned * of_parameters,
+        state=owned * of_parameters * job.state_arrays,
         images=_BATCHES * samples * math.prod(job.image_shape) * item,
     )
 

@@ -13,6 +13,8 @@ from hpctrain.errors import ConfigError, DataError, ShapeError
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
 ALL = [("pad_crop", {"padding": 3}), ("random_resized_crop", {"size": 8}), ("flip", {}), ("center_crop", {"size": 7})]
+ALL += [("randaugment", {"magnitude": 15}), ("trivial_augment_wide", {"interpolation": "bilinear"})]
+ERASING = ("random_erasing", {"value": "random", "scale": [0.1, 0.5]})
 
 
 def images_of(count, shape=(9, 11, 3), seed=0):
@@ -47,11 +49,11 @@ def test_a_channel_without_spread_is_only_centred():
     np.testing.assert_allclose(out, 0, atol=1e-15)
 
 
-@given(st.lists(st.integers(0, 11), max_size=12), st.integers(0, 3), st.integers(0, 2**62), st.permutations(range(4)))
+@given(st.lists(st.integers(0, 11), max_size=12), st.integers(0, 3), st.integers(0, 2**62), st.permutations(range(len(ALL))))
 @settings(max_examples=40, deadline=None)
 def test_samples_do_not_depend_on_their_batch(chosen, epoch, seed, order):
     images = images_of(12, (13, 12, 3))
-    specs = [ALL[i] for i in order]
+    specs = [*(ALL[i] for i in order), ERASING]
     whole = run(specs, images, range(12), epoch=epoch, seed=seed)
     ids = np.array(chosen, np.int64)
     assert np.array_equal(run(specs, images[ids], ids, epoch=epoch, seed=seed), whole[ids])
@@ -178,6 +180,45 @@ def test_the_whole_image_at_its_own_size_is_unchanged():
     assert np.array_equal(out, images)
 
 
+@pytest.mark.parametrize("value", [0, -1.5, "random"])
+def test_erasing_fills_one_rectangle_of_normalised_pixels(value):
+    images = images_of(300, (20, 30, 3))
+    plain = run([("flip", {})], images, range(300))
+    out = run([("flip", {}), ("random_erasing", {"value": value, "scale": [0.1, 0.3], "ratio": [0.5, 2.0]})], images, range(300))
+    changed, noise = 0, []
+    for before, after in zip(plain, out, strict=True):
+        places = np.argwhere((before != after).any(axis=2))
+        changed += len(places) > 0
+        if len(places):
+            (top, left), (bottom, right) = places.min(axis=0), places.max(axis=0) + 1
+            filled = after[top:bottom, left:right]
+            assert 0.08 < filled[..., 0].size / 600 < 0.33
+            assert 0.4 < (bottom - top) / (right - left) < 2.5
+            if value == "random":
+                noise.append(filled.ravel())
+            else:
+                assert (filled == value).all()
+    assert abs(changed - 150) < 5 * np.sqrt(75)
+    if noise:
+        numbers = np.concatenate(noise)
+        assert abs(numbers.mean()) < 5 / np.sqrt(numbers.size)
+        assert abs(numbers.std() - 1) < 5 / np.sqrt(2 * numbers.size)
+        assert len(np.unique(numbers)) > numbers.size / 3
+
+
+def test_a_rectangle_that_never_fits_erases_nothing():
+    erasing = AUGMENTATIONS.create("random_erasing", {"probability": 1.0, "scale": [1, 1], "ratio": [1, 1]})
+    u = np.random.default_rng(0).random(erasing.draws)
+    assert erasing.box((9, 9), u) is None
+    assert erasing.box((9, 9), np.array([1.0, *u[1:]])) is None
+
+
+def test_erasing_is_last_in_the_list():
+    with pytest.raises(ConfigError, match=r'"flip" is number 3 of the list, behind "random_erasing", .* at the end'):
+        Pipeline([("flip", {}), ("random_erasing", {}), ("flip", {})], 0, MEAN, STD)
+    assert len(Pipeline([("flip", {}), ERASING, ERASING], 0, MEAN, STD).normalised) == 2
+
+
 def test_an_empty_batch_gives_an_empty_batch():
     assert run(ALL, images_of(0), []).shape == (0, 7, 7, 3)
 
@@ -199,7 +240,17 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
     ("name", "options", "message"),
     [
         ("padcrop", {}, 'no augmentation "padcrop"; the nearest is "pad_crop"'),
-        ("zzz", {}, 'there are "center_crop", "flip", "pad_crop", "random_resized_crop"'),
+        ("zzz", {}, 'there are "center_crop", "flip", "pad_crop", "randaugment", "random_erasing", "random_resized_crop", "tr'),
+        ("randaugment", {"operations": 9}, "operations = 9 is outside 1 to 8"),
+        ("randaugment", {"magnitude": 31}, "magnitude = 31 is outside 0 to bins - 1 = 30"),
+        ("randaugment", {"bins": 1}, "bins = 1 is less than 2"),
+        ("randaugment", {"interpolation": "cubic"}, "must be 'nearest' or 'bilinear'"),
+        ("trivial_augment_wide", {"bins": 0}, "bins = 0 is less than 2"),
+        ("random_erasing", {"probability": 2}, "probability = 2.0 is outside"),
+        ("random_erasing", {"scale": [0.5, 1.5]}, r"scale = \[0.5, 1.5\] must be"),
+        ("random_erasing", {"ratio": [0, 1]}, r"ratio = \[0.0, 1.0\] must be"),
+        ("random_erasing", {"value": float("inf")}, "value = inf must be finite"),
+        ("random_erasing", {"value": "noise"}, '"value" .* is "noise"'),
         ("pad_crop", {"pading": 3}, 'no option "pading"; there is only "padding"'),
         ("center_crop", {}, 'needs the option "size"'),
         ("pad_crop", {"padding": -1}, "padding = -1 is negative"),

@@ -23,11 +23,13 @@ def intervals(draw, size):
 
 
 @st.composite
-def augmentations(draw, shape):
+def augmentations(draw, shape, channels):
     """A list of steps that images of `shape` are large enough for."""
     height, width = shape
     specs = []
-    for name in draw(st.lists(st.sampled_from(["pad_crop", "random_resized_crop", "center_crop", "flip"]), max_size=4)):
+    names = ["pad_crop", "random_resized_crop", "center_crop", "flip", "randaugment", "trivial_augment_wide"]
+    chosen = st.sampled_from(names if channels in (1, 3) else names[:4])
+    for name in draw(st.lists(chosen, max_size=4)):
         options = {}
         if name == "pad_crop":
             options = {"padding": draw(st.integers(0, 15))}
@@ -38,6 +40,8 @@ def augmentations(draw, shape):
             options = {"size": draw(st.integers(1, min(height, width)))}
             height = width = options["size"]
         specs.append((name, options))
+    for value in draw(st.lists(st.sampled_from([0, 1.5, "random"]), max_size=2)):
+        specs.append(("random_erasing", {"value": value, "probability": 0.8, "scale": [0.1, 0.6]}))
     return specs
 
 
@@ -45,7 +49,7 @@ def augmentations(draw, shape):
 @settings(max_examples=150, deadline=None)
 def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, seed, epoch):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, channels), np.uint8)
-    specs = data.draw(augmentations((height, width)))
+    specs = data.draw(augmentations((height, width), channels))
     pipeline = Pipeline(specs, seed, MEAN[:channels], STD[:channels], "float32")
     shape = images.shape[1:]
     expected = np.empty((COUNT, *pipeline.output_shape(*shape)), np.float32)
@@ -142,7 +146,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 @settings(max_examples=50, deadline=None)
 def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
-    pipeline = Pipeline(data.draw(augmentations((height, width))), seed, MEAN[:3], STD[:3], "float32")
+    pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN[:3], STD[:3], "float32")
     mirrored = pipeline.mirrored()
     shape = pipeline.output_shape(*images.shape[1:])
     assert mirrored.output_shape(*images.shape[1:]) == shape

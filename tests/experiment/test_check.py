@@ -121,6 +121,12 @@ def test_a_sound_configuration_passes():
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
         ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, in which only backend cuda"]),
         ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which goes with dtype float32 only"]),
+        (
+            "    - flip",
+            "    - random_erasing\n    - flip",
+            6,
+            ['"flip" is number 3 of the list', 'put "random_erasing" at the end'],
+        ),
         ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),
     ],
 )
@@ -165,6 +171,7 @@ def test_all_faults_are_told_at_once_each_at_its_place():
         ["schedule={name: cosine, warmup_epochs: 7}"],
         ["epochs=0", "schedule={name: cosine, warmup_epochs: 5}"],
         ["optimizer.momentum=0"],
+        ["data.augment=[randaugment, {name: random_erasing, value: random}]", "model.stochastic_depth=0.2"],
         ["optimizer.weight_decay=1e-4"],
         ["optimizer={name: lars, lr: 1, trust_coefficient: 1e-3}"],
     ],

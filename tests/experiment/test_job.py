@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.data import format as data_format
+from hpctrain.errors import ConfigError
 from hpctrain.experiment.job import Stopped
 from hpctrain.models import interchange
 from hpctrain.storage import weights_file
@@ -32,6 +34,33 @@ IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.ara
 def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence: str) -> None:
     with hpctrain.start(batch=8) as job, pytest.raises(hpctrain.HpctrainError, match=sentence):
         job.replica(nets.plain(), (9, 7, 3), **given)
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+@pytest.mark.parametrize(
+    ("mixing", "sentence"),
+    [
+        ({"mixupp": 1.0}, 'The mixing of images has no option "mixupp"; the nearest is "mixup"'),
+        ({"mixup": "much"}, 'Option "mixup" of the mixing of images is "much", but must be a number'),
+        ({"cutmix": 5.0}, "mixing.cutmix 5.0 is outside"),
+        ({"mixup": 1.0, "seed": 3}, 'Option "seed" of the mixing of images is set by the program'),
+    ],
+)
+def test_mixing_that_there_is_not_is_refused(mixing: dict[str, Any], sentence: str) -> None:
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
+        with pytest.raises(ConfigError, match=sentence):
+            job.array_loader(replica, IMAGES, LABELS, mixing=mixing)
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
+    stored = np.random.default_rng(1).integers(0, 256, (16, 9, 7, 3), dtype=np.uint8)
+    data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
+        loader = job.loader(replica, tmp_path / "train.h5", mixing={"mixup": 1.0})
+        assert all(batch.mixed is not None for batch in loader.epoch(0))
 
 
 @pytest.mark.usefixtures("alone_without_a_launcher")

@@ -42,3 +42,17 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
     of_both = replace(job(task), momentum=0.9)
     with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.9"):
         group_strategies(of_both, candidate(task))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arrays"),
+    [
+        (("optimizer.momentum=0.0",), 0),
+        ((), 1),
+        (("optimizer={name: adamw, lr: 0.1}",), 2),
+        (("optimizer={name: adamw, lr: 0.1}", "ema.decay=0.9"), 3),
+    ],
+)
+def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tuple[str, ...], arrays: int) -> None:
+    config, _ = load(CONFIG, ["batch=12", "backend=numpy", *overrides])
+    assert job(prepare(config, 2, (32, 32, 3), 10)).state_arrays == arrays

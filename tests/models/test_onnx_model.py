@@ -26,7 +26,7 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
-from tests.support.nets import plain
+from tests.support.nets import plain, residual
 
 _SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33}
 
@@ -97,8 +97,9 @@ def test_windows_mean_the_same(pool: Layer) -> None:
     np.testing.assert_allclose(their_logits(exported(network), x), our_logits(network, x), rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_is_left_out() -> None:
-    network = network_of(plain(dropout=0.3), (9, 7, 3))
+@pytest.mark.parametrize("model", [plain(dropout=0.3), residual(stochastic_depth=0.3)])
+def test_dropout_is_left_out(model: Layer) -> None:
+    network = network_of(model, (9, 7, 3))
     x = np.random.default_rng(2).standard_normal((2, 9, 7, 3), np.float32)
     proto = exported(network)
     assert "Dropout" not in {node.op_type for node in proto.graph.node}

@@ -1,10 +1,10 @@
-"""What the families share: widths."""
+"""What the families share: widths, and the chances of stochastic depth."""
 
 import pytest
 
 from hpctrain.errors import ConfigError, OptionError
 from hpctrain.models import catalogue
-from hpctrain.models.parts import MOST_CHANNELS, scaled
+from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,11 @@ def test_the_small_network_has_no_empty_layers(options: dict[str, object]) -> No
         *((model, {"width": -1.0}) for model in ("vgg11", "resnet18", "resnet20", "small")),
         *((model, {"depth": 17}) for model in ("vgg", "resnet", "resnet_small")),
         *((model, {"dropout": 1.0}) for model in ("vgg11", "small")),
+        *((model, {"stochastic_depth": rate}) for model in ("resnet20", "resnet50") for rate in (1.0, -0.1, float("nan"))),
+        ("resnet50", {"groups": 0}),
+        ("resnet50", {"width_per_group": 0}),
+        ("resnet50", {"width_per_group": 1_000_000}),
+        ("resnet50", {"groups": 10**9}),
         ("small", {"channels": []}),
         ("small", {"channels": [4, 0]}),
         ("small", {"hidden": -1}),
@@ -54,3 +59,12 @@ def test_a_refusal_names_its_option(model: str, options: dict[str, object]) -> N
     with pytest.raises(OptionError) as caught:
         catalogue.build(model, options)
     assert [caught.value.option] == list(options)
+
+
+def test_depths_rise_linearly_to_the_last_block() -> None:
+    ends = list(stochastic_depths(0.4, 5, 3))
+    assert ends[0] == {}
+    specs = [end["stochastic_depth"].spec("a") for end in ends[1:]]  # type: ignore[attr-defined]
+    assert [spec.rate for spec in specs] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert all(spec.per_sample and spec.seed == 3 for spec in specs)
+    assert list(stochastic_depths(0.0, 5, 3)) == [{}] * 5

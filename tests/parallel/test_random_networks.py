@@ -19,6 +19,7 @@ from hpctrain.nn.layers.pad_channels import PadChannels
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers.stochastic_depth import StochasticDepth
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
 
@@ -27,7 +28,7 @@ NETWORKS_PER_TEST, TESTS = 24, 5
 
 def _image_layer(chance: random.Random, channels: int) -> Layer:
     kernel = chance.randint(1, 5)
-    kinds = ["conv", "conv", "conv", "pool", "average", "norm", "relu", "drop", "pad", "double", "block", "adaptive"]
+    kinds = ["conv", "conv", "conv", "pool", "average", "norm", "relu", "drop", "depth", "pad", "double", "block", "adaptive"]
     kind = chance.choice(kinds)
     padding, stride = chance.randint(0, kernel // 2), chance.randint(1, 2)
     if kind == "conv":
@@ -44,6 +45,7 @@ def _image_layer(chance: random.Random, channels: int) -> Layer:
         "norm": BatchNorm(channels, synchronised=True),
         "relu": ReLU(),
         "drop": Dropout(0.3, seed=chance.randint(0, 9)),
+        "depth": StochasticDepth(0.4, seed=3),
         "pad": PadChannels(chance.randint(0, 2), 1),
         "double": Double(),
         "adaptive": AdaptiveAveragePool(chance.choice([1, 2, (3, 1)])),

@@ -1,5 +1,6 @@
 """The rules of distribution, kind by kind of operation and use."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,14 @@ def test_masks_know_where_they_lie() -> None:
             if use is not Parallelism.BATCH:
                 assert spec.unsplit_shape == IMAGES[1:]
                 assert spec.origin == tuple(start for start, _ in box[1:])
+
+
+def test_masks_of_whole_samples_have_no_place_in_them() -> None:
+    node = Node("drop", DropoutSpec(0.5, "drop", per_sample=True), (0,), 1)
+    for use in Parallelism:
+        sharding = shard(node, [layout.samples(IMAGES, (2, 1, 1))], IMAGES, use, SplitContext((2, 1, 1), (3, 1)))
+        for box, spec in zip(sharding.writes.boxes, sharding.specs, strict=True):
+            assert spec == replace(node.spec, first_sample=box[0][0])
 
 
 def test_global_pooling_of_tiles_is_a_sum_of_parts() -> None:

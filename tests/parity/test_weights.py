@@ -30,6 +30,7 @@ pytestmark = pytest.mark.torch
 TORCHVISION = (
     "alexnet2014",
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *("wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     *(f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")),
 )
 CLASSES = 7
@@ -53,7 +54,16 @@ def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "pixels", "width"), [("resnet18", 33, 1.0), ("resnet50", 33, 1.0), ("vgg11_bn", 45, 0.1)])
+@pytest.mark.parametrize(
+    ("name", "pixels", "width"),
+    [
+        ("resnet18", 33, 1.0),
+        ("resnet50", 33, 1.0),
+        ("resnext50_32x4d", 33, 1.0),
+        ("wide_resnet50_2", 33, 1.0),
+        ("vgg11_bn", 45, 0.1),
+    ],
+)
 def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixels: int, width: float, tmp_path: Path) -> None:
     module = theirs.module(name, CLASSES, 3) if width == 1.0 else theirs.narrow_vgg11_bn(CLASSES, width, 3)
     torch.save(module.state_dict(), tmp_path / "theirs.pth")

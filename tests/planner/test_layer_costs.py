@@ -141,4 +141,5 @@ def test_segments_of_a_kind_are_priced_once() -> None:
 def test_memory_of_parameters() -> None:
     job = job_named("plain")
     assert parameter_item_bytes(job) == 4
-    assert parameter_memory_bytes(AveragedParts(100), 4, 4) == 400 * 2.25
+    assert parameter_memory_bytes(AveragedParts(100), 4, 4, 1) == 400 * 2.25
+    assert parameter_memory_bytes(AveragedParts(100), 4, 4, 3) == 400 * 2.75

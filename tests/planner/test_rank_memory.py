@@ -1,11 +1,19 @@
 """The memory of a rank: the parts that a plan's report has are the same to the byte."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.link import LinkModel
 from hpctrain.data.sampler import counts
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.ema import EmaRule
+from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_reporter import report_plan
@@ -63,15 +71,22 @@ def test_owners_hold_their_part_of_the_state_and_others_all() -> None:
     assert sharded.total < bucketed.total
 
 
-def test_the_state_is_that_of_the_first_rank() -> None:
-    task = task_of(1, 3)
+@pytest.mark.parametrize(
+    ("optimizer", "ema", "arrays"),
+    [(Sgd, None, 1), (partial(Sgd, momentum=0.0), None, 0), (Adamw, None, 2), (Sgd, EmaRule(0.9), 2), (Lamb, EmaRule(0.9), 3)],
+)
+def test_the_state_is_that_of_the_first_rank(optimizer: Callable[[], Optimizer], ema: EmaRule | None, arrays: int) -> None:
+    task = replace(task_of(1, 3), optimizer=optimizer, ema=ema)
 
-    def owned(comm):  # type: ignore[no-untyped-def]
+    def sizes(comm):  # type: ignore[no-untyped-def]
         replica = replica_of(task, comm, virtual_engine(comm), Sharded, nominal_batch=11)
-        return sum(segment.size for averager in replica.averagers.values() for segment in averager.owned())
+        owned = [(one.optimizer, segment) for one in replica.averagers.values() for segment in one.owned()]
+        state = sum(array.size for bound, segment in owned for array in bound.state(segment).values())
+        return sum(segment.size for _, segment in owned), state
 
+    owned, state = run_virtual(3, sizes)[0]
     ((_, memory), *_) = memories(task)
-    assert memory.state == 8 * run_virtual(3, owned)[0]
+    assert memory.state == 8 * state == 8 * arrays * owned
 
 
 def test_owners_keep_what_rounding_takes_from_parameters() -> None:

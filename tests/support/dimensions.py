@@ -66,6 +66,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "plain": Net(partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
         "residual": Net(nets.residual, _RESIDUAL_MIXED),
         "residual-local": Net(partial(nets.residual, synchronised=False), _RESIDUAL_MIXED),
+        "stochastic-depth": Net(partial(nets.residual, stochastic_depth=0.4), _RESIDUAL_MIXED),
         "narrow": Net(nets.narrow, {"conv": _M, "fc1": _B}, classes=2),
     },
     "batch": {"8": 8, "3": 3},  # of 19 samples, so that an epoch ends with 3 or 1: fewer than ranks

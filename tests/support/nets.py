@@ -14,6 +14,7 @@ from hpctrain.nn.layers.max_pool import MaxPool
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers.stochastic_depth import StochasticDepth
 
 
 def plain(classes: int = 5, *, dropout: float = 0.0) -> Layer:
@@ -50,8 +51,8 @@ def narrow(classes: int = 2) -> Layer:
     )
 
 
-def residual(classes: int = 5, *, synchronised: bool = True) -> Layer:
-    """Batch norm and two residual blocks, one with a projection. For images of 3 channels."""
+def residual(classes: int = 5, *, synchronised: bool = True, stochastic_depth: float = 0.0) -> Layer:
+    """Batch norm and two residual blocks, one with a projection, whose bodies may be dropped. For images of 3 channels."""
 
     def norm(channels: int) -> Layer:
         return BatchNorm(channels, synchronised=synchronised)
@@ -63,6 +64,7 @@ def residual(classes: int = 5, *, synchronised: bool = True) -> Layer:
             "relu1": ReLU(),
             "conv2": Conv2d(k, k, 3, padding=1, bias=False),
             "bn2": norm(k),
+            **({"drop": StochasticDepth(stochastic_depth, seed=5)} if stochastic_depth else {}),
         }
         same = c == k and stride == 1
         shortcut = None if same else Sequential([Conv2d(c, k, 1, stride=stride, bias=False), norm(k)])

@@ -14,6 +14,7 @@ from hpctrain.backend.kernels.base import Array
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.planned_job import state_arrays
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Segment
@@ -48,8 +49,19 @@ def job_of(task: training.Task) -> Job:
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    norms_needed = task.optimizer().norms_needed
-    return Job("made up", graph_of, specs, task.kernels, task.dtype, task.image_shape, task.batch, norms_needed, make_strategy)
+    optimizer = task.optimizer()
+    return Job(
+        "made up",
+        graph_of,
+        specs,
+        task.kernels,
+        task.dtype,
+        task.image_shape,
+        task.batch,
+        optimizer.norms_needed,
+        make_strategy,
+        state_arrays=state_arrays(optimizer, averages=task.ema is not None),
+    )
 
 
 def candidate_of(task: training.Task, averager: str, options: Mapping[str, Any]) -> Candidate:

@@ -31,12 +31,16 @@ def _declare_operators() -> torch.library.Library | None:
 
 _OPERATORS = _declare_operators()
 
-from torchvision import models  # noqa: E402  it wants the operators
+from torchvision import models, transforms  # noqa: E402  they want the operators
+
+__all__ = ["models", "transforms"]
 
 #: ours -> torchvision's
 NAMES = {
     "alexnet2014": "alexnet",
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
+    **{name: name for name in ("wide_resnet50_2", "wide_resnet101_2")},
+    **{name: name for name in ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d")},
     **{f"vgg{depth}{norm}": f"vgg{depth}{norm}" for depth in (11, 13, 16, 19) for norm in ("", "_bn")},
 }
 

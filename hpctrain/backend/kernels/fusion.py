@@ -12,16 +12,29 @@ from dataclasses import replace
 
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, ReluSpec, Spec
+from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, LinearSpec, ReluSpec, Spec
 
 
-def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec)) -> Graph:
+def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *, training: bool = True) -> Graph:
     """The graph with fused nodes. products: of the specs with which a ReLU becomes `WithRelu`."""
-    nodes = list(graph.nodes)
+    nodes = list(graph.nodes) if training else _without_stochastic_depth(graph)
     for relu in graph.nodes:
         if isinstance(relu.spec, ReluSpec):
             _absorb_relu(nodes, relu, graph.output, products)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _without_stochastic_depth(graph: Graph) -> list[Node]:
+    """The nodes without those that evaluation leaves out, which would stand between a batch norm and its sum."""
+    nodes: list[Node] = []
+    stands_for: dict[int, int] = {}
+    for node in graph.nodes:
+        inputs = tuple(stands_for.get(tensor, tensor) for tensor in node.inputs)
+        if isinstance(node.spec, DropoutSpec) and node.spec.per_sample and node.output != graph.output:
+            stands_for[node.output] = inputs[0]
+        else:
+            nodes.append(replace(node, inputs=inputs))
+    return nodes
 
 
 def _absorb_relu(nodes: list[Node], relu: Node, output: int, products: tuple[type, ...]) -> None:

@@ -283,7 +283,8 @@ class DropoutSpec:
     keep = f(seed, step, layer name, sample id, index in the unsplit activation of one sample), so that any split of batch,
     channels or rows draws its part of one mask. `unsplit_shape` and `origin` are of one sample (without N); None and
     empty mean that the activation is not split. `first_sample` is the position of the first sample here among those of the step's
-    context.
+    context. With `per_sample` all elements of a sample are kept or dropped together, by what its index 0 draws (stochastic
+    depth, Huang et al. 2016).
     """
 
     rate: float
@@ -292,6 +293,7 @@ class DropoutSpec:
     unsplit_shape: Shape | None = None
     origin: Shape = ()
     first_sample: int = 0
+    per_sample: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate < 1.0:

@@ -1,20 +1,25 @@
 """Augmentation as pure functions of (seed, epoch, sample id): independent of how samples are grouped into batches.
 
 Each augmentation is a frozen description with its options as fields; it draws `draws` uniform numbers per sample and works on
-uint8 images. `hpctrain.data.pipeline` runs a list of them and normalises last.
+uint8 images. `hpctrain.data.pipeline` runs a list of them and then normalises; those that are `NormalisedAugmentation` come last.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, whole
 from hpctrain.errors import OptionError
 
 MOST_PIXELS = 1 << 15
+
+#: gives the first so many uniform 32-bit words of a sample, always the same ones
+Words = Callable[[int], NDArray[np.uint32]]
 
 
 class Augmentation(ABC):
@@ -78,3 +83,21 @@ class Augmentation(ABC):
             value = getattr(self, option)
             shown = list(value) if isinstance(value, tuple) else value
             raise OptionError(f"The option {self.name}.{option} = {shown} {rule}.", option)
+
+
+class NormalisedAugmentation(Augmentation):
+    """An augmentation of normalised pixels, behind all others: it changes some of an image and moves none."""
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        out[...] = images
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        return region
+
+    @abstractmethod
+    def change(self, pixels: np.ndarray, size: tuple[int, int], u: np.ndarray, words: Words, region: Box) -> None:
+        """Change a region (h, w, C) of one normalised image of `size` (H, W), in place.
+
+        Args:
+            u: (draws,) float64 in [0, 1), the sample's.
+        """

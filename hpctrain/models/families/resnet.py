@@ -1,10 +1,21 @@
-"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), as torchvision names them."""
+"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), their wide forms (Zagoruyko and Komodakis 2016) and
+ResNeXt (Xie et al. 2017), as torchvision names them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from hpctrain.models.parts import Norm, basic_block, bottleneck_block, check_depth, projection, scaled
+from hpctrain.errors import OptionError
+from hpctrain.models.parts import (
+    MOST_CHANNELS,
+    Norm,
+    basic_block,
+    bottleneck_block,
+    check_depth,
+    projection,
+    scaled,
+    stochastic_depths,
+)
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.conv2d import Conv2d
@@ -16,12 +27,19 @@ from hpctrain.nn.layers.sequential import Sequential
 
 IMAGE_SHAPE = (224, 224, 3)
 
-VARIANTS: Mapping[str, Mapping[str, object]] = {f"resnet{depth}": {"depth": depth} for depth in (18, 34, 50, 101, 152)}
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    **{f"resnet{depth}": {"depth": depth} for depth in (18, 34, 50, 101, 152)},
+    **{f"wide_resnet{depth}_2": {"depth": depth, "width_per_group": 128} for depth in (50, 101)},
+    "resnext50_32x4d": {"depth": 50, "groups": 32, "width_per_group": 4},
+    "resnext101_32x8d": {"depth": 101, "groups": 32, "width_per_group": 8},
+    "resnext101_64x4d": {"depth": 101, "groups": 64, "width_per_group": 4},
+}
 
 _CHANNELS = (64, 128, 256, 512)
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # per stage
 _FIRST_BOTTLENECK = 50  # from this depth on
-_EXPANSION = 4  # channels out of a bottleneck over those inside
+_EXPANSION = 4  # channels out of a bottleneck over the published ones inside
+_PUBLISHED_WIDTH = 64  # of the groups together, in the first stage
 
 
 def build(
@@ -30,23 +48,34 @@ def build(
     classes: int = 1000,
     channels_in: int = 3,
     width: float = 1.0,
+    groups: int = 1,
+    width_per_group: int = _PUBLISHED_WIDTH,
     zero_init_residual: bool = False,
+    stochastic_depth: float = 0.0,
     epsilon: float = 1e-5,
     momentum: float = 0.1,
     synchronised: bool = False,
+    seed: int = 0,
 ) -> Layer:
     """ResNet with 18, 34, 50, 101 or 152 layers, made for 224 px, for images of any size.
 
     Args:
         depth: Number of layers with weights: 18, 34, 50, 101 or 152.
         width: Factor on all channels; 1 is the published network.
+        groups: Groups of each 3x3 convolution, from depth 50 on; 32 makes ResNeXt.
+        width_per_group: Channels of each of these groups in the first stage, from depth 50 on; 128 in one group makes the wide
+            networks.
         zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0 (Goyal et al. 2017,
             section 5.1).
+        stochastic_depth: Probability of dropping the body of the last residual block for a sample, in [0, 1); it rises linearly
+            from 0 at the first block.
 
     Raises:
-        OptionError: a depth that does not exist, or a width that is not positive.
+        OptionError: a depth that does not exist, a width that is not positive, groups that there are not, or a stochastic depth
+            outside [0, 1).
     """
     check_depth("ResNet", depth, _BLOCKS)
+    _check_groups(depth, groups, width_per_group)
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)
     channels = scaled(_CHANNELS[0], width)
     layers: dict[str, Layer] = {
@@ -55,23 +84,64 @@ def build(
         "relu": ReLU(),
         "maxpool": MaxPool(3, 2, padding=1),
     }
+    ends = stochastic_depths(stochastic_depth, sum(_BLOCKS[depth]), seed)
     for stage, (count, published) in enumerate(zip(_BLOCKS[depth], _CHANNELS, strict=True)):
-        blocks, channels = _stage(depth, count, channels, scaled(published, width), 1 if stage == 0 else 2, norm)
-        layers[f"layer{stage + 1}"] = blocks
+        stride, basic = 1 if stage == 0 else 2, scaled(published, width)
+        if depth < _FIRST_BOTTLENECK:
+            layers[f"layer{stage + 1}"] = _basic_stage(count, channels, basic, stride, norm, ends)
+            channels = basic
+        else:
+            inside = max(1, basic * width_per_group // _PUBLISHED_WIDTH) * groups
+            sizes = channels, inside, basic * _EXPANSION
+            layers[f"layer{stage + 1}"] = _bottleneck_stage(count, sizes, stride, groups, norm, ends)
+            channels = basic * _EXPANSION
     layers |= {"avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(channels, classes)}
     return Sequential(layers)
 
 
-def _stage(depth: int, count: int, channels_in: int, channels: int, stride: int, norm: Norm) -> tuple[Layer, int]:
-    """`count` blocks, the first with the stride, and their channels out."""
-    bottleneck = depth >= _FIRST_BOTTLENECK
-    channels_out = channels * _EXPANSION if bottleneck else channels
+def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
+    """Raises:
+    OptionError: numbers below 1, or other than the published ones for a network without bottlenecks.
+    """
+    for option, value, published in (("groups", groups, 1), ("width_per_group", width_per_group, _PUBLISHED_WIDTH)):
+        if value < 1:
+            raise OptionError(f"{option} is {value}, but must be at least 1; {published} is the published network's.", option)
+        if depth < _FIRST_BOTTLENECK and value != published:
+            raise OptionError(
+                f"{option} is {value}, but a ResNet of depth {depth} has no bottlenecks, so it must be {published}; the smallest "
+                f"depth with bottlenecks is {_FIRST_BOTTLENECK}.",
+                option,
+            )
+    most = MOST_CHANNELS // (max(_CHANNELS) // _PUBLISHED_WIDTH)
+    if groups * width_per_group > most:
+        raise OptionError(
+            f"{groups} groups of {width_per_group} channels make more than {MOST_CHANNELS:,} channels in the last stage, and no "
+            f"layer may have more; the largest width_per_group is {max(1, most // groups)}.",
+            "width_per_group" if groups <= most else "groups",
+        )
+
+
+def _basic_stage(
+    count: int, channels_in: int, channels: int, stride: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
+) -> Layer:
+    """`count` blocks of two convolutions, the first block with the stride."""
+    blocks: list[Layer] = []
+    for _ in range(count):
+        shortcut = projection(channels_in, channels, stride, norm)
+        blocks.append(basic_block(channels_in, channels, stride, norm, shortcut, next(ends)))
+        channels_in, stride = channels, 1
+    return Sequential(blocks)
+
+
+def _bottleneck_stage(
+    count: int, channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
+) -> Layer:
+    """`count` bottlenecks, the first with the stride. channels: as `bottleneck_block` has them, of the first one."""
+    channels_in, inside, channels_out = channels
     blocks: list[Layer] = []
     for _ in range(count):
         shortcut = projection(channels_in, channels_out, stride, norm)
-        if bottleneck:
-            blocks.append(bottleneck_block(channels_in, channels, channels_out, stride, norm, shortcut))
-        else:
-            blocks.append(basic_block(channels_in, channels, stride, norm, shortcut))
+        sizes = channels_in, inside, channels_out
+        blocks.append(bottleneck_block(sizes, stride, groups, norm, shortcut, next(ends)))
         channels_in, stride = channels_out, 1
-    return Sequential(blocks), channels_out
+    return Sequential(blocks)

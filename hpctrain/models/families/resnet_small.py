@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from hpctrain.models.parts import Norm, basic_block, check_depth, projection, scaled
+from hpctrain.models.parts import Norm, basic_block, check_depth, projection, scaled, stochastic_depths
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.average_pool import AveragePool
@@ -31,9 +31,11 @@ def build(
     width: float = 1.0,
     shortcut: Literal["padding", "projection"] = "padding",
     zero_init_residual: bool = False,
+    stochastic_depth: float = 0.0,
     epsilon: float = 1e-5,
     momentum: float = 0.1,
     synchronised: bool = False,
+    seed: int = 0,
 ) -> Layer:
     """ResNet with 20, 32, 44, 56 or 110 layers, made for 32 px: three stages of (depth - 2) / 6 basic blocks.
 
@@ -43,9 +45,11 @@ def build(
         shortcut: The shortcut where a block's shape changes: "padding" takes every second pixel and adds channels of zeros (the
             paper's option A, no parameters), "projection" is a 1x1 convolution with batch norm (option B).
         zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0.
+        stochastic_depth: Probability of dropping the body of the last residual block for a sample, in [0, 1); it rises linearly
+            from 0 at the first block.
 
     Raises:
-        OptionError: a depth that does not exist, or a width that is not positive.
+        OptionError: a depth that does not exist, a width that is not positive, or a stochastic depth outside [0, 1).
     """
     check_depth("small ResNet", depth, (20, 32, 44, 56, 110))
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)
@@ -55,15 +59,21 @@ def build(
         "bn1": norm.layer(channels),
         "relu": ReLU(),
     }
+    count = (depth - 2) // 6
+    ends = stochastic_depths(stochastic_depth, count * len(_CHANNELS), seed)
     for stage, published in enumerate(_CHANNELS):
         channels_out = scaled(published, width)
-        layers[f"layer{stage + 1}"] = _stage((depth - 2) // 6, channels, channels_out, 1 if stage == 0 else 2, norm, shortcut)
+        layers[f"layer{stage + 1}"] = _stage(count, (channels, channels_out), 1 if stage == 0 else 2, norm, shortcut, ends)
         channels = channels_out
     layers |= {"avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(channels, classes)}
     return Sequential(layers)
 
 
-def _stage(count: int, channels_in: int, channels: int, stride: int, norm: Norm, shortcut: str) -> Layer:
+def _stage(
+    count: int, inout: tuple[int, int], stride: int, norm: Norm, shortcut: str, ends: Iterator[Mapping[str, Layer]]
+) -> Layer:
+    """`count` blocks, the first with the stride, from the channels `inout[0]` to `inout[1]`."""
+    channels_in, channels = inout
     blocks: list[Layer] = []
     for _ in range(count):
         branch = (
@@ -71,7 +81,7 @@ def _stage(count: int, channels_in: int, channels: int, stride: int, norm: Norm,
             if shortcut == "projection"
             else _padding(channels_in, channels, stride)
         )
-        blocks.append(basic_block(channels_in, channels, stride, norm, branch))
+        blocks.append(basic_block(channels_in, channels, stride, norm, branch, next(ends)))
         channels_in, stride = channels, 1
     return Sequential(blocks)
 

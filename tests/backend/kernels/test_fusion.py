@@ -7,7 +7,17 @@ import pytest
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.fusion import fuse
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.backend.kernels.specs import (
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    LinearSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+)
 from hpctrain.models import catalogue
 
 CONVOLUTION = Conv2dSpec(8, 8, Window((3, 3), (1, 1), (1, 1, 1, 1)))
@@ -32,6 +42,19 @@ def test_a_relu_joins_what_is_before_it() -> None:
     assert specs(fuse(chain(NORM, ReluSpec()))) == [BatchNormSpec(8, relu=True)]
     linear = LinearSpec(8, 8)
     assert specs(fuse(chain(linear, ReluSpec(), shape=(2, 8)))) == [WithRelu(linear)]
+
+
+def test_evaluation_leaves_stochastic_depth_out() -> None:
+    """Else a batch norm and its sum would be two operators in evaluation, and rounded otherwise than without it."""
+    counts = {}
+    for rate in (0.3, 0.0):
+        builder = GraphBuilder(TensorSpec((2, 9, 7, 3)))
+        model = catalogue.build("resnet20", {"width": 0.25, "stochastic_depth": rate})
+        graph = builder.build(model.lower(builder, 0, ""))
+        counts[rate] = [len(fuse(graph, training=training).nodes) for training in (False, True)]
+    assert counts[0.3][0] == counts[0.0][0] == counts[0.0][1] < counts[0.3][1]
+    last = chain(NORM, DropoutSpec(0.5, "a", per_sample=True))
+    assert fuse(last, training=False) == last
 
 
 def test_a_product_joins_only_where_the_set_has_an_operator_for_both() -> None:

@@ -17,6 +17,11 @@ COUNTS = {
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
+    "wide_resnet50_2": 68_883_240,
+    "wide_resnet101_2": 126_886_696,
+    "resnext50_32x4d": 25_028_904,
+    "resnext101_32x8d": 88_791_336,
+    "resnext101_64x4d": 83_455_272,
 }
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -26,7 +31,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert parameter_count(catalogue.build(name, {})) == COUNTS[name]
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", [name for name in COUNTS if name.startswith("resnet")])
 def test_names_and_shapes_are_torchvisions(name: str) -> None:
     assert list(exported_shapes(catalogue.build(name, {})).items()) == list(_torchvision(int(name[6:])))
 
@@ -89,3 +94,16 @@ def test_batch_norm_options_reach_every_batch_norm() -> None:
 def test_a_depth_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no ResNet of depth 20; .* the nearest is 18"):
         resnet.build(depth=20)
+
+
+@pytest.mark.parametrize(("option", "value"), [("groups", 2), ("width_per_group", 128)])
+def test_networks_without_bottlenecks_have_no_groups(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is {value}, but a ResNet of depth 34 has no bottlenecks, so it must be"):
+        catalogue.build("resnet34", {option: value})
+
+
+def test_a_narrow_network_keeps_its_groups() -> None:
+    model = catalogue.build("resnext50_32x4d", {"width": 0.05, "classes": 5})
+    builder = GraphBuilder(TensorSpec((1, 33, 33, 3)))
+    graph = builder.build(model.lower(builder, 0, ""))
+    assert {n.spec.groups for n in graph.nodes if isinstance(n.spec, Conv2dSpec) and n.name.endswith("conv2")} == {32}

@@ -1,5 +1,5 @@
 // Dropout with masks of a counter-based generator: word i % 4 of Philox4x32-10 (Salmon et al., SC 2011) at counter (i / 4, sample id) decides
-// about element i of a sample. Masks are drawn again in backward, not kept.
+// about element i of a sample, or word 0 at counter (0, sample id) about all of it. Masks are drawn again in backward, not kept.
 #include "common.cuh"
 #include "exact.cuh"
 
@@ -24,7 +24,7 @@ struct Place { int64_t first, step0, step1; int32_t rows, packs; int64_t packs_o
 // One step's numbers, in device memory: whether it is training, the operator's key, the ids of the samples.
 struct Step { const int64_t* training; const uint32_t* key; const int64_t* ids; };
 
-template <class T, int W, bool ADD> __device__ __forceinline__ void dropout(
+template <class T, int W, bool ADD, bool SAMPLE> __device__ __forceinline__ void dropout(
     const T* x, T* y, const Step& step, const Place& place, typename Sum<T>::type scale, uint32_t threshold, int64_t items) {
   typedef typename Sum<T>::type S;
   const bool training = *step.training != 0;
@@ -39,9 +39,11 @@ template <class T, int W, bool ADD> __device__ __forceinline__ void dropout(
     Words words;
 #pragma unroll
     for (int e = 0; e < W; e++) {
-      if (e % 4 == 0) words = philox(key0, key1, uint64_t(index + e) >> 2, uint64_t(step.ids[sample]));
+      if (SAMPLE ? e == 0 : e % 4 == 0) words = philox(key0, key1, SAMPLE ? 0 : uint64_t(index + e) >> 2, uint64_t(step.ids[sample]));
       uint32_t word;
-      if (W >= 4) {
+      if (SAMPLE) {
+        word = words.at[0];
+      } else if (W >= 4) {
         word = words.at[e % 4];
       } else {
         const uint32_t which = uint32_t(index + e) & 3;
@@ -55,14 +57,16 @@ template <class T, int W, bool ADD> __device__ __forceinline__ void dropout(
   }
 }
 
-#define KERNEL(T, name, W, ADD) \
+#define KERNEL(T, name, W, ADD, SAMPLE) \
   extern "C" __global__ __launch_bounds__(256) void name( \
       const T* x, T* y, const int64_t* training, const uint32_t* key, const int64_t* ids, int64_t first, int64_t step0, int64_t step1, \
       int32_t rows, int32_t packs, int64_t packs_of_sample, Sum<T>::type scale, uint32_t threshold, int64_t items) { \
-    dropout<T, W, ADD>( \
+    dropout<T, W, ADD, SAMPLE>( \
         x, y, Step{training, key, ids}, Place{first, step0, step1, rows, packs, packs_of_sample}, scale, threshold, items); } \
   EXPORT_INDEPENDENT(name)
-#define MAKE(T, tag, W) KERNEL(T, dropout_##tag##_w##W, W, false) KERNEL(T, dropout_add_##tag##_w##W, W, true)
+#define MAKE(T, tag, W) \
+  KERNEL(T, dropout_##tag##_w##W, W, false, false) KERNEL(T, dropout_add_##tag##_w##W, W, true, false) \
+  KERNEL(T, sample_dropout_##tag##_w##W, W, false, true) KERNEL(T, sample_dropout_add_##tag##_w##W, W, true, true)
 MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
 #ifdef ON_CPU
 MAKE(double, f64, 2) MAKE(double, f64, 1)

@@ -49,7 +49,7 @@ class SamplePlace:
             BackendError: a split activation with more than three dims beside N.
         """
         shape = x.shape[1:]
-        if spec.unsplit_shape is None:
+        if spec.unsplit_shape is None or spec.per_sample:
             return cls((1, 1, math.prod(shape)))
         if len(shape) > _DIMS:
             raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims beside the batch, not {len(shape)}.")
@@ -67,7 +67,8 @@ class SamplePlace:
 
 
 class CudaDropout(InPlace, CudaOperator):
-    """y = x * keep / (1 - rate). Nothing is saved: backward draws the mask again, which costs less than reading it.
+    """y = x * keep / (1 - rate), keep by element or by sample. Nothing is saved: backward draws the mask again, which costs less
+    than reading it.
 
     So backward has to come before the `begin` of the next forward pass.
     """
@@ -75,7 +76,7 @@ class CudaDropout(InPlace, CudaOperator):
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> None:
         super().__init__(spec, (x,), training=training, runtime=runtime)
         self._ids = spec.first_sample + x.shape[0]
-        self._place = SamplePlace.of(spec, x)
+        self._place, self._per_sample = SamplePlace.of(spec, x), spec.per_sample
         step = block.register(spec.seed, spec.layer, self._ids)
         self._step = step.training, step.key.view("uint32"), step.ids[spec.first_sample :]
         self._scale = np.dtype(parameter_dtype(self.dtype)).type(1.0 / (1.0 - spec.rate))
@@ -98,6 +99,6 @@ class CudaDropout(InPlace, CudaOperator):
         packs = place.shape[2] // width
         counts = (np.int32(place.shape[1]), np.int32(packs), np.int64(math.prod(place.shape[:2]) * packs))
         steps = (np.int64(place.first), np.int64(place.step0), np.int64(place.step1))
-        name = f"{kernel}_{self.tag}_w{width}"
+        name = f"{'sample_' * self._per_sample}{kernel}_{self.tag}_w{width}"
         arguments = (values, out, *self._step, *steps, *counts, self._scale, self._threshold)
         self.runtime.launch_items("dropout", name, values.size // width, *arguments)

@@ -92,7 +92,7 @@ class CudaKernelSet(CapturesWork, KernelSet):
         return CudaSoftmaxCrossEntropy(spec, self.runtime)
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
-        return fuse(graph, products=(Conv2dSpec,))
+        return fuse(graph, products=(Conv2dSpec,), training=training)
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

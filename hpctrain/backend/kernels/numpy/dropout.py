@@ -13,6 +13,7 @@ from hpctrain.backend.kernels.numpy.elementwise import flat_blocks
 from hpctrain.backend.kernels.numpy.flatten import View
 from hpctrain.backend.kernels.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.rows import RowBlocks
+from hpctrain.backend.kernels.numpy.stochastic_depth import NumpyStochasticDepth
 from hpctrain.backend.kernels.numpy.taps import split
 from hpctrain.backend.kernels.specs import DropoutSpec, Shape, TensorSpec
 
@@ -23,6 +24,8 @@ def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operato
     """Dropout, or the identity where nothing is dropped."""
     if not training or spec.rate == 0:
         return View(spec, x)
+    if spec.per_sample:
+        return NumpyStochasticDepth(spec, x, training=training)
     return NumpyDropout(spec, x, training=training)
 
 

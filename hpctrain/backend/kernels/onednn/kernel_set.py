@@ -118,7 +118,7 @@ class OnednnKernelSet(KernelSet):
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         empty = any(0 in tensor.shape for tensor in graph.tensors)
-        return fuse(graph) if self._fused and not empty else graph
+        return fuse(graph, training=training) if self._fused and not empty else graph
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
         return ReorderOperator(self._engine, source, target)

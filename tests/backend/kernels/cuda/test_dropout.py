@@ -37,6 +37,10 @@ CASES: dict[str, tuple[DropoutSpec, tuple[int, ...]]] = {
     "four dims": (DropoutSpec(0.1, "a"), (2, 3, 2, 2, 4)),
     "more than all threads at once": (DropoutSpec(0.3, "a"), (3, 9000)),
     "more than all threads at once, no packs": (DropoutSpec(0.3, "a"), (3, 41, 37, 1)),
+    "whole samples": (DropoutSpec(0.4, "a", per_sample=True), (6, 4, 3, 16)),
+    "whole samples, no packs": (DropoutSpec(0.4, "a", seed=9, per_sample=True), (6, 3, 5, 3)),
+    "whole samples from the third on": (DropoutSpec(0.6, "a", first_sample=2, per_sample=True), (4, 24)),
+    "whole samples, more than all threads at once": (DropoutSpec(0.5, "a", per_sample=True), (3, 41, 37, 1)),
     "no samples": (DropoutSpec(0.5, "a"), (0, 7)),
     "no rows": (DropoutSpec(0.5, "a", unsplit_shape=(9, 3, 16), origin=(4, 0, 0)), (2, 0, 3, 16)),
 }

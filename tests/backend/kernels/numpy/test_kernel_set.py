@@ -40,6 +40,7 @@ SPECS: list[tuple[Spec, int]] = [
     (AddSpec(), 2),
     (AddSpec(relu=True), 2),
     (DropoutSpec(0.5, "a"), 1),
+    (DropoutSpec(0.5, "a", per_sample=True), 1),
     (FlattenSpec(), 1),
 ]
 

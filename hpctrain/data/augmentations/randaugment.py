@@ -1,0 +1,61 @@
+"""Some random operations of one strength."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from hpctrain.data import picture_operations
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges
+
+MOST_OPERATIONS = 8
+
+_RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_bits=4, translation=None)
+
+
+@dataclass(frozen=True)
+class RandAugment(Augmentation):
+    """Operations that are drawn from torchvision's 14, all of one strength (Cubuk et al., NeurIPS 2020).
+
+    Args:
+        operations: Number of operations on each image, one after another, from 1 to 8.
+        magnitude: Strength of each of them, from 0 to bins - 1.
+        bins: Number of steps between no strength and the greatest, at least 2.
+        interpolation: Interpolation of sheared, moved and rotated images: "nearest" or "bilinear".
+    """
+
+    operations: int = 2
+    magnitude: int = 9
+    bins: int = 31
+    interpolation: Literal["nearest", "bilinear"] = "nearest"
+
+    name: ClassVar[str] = "randaugment"
+    draws: ClassVar[int] = 2 * MOST_OPERATIONS
+
+    def __post_init__(self) -> None:
+        legal = 1 <= self.operations <= MOST_OPERATIONS
+        self.require(legal, "operations", f"is outside 1 to {MOST_OPERATIONS}; the usual one is 2")
+        self.require(self.bins >= 2, "bins", "is less than 2; the usual one is 31")
+        legal = 0 <= self.magnitude < self.bins
+        self.require(legal, "magnitude", f"is outside 0 to bins - 1 = {self.bins - 1}; the usual one is 9 of 31")
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        picture_operations.check_channels(self.name, c)
+        return h, w, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        size = images.shape[1], images.shape[2]
+        for image, target, drawn in zip(images, out, u, strict=True):
+            target[...] = picture_operations.changed(image, self.choices(size, drawn), self.interpolation)
+
+    def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
+        """(operation, magnitude) in order, by the sample's numbers u (draws,), for an image of `size` (H, W)."""
+        chosen = []
+        for which, sign in u.reshape(-1, 2)[: self.operations].tolist():
+            name = NAMES[int(which * len(NAMES))]
+            magnitude = _RANGES.magnitude(name, self.magnitude, self.bins, size)
+            chosen.append((name, -magnitude if name in SIGNED and sign < 0.5 else magnitude))
+        return chosen

@@ -1,0 +1,92 @@
+"""A rectangle of normalised pixels replaced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.boxes import Box, intersect, relative, shape_of
+from hpctrain.data.augmentations.base import NormalisedAugmentation, Words
+
+_TRIES = 10
+_QUANTILE_BITS = 16
+
+
+@dataclass(frozen=True)
+class RandomErasing(NormalisedAugmentation):
+    """A rectangle of random area and aspect, replaced behind normalisation, last in the list (Zhong et al., AAAI 2020).
+
+    As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
+
+    Args:
+        probability: Share of the images of which a rectangle is erased, in [0, 1].
+        scale: Least and most share of the image's area that the rectangle has, within [0, 1].
+        ratio: Least and most height over width of the rectangle.
+        value: Number that the rectangle is filled with, in units of normalised pixels, so that 0 is the mean of the data; or
+            "random", a normal number for each value of it.
+    """
+
+    probability: float = 0.5
+    scale: tuple[float, float] = (0.02, 0.33)
+    ratio: tuple[float, float] = (0.3, 3.3)
+    value: float | Literal["random"] = 0.0
+
+    name: ClassVar[str] = "random_erasing"
+    draws: ClassVar[int] = 1 + 2 * _TRIES + 2
+
+    def __post_init__(self) -> None:
+        self.require(0 <= self.probability <= 1, "probability", "is outside [0, 1]; the usual one is 0.5")
+        low, high = self.scale
+        self.require(0 <= low <= high <= 1, "scale", "must be low <= high within [0, 1], such as [0.02, 0.33]")
+        low, high = self.ratio
+        self.require(1e-3 <= low <= high <= 1e3, "ratio", "must be low <= high within [0.001, 1000], such as [0.3, 3.3]")
+        legal = self.value == "random" or math.isfinite(self.value)
+        self.require(legal, "value", 'must be finite, or "random"; the usual one is 0')
+
+    def change(self, pixels: np.ndarray, size: tuple[int, int], u: np.ndarray, words: Words, region: Box) -> None:
+        box = self.box(size, u)
+        if box is None:
+            return
+        inside = intersect(box, region)
+        if inside is None:
+            return
+        where = relative(inside, region)
+        if self.value == "random":
+            # All of the rectangle's, also where the region holds a part of it: words of a range are drawn many times as fast as
+            # words here and there.
+            shape = (*shape_of(box), pixels.shape[2])
+            steps = words(math.prod(shape)).reshape(shape)[relative(inside, box)] >> np.uint32(32 - _QUANTILE_BITS)
+            pixels[where] = _quantiles()[steps]
+        else:
+            pixels[where] = self.value
+
+    def box(self, size: tuple[int, int], u: np.ndarray) -> Box | None:
+        """The rectangle in an image of `size` (H, W), by the sample's numbers u (draws,); None: nothing is erased."""
+        if u[0] >= self.probability:
+            return None
+        height, width = size
+        tries = u[1 : 1 + 2 * _TRIES]
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * tries[0::2])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = np.exp(low + (high - low) * tries[1::2])
+        h, w = np.rint(np.sqrt(area * aspect)).astype(np.int64), np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = np.flatnonzero((h < height) & (w < width))
+        if not fits.size:
+            return None
+        rows, columns = int(h[fits[0]]), int(w[fits[0]])
+        top, left = int(u[-2] * (height - rows + 1)), int(u[-1] * (width - columns + 1))
+        return (top, top + rows), (left, left + columns)
+
+
+@cache
+def _quantiles() -> NDArray[np.float64]:
+    """The normal distribution in 65,536 steps of one chance: from a table numbers are the same wherever they are drawn."""
+    steps = 1 << _QUANTILE_BITS
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((i + 0.5) / steps) for i in range(steps)])

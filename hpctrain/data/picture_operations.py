@@ -1,0 +1,153 @@
+"""Operations on pictures whose strength is a number, by Pillow: torchvision's list of them, and its pixels.
+
+Each of them is what `torchvision.transforms.autoaugment` does to a PIL image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from hpctrain.errors import ShapeError
+
+Resampling = Image.Resampling
+
+#: by the name of an interpolation
+RESAMPLING: Mapping[str, Resampling] = {"nearest": Resampling.NEAREST, "bilinear": Resampling.BILINEAR}
+
+_Operation = Callable[[Image.Image, float, Resampling], Image.Image]
+_MOST_POSTERIZED_BITS = 8
+
+
+@dataclass(frozen=True)
+class OperationRanges:
+    """The greatest strength of each operation.
+
+    shear: pixels of shift per pixel. rotation: degrees. enhancement: of brightness, colour, contrast and sharpness, added to or
+    taken from 1. posterized_bits: that are taken from 8. translation: pixels; None: 150 / 331 of the image's width or height.
+    """
+
+    shear: float
+    rotation: float
+    enhancement: float
+    posterized_bits: int
+    translation: float | None
+
+    def magnitude(self, name: str, position: int, bins: int, size: tuple[int, int]) -> float:
+        """The magnitude of an operation at the position 0 .. bins - 1, for images of `size` (H, W)."""
+        if name == "posterize":
+            return float(_MOST_POSTERIZED_BITS - round(position / ((bins - 1) / self.posterized_bits)))
+        if name == "solarize":
+            return _between(255.0, 0.0, position, bins)
+        return _between(0.0, self._greatest(name, size), position, bins)
+
+    def _greatest(self, name: str, size: tuple[int, int]) -> float:
+        if name.startswith("shear"):
+            return self.shear
+        if name.startswith("translate"):
+            length = size[1] if name.endswith("x") else size[0]
+            return 150.0 / 331.0 * length if self.translation is None else self.translation
+        if name == "rotate":
+            return self.rotation
+        return self.enhancement if name in ENHANCEMENTS else 0.0
+
+
+def _between(start: float, stop: float, position: int, bins: int) -> float:
+    """Element `position` of `bins` from start to stop in single precision, as torch.linspace rounds it.
+
+    The last bit counts: torchvision moves by whole pixels, and of its 32 the middle one of 31 steps is 15.999999, thus 15. The
+    product is not rounded, as processors add and multiply at once.
+    """
+    first, last = np.float32(start), np.float32(stop)
+    step = float((last - first) / np.float32(bins - 1))
+    if position < bins // 2:
+        return float(np.float32(float(first) + step * position))
+    return float(np.float32(float(last) - step * (bins - 1 - position)))
+
+
+def _sheared_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
+    # By way of the angle, as torchvision does it: the last bit of the matrix may decide which pixel is the nearest.
+    return _affine(picture, (1.0, math.tan(_angle(magnitude)), 0.0, 0.0, 1.0, 0.0), resample)
+
+
+def _sheared_y(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
+    angle = _angle(magnitude)
+    return _affine(picture, (1.0, 0.0, 0.0, math.sin(angle) / math.cos(angle), 1.0, 0.0), resample)
+
+
+def _angle(magnitude: float) -> float:
+    return math.radians(math.degrees(math.atan(magnitude)))
+
+
+def _translated_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
+    return _affine(picture, (1.0, 0.0, -float(int(magnitude)), 0.0, 1.0, 0.0), resample)
+
+
+def _translated_y(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
+    return _affine(picture, (1.0, 0.0, 0.0, 0.0, 1.0, -float(int(magnitude))), resample)
+
+
+def _affine(picture: Image.Image, matrix: tuple[float, ...], resample: Resampling) -> Image.Image:
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, resample)
+
+
+_Enhancement = Callable[[Image.Image], ImageEnhance._Enhance]
+
+#: the operations that are an enhancement by 1 + magnitude
+ENHANCEMENTS: Mapping[str, _Enhancement] = {
+    "brightness": ImageEnhance.Brightness,
+    "color": ImageEnhance.Color,
+    "contrast": ImageEnhance.Contrast,
+    "sharpness": ImageEnhance.Sharpness,
+}
+
+_OTHERS: Mapping[str, _Operation] = {
+    "identity": lambda picture, magnitude, resample: picture,
+    "shear_x": _sheared_x,
+    "shear_y": _sheared_y,
+    "translate_x": _translated_x,
+    "translate_y": _translated_y,
+    "rotate": lambda picture, magnitude, resample: picture.rotate(magnitude, resample),
+    "posterize": lambda picture, magnitude, resample: ImageOps.posterize(picture, int(magnitude)),
+    "solarize": lambda picture, magnitude, resample: ImageOps.solarize(picture, magnitude),  # type: ignore[arg-type]
+    "autocontrast": lambda picture, magnitude, resample: ImageOps.autocontrast(picture),
+    "equalize": lambda picture, magnitude, resample: ImageOps.equalize(picture),
+}
+
+#: all operations in torchvision's order
+NAMES = (
+    *("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate"),
+    *("brightness", "color", "contrast", "sharpness"),
+    *("posterize", "solarize", "autocontrast", "equalize"),
+)
+
+#: whose magnitude may be negative as well
+SIGNED = frozenset((*NAMES[1:6], *ENHANCEMENTS))
+
+
+def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolation: str) -> np.ndarray:
+    """An image (H, W, C) uint8, C 1 or 3, after operations of these names and magnitudes; it may be the same array.
+
+    Args:
+        interpolation: one of `RESAMPLING`.
+    """
+    resample = RESAMPLING[interpolation]
+    picture = Image.fromarray(np.ascontiguousarray(image if image.shape[2] == 3 else image[:, :, 0]))
+    for name, magnitude in choices:
+        if name in ENHANCEMENTS:
+            picture = ENHANCEMENTS[name](picture).enhance(1.0 + magnitude)
+        else:
+            picture = _OTHERS[name](picture, magnitude, resample)
+    return np.asarray(picture).reshape(image.shape)
+
+
+def check_channels(augmentation: str, channels: int) -> None:
+    """Raises:
+    ShapeError: no picture has so many channels.
+    """
+    if channels not in (1, 3):
+        raise ShapeError(f"{augmentation} works on grey or RGB images, of 1 or 3 channels, and not of {channels}.")

@@ -1,0 +1,56 @@
+"""Stochastic depth: a sample is dropped or scaled whole, by its id; the gradient's factors are the forward's."""
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import DropoutSpec
+from hpctrain.testing.operator_gradients import check_gradient
+from hpctrain.testing.operators import OperatorBench
+
+KERNELS = NumpyKernelSet()
+SHAPE = (7, 9, 5)
+
+
+def forward(x: np.ndarray, ids: np.ndarray, **options: object) -> np.ndarray:
+    spec = DropoutSpec(0.4, "layer1.0.stochastic_depth", seed=11, per_sample=True, **options)
+    return OperatorBench(KERNELS, spec, [x]).forward(StepContext(step=3, sample_ids=ids))
+
+
+def test_samples_are_dropped_or_scaled_whole_at_the_rate() -> None:
+    x = np.random.default_rng(0).standard_normal((4000, 3))
+    factors = forward(x, np.arange(4000)) / x
+    np.testing.assert_array_equal(np.ptp(factors, axis=1) < 1e-12, True)
+    np.testing.assert_allclose(np.unique(np.round(factors, 9)), [0.0, np.round(1 / 0.6, 9)])
+    assert abs((factors[:, 0] == 0).mean() - 0.4) < 5 * np.sqrt(0.4 * 0.6 / 4000)
+
+
+def test_parts_of_a_sample_have_its_mask_wherever_they_are() -> None:
+    ids = np.random.default_rng(1).permutation(40)
+    kept = forward(np.ones((40, *SHAPE)), ids)[:, 0, 0, 0] != 0
+    assert 0 < kept.sum() < 40
+    rows = forward(np.ones((38, 2, 9, 5)), ids, first_sample=2)
+    np.testing.assert_array_equal(rows.reshape(38, -1) != 0, np.repeat(kept[2:, None], 90, axis=1))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 2, 4), (3, 40_000)])  # several samples in a block of an added gradient, and one
+def test_gradient(accumulate: bool, in_place: bool, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape)
+    context = StepContext(step=2, sample_ids=np.arange(len(x)))
+    spec = DropoutSpec(0.5, "a", per_sample=True)
+    check_gradient(KERNELS, spec, [x], context=context, accumulate=accumulate, in_place=in_place)
+
+
+def test_a_training_operator_evaluates_as_the_identity() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 5))
+    bench = OperatorBench(KERNELS, DropoutSpec(0.5, "a", per_sample=True), [x])
+    np.testing.assert_array_equal(bench.forward(StepContext(training=False, sample_ids=np.arange(3))), x)
+
+
+def test_without_samples() -> None:
+    bench = OperatorBench(KERNELS, DropoutSpec(0.5, "a", per_sample=True), [np.zeros((0, 7))])
+    assert bench.forward().shape == (0, 7)
+    assert bench.backward(np.zeros((0, 7))).inputs[0].shape == (0, 7)
