@@ -47,7 +47,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
 
 
 def test_bars_have_one_scale() -> None:
-    lanes = {kind: () for kind in ("backward", "update", "waiting", "gradients", "parameters")}
+    lanes = dict.fromkeys(("backward", "update", "waiting", "gradients", "parameters"), ())
     steps = {f"a<{seconds:g}": StepLanes(seconds, {**lanes, "forward": ((0.0, seconds),)}) for seconds in (1.0, 4.0)}
     root = ElementTree.fromstring(picture("one & two", steps))
     bars = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("fill") == "#3f7fbf"]

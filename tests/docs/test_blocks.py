@@ -83,7 +83,10 @@ TEXTS = {
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
-    ("docs/planner.md", "batch, classifier.* model; averager sharded."): "simulated figures, which change with the model of a step",
+    (
+        "docs/planner.md",
+        "batch, classifier.* model; averager sharded.",
+    ): "simulated; they change with the model of a step",
     ("docs/planner.md", "averager sharded, simulated:"): "the same",
     ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",

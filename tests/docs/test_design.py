@@ -1,4 +1,4 @@
-"""docs/design.md, docs/notation.md: the files and names to which they send their readers exist, and the picture shows the layers."""
+"""docs/design.md, docs/notation.md: files and names to which they send their readers exist, and the picture shows the layers."""
 
 import ast
 import re

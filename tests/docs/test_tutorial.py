@@ -41,6 +41,7 @@ EXCEPTIONS = {
 #: pattern of a command -> words behind it with which it takes seconds
 SHORTENED = {
     r".* train .*--steps ": "--steps 2",
+    r".* train .*trace=true --steps ": "--steps 3",  # of which the first one is left out
     r"mpiexec -n 2 .* train configs/quickstart.yaml$": "epochs=2",
     r".* train photos.yaml": "epochs=2 batch=16",
     r".*submit .*--site hostfile": "--dry-run",  # tests/jobs/test_two_hosts.py submits on two hosts
@@ -96,7 +97,9 @@ class Follower:
         """Each line of the block was printed, but for numbers and names of classes; "..." stands for any ending."""
         printed = {form(line) for line in self.output.splitlines()}
         for line in filter(None, map(form, block.text.splitlines())):
-            alike = [other for other in printed if other == line or (line.endswith("...") and other.startswith(line[:-3].rstrip()))]
+            alike = [
+                other for other in printed if other == line or (line.endswith("...") and other.startswith(line[:-3].rstrip()))
+            ]
             assert alike, f"{block}: {line!r} is not among\n{self.output}"
         self.output = ""
 
