@@ -259,7 +259,7 @@ KINDS = (
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
-    Kind(r"(python -m )?pip install ", installs, "needs a network"),
+    Kind(r"(python -m )?pip (install|wheel) ", installs, "needs a network"),
     Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig) ", names_files, "needs a scheduler"),
     Kind(r"(eval|printf|squeue|tail) ", nothing, "test_tutorial.py runs those of the pages that users begin with"),
     Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),

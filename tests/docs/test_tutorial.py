@@ -1,8 +1,8 @@
 """README.md, the first page of the site and docs/tutorial.md: each command runs as it is written, and prints what the page says.
 
-hpctrain is installed from its wheel into an environment of its own, which has nothing of the checkout, and the pages are followed
-in an empty directory each. Data are small files in the format of those that the pages fetch; all else is shortened by words behind
-a command (`SHORTENED`). Commands that are not run are in `EXCEPTIONS`.
+hpctrain is installed from its wheel into an environment of its own, which has nothing of the checkout, and each page is followed
+in an empty directory. Data are small files in the format of those that the pages fetch; all else is shortened by words behind a
+command (`SHORTENED`). Commands that are not run are in `EXCEPTIONS`.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ class Follower:
         """Each line of the block was printed, but for numbers and names of classes; "..." stands for any ending."""
         printed = {form(line) for line in self.output.splitlines()}
         for line in filter(None, map(form, block.text.splitlines())):
-            alike = [
-                other for other in printed if other == line or (line.endswith("...") and other.startswith(line[:-3].rstrip()))
-            ]
+            beginning = line.removesuffix("...").rstrip()
+            alike = any(other.startswith(beginning) for other in printed) if line.endswith("...") else line in printed
             assert alike, f"{block}: {line!r} is not among\n{self.output}"
         self.output = ""
 

@@ -37,7 +37,7 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, directory: Path) -> None:
-    """A virtual environment with the wheel. All else, MPI's launcher included, is that of the tests, so that no network is needed.
+    """A virtual environment with the wheel. All else, with MPI's launcher, is that of the tests, so no network is needed.
 
     The packages of the tests are seen by a .pth file. Files of their kind in there are not followed, so that an editable
     installation of the checkout is not seen.
