@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tests.support import wheel
+
 TOP = Path(__file__).parents[1]
 
-# An older one cannot read pyproject.toml, and pip would fetch a newer one. `make check` installs it.
-OLD = int(version("setuptools").split(".")[0]) < 77
-pytestmark = [pytest.mark.job, pytest.mark.skipif(OLD, reason="setuptools is older than 77; run make check")]
+pytestmark = [pytest.mark.job, pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The content of the wheel. Built from a copy, because a build leaves files in its directory."""
-    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
-    for name in ("hpctrain", "configs", "jobs"):
-        shutil.copytree(TOP / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(TOP / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([*command, "--no-build-isolation", "--wheel-dir", wheels, source], check=True, timeout=100)
-    (wheel,) = wheels.iterdir()
-    zipfile.ZipFile(wheel).extractall(site)
-    yield site
-    shutil.rmtree(source)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of the wheel."""
+    site = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel.build(tmp_path_factory.mktemp("build"))).extractall(site)
+    return site
 
 
 def _hpctrain(installed: Path, directory: Path, *arguments: str) -> str:

@@ -1,7 +1,7 @@
 """How Sphinx makes the pages of docs/ a web site (`make site`). It asks nothing of any other server when it is read.
 
-The pages stay as they are read in the repository. README, CONTRIBUTING and CHANGELOG, which lie outside of docs/, stand on
-the site in the place of pages that have no text of their own.
+The pages stay as they are read in the repository. CONTRIBUTING and CHANGELOG, which lie outside of docs/, stand on the site in the
+place of pages that have no text of their own; the site begins with docs/index.md in the place of README.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ root_doc = "index"
 exclude_patterns: list[str] = []
 html_theme = "furo"
 html_title = "hpctrain"
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
 html_copy_source = False
 html_show_sphinx = False
 smartquotes = False  # options begin with two hyphens
@@ -26,7 +28,9 @@ myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # blocks with "..." in the place of what is left out
 
 #: page of the repository -> page of the site
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "site/contributing.md", "CHANGELOG.md": "site/changelog.md"}
+PAGES = {"CONTRIBUTING.md": "site/contributing.md", "CHANGELOG.md": "site/changelog.md"}
+#: where links to a page of the repository lead
+PLACES = {**PAGES, "README.md": "index.md"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -64,13 +68,13 @@ def link(target: str, source: str) -> str:
     while shared < min(len(here.parts), len(there.parts)) and here.parts[shared] == there.parts[shared]:
         shared += 1
     relative = "/".join([".."] * (len(here.parts) - shared) + list(there.parts[shared:]))
-    is_page = path in PAGES or path.startswith("docs/")
+    is_page = path in PLACES or path.startswith("docs/")
     return relative if is_page or not path.endswith(".md") else f"path:{relative}"  # a file to load, as it is no page
 
 
 def _place(path: str) -> str:
     """The place of a file of the repository as Sphinx sees it, relative to the repository."""
-    return f"docs/{PAGES[path]}" if path in PAGES else path
+    return f"docs/{PLACES[path]}" if path in PLACES else path
 
 
 def _normal(path: PurePosixPath) -> str:

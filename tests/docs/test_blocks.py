@@ -69,7 +69,7 @@ CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with i
 #: (page, words in a ```text block) -> why nothing can be checked
 TEXTS = {
     ("docs/doctor.md", "launcher  ok     2 ranks on 1 node"): "a report; tests/cli/test_doctor.py has its form",
-    ("README.md", "cli                                 train  eval"): "a picture of the packages",
+    ("docs/design.md", "cli                                 train  eval"): "a picture of the packages",
     (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
     (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
     (
@@ -83,8 +83,12 @@ TEXTS = {
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
-    ("README.md", "batch, classifier.* model; averager sharded."): "simulated figures, which change with the model of a step",
-    ("README.md", "averager sharded, simulated:"): "the same",
+    (
+        "docs/planner.md",
+        "batch, classifier.* model; averager sharded.",
+    ): "simulated; they change with the model of a step",
+    ("docs/planner.md", "averager sharded, simulated:"): "the same",
+    ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
     ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
     ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
@@ -256,8 +260,9 @@ KINDS = (
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
     Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
-    Kind(r"(python -m )?pip install ", installs, "needs a network"),
+    Kind(r"(python -m )?pip (install|wheel) ", installs, "needs a network"),
     Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig) ", names_files, "needs a scheduler"),
+    Kind(r"(eval|printf|squeue|tail) ", nothing, "test_tutorial.py runs those of the pages that users begin with"),
     Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
     Kind(r"(cd|mkdir|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
@@ -326,7 +331,11 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash", "console")])
+#: test_tutorial.py runs all of their commands, by an installation from the wheel
+BEGINNINGS = ("README.md", "docs/index.md", "docs/tutorial.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in BEGINNINGS and blocks(page, "bash", "console")])
 def test_commands_run(
     page: str, after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Outcome]
 ) -> None:

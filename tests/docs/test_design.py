@@ -1,5 +1,4 @@
-"""docs/design.md, docs/notation.md: the files and names to which they send their readers exist; README.md: its picture shows the
-layers."""
+"""docs/design.md, docs/notation.md: files and names to which they send their readers exist, and the picture shows the layers."""
 
 import ast
 import re
@@ -72,7 +71,7 @@ def test_places_exist(cells: list[str]) -> None:
 
 
 def test_the_picture_is_the_contract_of_imports() -> None:
-    picture = (ROOT / "README.md").read_text(encoding="utf-8").split("## Structure")[1].split("```")[1]
+    picture = TEXT.split("## Structure")[1].split("```")[1]
     shown = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in picture.splitlines()[1:] if line.strip()]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     layers = [layer.split(" | ") for layer in contracts[0]["layers"]]
