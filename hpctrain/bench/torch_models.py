@@ -115,6 +115,36 @@ def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
     return _resnet(stem, stages, channels, classes)
 
 
+class PlainSum(nn.Sequential):  # type: ignore[misc]
+    """x + layers(x); nothing follows the sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W), all of which the layers keep."""
+        return x + super().forward(x)
+
+
+def resnet9(classes: int, width: float) -> nn.Module:
+    """For 32 px (Page 2018), with a mean in the place of the last maximum."""
+    stages: list[tuple[str, nn.Module]] = []
+    inside = 3
+    for number, published in enumerate((64, 128, 256, 512)):
+        outside = scaled(published, width)
+        layers = [("conv", nn.Conv2d(inside, outside, 3, padding=1, bias=False)), ("bn", nn.BatchNorm2d(outside))]
+        layers.append(("relu", nn.ReLU(inplace=True)))
+        if number:
+            layers.append(("pool", nn.MaxPool2d(2)))
+        if number % 2:
+            block = PlainSum()
+            for convolution in (1, 2):
+                block.add_module(f"conv{convolution}", nn.Conv2d(outside, outside, 3, padding=1, bias=False))
+                block.add_module(f"bn{convolution}", nn.BatchNorm2d(outside))
+                block.add_module(f"relu{convolution}", nn.ReLU(inplace=True))
+            layers.append(("block", block))
+        stages.append((f"layer{number}", _named(*layers)))
+        inside = outside
+    return _named(*stages, ("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(inside, classes)))
+
+
 def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
     """Without batch norm (Simonyan and Zisserman 2015, table 1)."""
     layers: list[nn.Module] = []
@@ -154,10 +184,12 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     depth = int(name[len(family) :] or 0)
     if name == "small":
         return small(classes or 10), 1, classes or 10
+    if name == "resnet9":
+        return resnet9(classes or 10, width), 3, classes or 10
     if family == "vgg" and depth in _VGG:
         return vgg(depth, classes or 1000, width, dropout), 3, classes or 1000
     if family == "resnet" and depth in _RESNET:
         return resnet(depth, classes or 1000, width), 3, classes or 1000
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
-    raise ValueError(f"{name} has no counterpart here; small, vgg11 to vgg19, resnet18 to 152 and resnet20 to 110 have.")
+    raise ValueError(f"{name} has no counterpart here; small, vgg11 to vgg19, resnet9, resnet18 to 152 and resnet20 to 110 have.")

@@ -28,7 +28,7 @@ from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.network import Network
 from tests.support.nets import plain, residual
 
-_SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33}
+_SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33, "resnet9": 19}
 
 
 def network_of(model: Layer, image_shape: tuple[int, int, int]) -> Network:
@@ -61,7 +61,7 @@ def exported(network: Network, metadata: dict[str, str] | None = None) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in catalogue.names() if catalogue.entry(name).fixed or name in ("alexnet", "small")]
+    "name", [name for name in catalogue.names() if catalogue.entry(name).fixed or name in ("alexnet", "small", "resnet9")]
 )
 def test_onnxruntime_gives_the_same_logits_for_every_model(name: str) -> None:
     family = catalogue.entry(name).family

@@ -21,7 +21,7 @@ def test_enormous_widths_are_refused(channels: int, width: float) -> None:
         scaled(channels, width)
 
 
-@pytest.mark.parametrize("model", ["vgg16", "resnet50", "resnet20", "small"])
+@pytest.mark.parametrize("model", ["vgg16", "resnet50", "resnet20", "resnet9", "small"])
 def test_every_family_refuses_an_enormous_width(model: str) -> None:
     with pytest.raises(ConfigError, match="the largest width for this layer is"):
         catalogue.build(model, {"width": 1e308})
@@ -42,7 +42,7 @@ def test_the_small_network_has_no_empty_layers(options: dict[str, object]) -> No
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        *((model, {"width": -1.0}) for model in ("vgg11", "resnet18", "resnet20", "small")),
+        *((model, {"width": -1.0}) for model in ("vgg11", "resnet18", "resnet20", "resnet9", "small")),
         *((model, {"depth": 17}) for model in ("vgg", "resnet", "resnet_small")),
         *((model, {"dropout": 1.0}) for model in ("vgg11", "small")),
         *((model, {"stochastic_depth": rate}) for model in ("resnet20", "resnet50") for rate in (1.0, -0.1, float("nan"))),

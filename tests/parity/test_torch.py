@@ -11,7 +11,7 @@ from tests.support.torch_parity import MODELS, compare, gradient_median
 
 pytestmark = pytest.mark.torch
 
-PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17}
+PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17, "resnet9": 19}
 WIDTH = {"vgg16": 0.25}
 
 

@@ -20,7 +20,7 @@ from hpctrain.bench import torch_models
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn.network import Network
 
-MODELS = ("vgg16", "resnet18", "resnet50", "resnet20")
+MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9")
 
 
 @dataclass(frozen=True)
