@@ -39,6 +39,11 @@ _PRINTED = "-"  # in place of a file's name
     help="Time steps without communication, then communication alone; 20 steps, unless --steps says otherwise.",
 )
 @click.option(
+    "--smoke",
+    is_flag=True,
+    help="Try FILE within a minute: all of it for a few steps on small made-up images; its run directory is removed then.",
+)
+@click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
@@ -63,6 +68,7 @@ def train(
     resume: str | None,
     steps: int,
     compute_only: bool,
+    smoke: bool,
     style: ProgressStyle | None,
     schedule_from: str | None,
     stopped_file: Path | None,
@@ -77,8 +83,12 @@ def train(
         raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
     if compute_only and schedule_from is not None:
         raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
+    refused = {"--resume": resume, "--steps": steps, "--compute-only": compute_only, "--schedule-from": schedule_from}
+    if smoke and any(refused.values()):
+        option = next(name for name, given in refused.items() if given)
+        raise click.UsageError(f"--smoke tries a training that is not there yet; leave {option} out.")
     watch = watch or SignalWatch()
-    job = ConfiguredProcess(watch, log_ranks)
+    job = ConfiguredProcess(watch, log_ranks, smoke=smoke)
     if compute_only:
         watch.end_at_once()
 
@@ -106,6 +116,10 @@ def train(
         else:
             stopped = job.train(file, overrides, work, resume, schedule_from)
         job.finish()
+    if smoke and not stopped and job.rank() == 0 and job.memory.directory is not None:
+        from hpctrain.experiment.smoke import remove_run
+
+        print(remove_run(job.memory.directory), flush=True)
     if stopped and stopped_file is not None:
         if job.rank() == 0:
             stopped_file.touch()
