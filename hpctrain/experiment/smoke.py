@@ -6,7 +6,6 @@ those of the configuration. Only numbers that cost time are smaller: images, the
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -139,8 +138,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
-    largest = max(_crop_sizes(config), default=1)
-    height, width = (max(math.ceil(side * factor), round(min(side, largest) * factor), 1) for side in images.shape[:2])
+    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # never below a crop, which is rounded alike
     made_up = {
         "height": height,
         "width": width,
@@ -240,5 +238,6 @@ def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...
     if fewer != rows:
         changes["tiles"] = None
     wanted = f"{rows} x {cols}" if cols is not None else f"{rows} x n"
-    note = f"a grid of {fewer} x {ranks // fewer} in place of {wanted}, which {ranks} {'rank' if ranks == 1 else 'ranks'} cannot form"
+    of_ranks = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot form"
+    note = f"a grid of {fewer} x {ranks // fewer} in place of {wanted}, which {of_ranks}"
     return config.model_copy(update={"grid": config.grid.model_copy(update=changes)}), (note,)
