@@ -68,7 +68,8 @@ def markdown(done: Accuracies) -> str:
         lines.append(f"| {LABELS[who]} | {' | '.join(cells)} |")
     apart = differences(done)
     if apart:
-        lines.append(f"\nhpctrain less PyTorch in {len(apart)} pairs, mean: {100 * mean(apart):+.2f} points")
+        pairs = f"{len(apart)} {'pair' if len(apart) == 1 else 'pairs'}"
+        lines.append(f"\nhpctrain less PyTorch in {pairs}, mean: {100 * mean(apart):+.2f} points")
     return "\n".join(lines) + "\n"
 
 
