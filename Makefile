@@ -14,6 +14,7 @@
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
 # make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
+# make browser  Chromium from Debian and its driver for Python, for the test of reports in a real browser; never fails
 # make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
 # make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
@@ -73,7 +74,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.config.source import Source
     from hpctrain.experiment.session import Session
+    from hpctrain.experiment.smoke import SmokeTrial
 
 _log = get_logger(__name__)
 
@@ -52,15 +54,17 @@ class ConfiguredProcess(JobProcess):
 
     Args:
         watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
+        smoke: sessions are of a trial of the configuration.
 
     Attributes:
         world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
         flight: the record of the process in the present world.
     """
 
-    def __init__(self, watch: SignalWatch | None = None, log_ranks: str = NONE) -> None:
+    def __init__(self, watch: SignalWatch | None = None, log_ranks: str = NONE, *, smoke: bool = False) -> None:
         super().__init__(detect(os.environ))
-        self._log_ranks = log_ranks
+        self._log_ranks, self._smoke = log_ranks, smoke
+        self._trial: SmokeTrial | None = None
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
@@ -202,7 +206,14 @@ class ConfiguredProcess(JobProcess):
         if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
             self._revision = world.broadcast_object(self._revision)
         started = StartedJob(world, threads.threads, config.deadline_seconds)
+        notes: tuple[str, ...] = ()
+        if self._smoke:
+            from hpctrain.experiment.smoke import smoke_trial
+
+            self._trial = self._trial or smoke_trial(config, started)  # which the ranks that are left go on with
+            config, notes = self._trial.config, self._trial.notes
         resolved = resolve(config, started, resume, repeated)
+        resolved = replace(resolved, lines=(*notes, *resolved.lines))
         session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight)
         self.started(session.progress)
         return session

@@ -41,6 +41,11 @@ _PRINTED = "-"  # in place of a file's name
     help="Time steps without communication, then communication alone; 20 steps, unless --steps says otherwise.",
 )
 @click.option(
+    "--smoke",
+    is_flag=True,
+    help="Try FILE within a minute: all of it for a few steps on small made-up images; its run directory is removed then.",
+)
+@click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
@@ -65,6 +70,7 @@ def train(
     resume: str | None,
     steps: int,
     compute_only: bool,
+    smoke: bool,
     style: ProgressStyle | None,
     schedule_from: str | None,
     stopped_file: Path | None,
@@ -75,12 +81,9 @@ def train(
     OVERRIDES such as optimizer.lr=0.2 win over the file.
     SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP end the run after a step with a checkpoint and exit code 85.
     """
-    if compute_only and resume is not None:
-        raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
-    if compute_only and schedule_from is not None:
-        raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
+    _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
-    job = ConfiguredProcess(watch, log_ranks)
+    job = ConfiguredProcess(watch, log_ranks, smoke=smoke)
     if compute_only:
         watch.end_at_once()
 
@@ -108,12 +111,38 @@ def train(
         else:
             stopped = job.train(file, overrides, work, resume, schedule_from)
         job.finish()
+    if smoke and not stopped:
+        _remove_trial(job)
     if stopped and stopped_file is not None:
         if job.rank() == 0:
             stopped_file.touch()
         stopped = False
     if stopped or job.memory.shrunk:
         job.leave(STOPPED if stopped else FINISHED)
+
+
+def _check_options(resume: str | None, steps: int, schedule_from: str | None, *, compute_only: bool, smoke: bool) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        click.UsageError: names the one to leave out.
+    """
+    if compute_only and resume is not None:
+        raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
+    if compute_only and schedule_from is not None:
+        raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
+    others = {"--resume": resume, "--steps": steps, "--compute-only": compute_only, "--schedule-from": schedule_from}
+    if smoke and any(others.values()):
+        option = next(name for name, given in others.items() if given)
+        raise click.UsageError(f"--smoke tries a training that is not there yet; leave {option} out.")
+
+
+def _remove_trial(job: ConfiguredProcess) -> None:
+    """Rank 0 removes the run directory of a trial that has passed, which no rank writes to any more, and says so."""
+    if job.rank() == 0 and job.memory.directory is not None:
+        from hpctrain.experiment.smoke import remove_run
+
+        print(remove_run(job.memory.directory), flush=True)
 
 
 @click.command()

@@ -246,6 +246,7 @@ KINDS = (
     ),
     Kind(r"hpctrain run ", takes, "trains until it is done; tests/cli/test_run_command.py does"),
     Kind(r"hpctrain submit (?!.*--dry-run)", takes, "needs a scheduler; tests/cli/test_submit.py has stand-ins"),
+    Kind(r"hpctrain train configs/finetune-(?!.*--smoke)", takes, "needs weights; tests/cli/test_smoke.py tries these files"),
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
@@ -298,7 +299,7 @@ def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
         return
     if arguments[0] in ("train", "eval"):  # which end their process
         small = [*arguments[:2], *_SMALL, *arguments[2:]]
-        if arguments[0] == "train":
+        if arguments[0] == "train" and "--smoke" not in arguments:  # which is short by itself
             small += _STEPS
         outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
         assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"

@@ -1,0 +1,121 @@
+"""`hpctrain train FILE --smoke` for every configuration that is shipped, and on several ranks; no run of before is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from tests.support.jobs import Outcome
+
+Job = Callable[..., Outcome]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+#: that would take minutes, or gigabytes for their checkpoints, at the width that they have
+NARROW = {"imagenet-vgg16": 0.125, "finetune-vgg16-bn": 0.125, "imagenet-resnet50": 0.5, "imagenet-resnet50-lars": 0.25}
+#: whose ranks split layers; the test below has two and three
+GRIDS = ("quickstart-grid",)
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+AGAINST_ALL = """
+name: tiny
+backend: numpy
+model: {name: small, channels: [4], hidden: 9, dropout: 0.2}
+init: {weights: nowhere.safetensors, ignore: ["*.bias"], freeze: ["stage1.*"]}
+data:
+  train: nowhere.h5
+  test: nowhere-else.h5
+  augment: [{name: pad_crop, padding: 1}, flip]
+  mixing: {mixup: 0.2, cutmix: 1.0}
+batch: 512
+micro_batches: 2
+epochs: 40
+optimizer: {name: adamw, lr: 0.01, clip_norm: 1.0}
+schedule: {name: step, milestones_epochs: [4, 30], warmup_epochs: 3}
+ema: {decay: 0.9}
+early_stop: {patience: 1, metric: ema_top1}
+checkpoint: {best: ema_loss, layout: sharded}
+averager: {name: lazy, layers: 1}
+evaluate: {batch: 1000}
+max_time: slurm
+deadline_seconds: 30
+"""
+
+
+@pytest.mark.job  # a run asks git for its revision
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_passes_without_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    narrow = [f"model.width={NARROW[name]}"] if name in NARROW else []
+    result = CliRunner().invoke(cli, ["train", str(CONFIGS / f"{name}.yaml"), *narrow, "--smoke", "--progress", "lines"])
+    assert result.exit_code == 0, result.output
+    assert "epoch 2/2: train loss" in result.output
+    assert "best test accuracy" in result.output, "there was no evaluation, or no checkpoint"
+    assert "the trial passed" in result.output
+    assert ("a grid of 1 x 1 in place of 2 x n" in result.output) == (name in GRIDS)
+    assert not list((tmp_path / "runs").iterdir()), "the run's directory was to be removed"
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_grids_are_tried_on_the_ranks_that_there_are(job: Job, ranks: int, tmp_path: Path) -> None:
+    outcome = job(ranks, ["-m", "hpctrain", "train", str(CONFIGS / "quickstart-grid.yaml"), "--smoke"], cwd=tmp_path)
+    assert outcome.code == 0, outcome.output
+    assert ("2 ranks as 2 x 1" in outcome.stdout) == (ranks == 2)
+    assert ("smoke: a grid of 1 x 3 in place of 2 x n, which 3 ranks cannot form" in outcome.stdout) == (ranks == 3)
+    assert f"{4 * ranks} images each in place of 6 epochs with 128" in outcome.stdout
+    assert outcome.stdout.count("the trial passed") == 1
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(AGAINST_ALL)
+    earlier = tmp_path / "runs" / "tiny-20200101-000000"
+    earlier.mkdir(parents=True)
+    (earlier / "config.yaml").write_text("name: tiny\n")
+    outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
+    assert outcome.code == 0, outcome.output
+    assert "smoke: there is no nowhere.safetensors yet, so all weights are drawn by the seed" in outcome.stdout
+    assert "layers frozen" in outcome.stdout or "layer frozen" in outcome.stdout
+    assert "averaged weights" in outcome.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [earlier.name]
+    assert (earlier / "config.yaml").read_text() == "name: tiny\n"
+
+
+@pytest.mark.job
+def test_a_trial_that_fails_says_so_and_keeps_its_directory(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from hpctrain.data.augmentations.flip import Flip\n"
+        "class Broken(Flip):\n"
+        "    name = 'broken'\n"
+        "    def apply(self, images, u, out):\n"
+        "        raise ValueError('a slip in code of the user')\n"
+    )
+    (tmp_path / "tiny.yaml").write_text(AGAINST_ALL.replace("flip]", '"own.py:Broken"]'))
+    outcome = job(0, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
+    assert outcome.code != 0
+    assert "a slip in code of the user" in outcome.output
+    assert "the trial passed" not in outcome.output
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--steps", "3"], "--steps"),
+        (["--resume", "auto"], "--resume"),
+        (["--compute-only"], "--compute-only"),
+        (["--schedule-from", "x"], "--schedule-from"),
+    ],
+)
+def test_options_of_other_runs_are_refused(words: list[str], option: str) -> None:
+    result = CliRunner().invoke(cli, ["train", str(CONFIGS / "quickstart.yaml"), "--smoke", *words])
+    assert result.exit_code == 2
+    assert f"leave {option} out" in result.output
