@@ -59,8 +59,8 @@ TEST_PROCESSES ?= $(shell nproc)
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 # A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
-SLURM_PACKAGES_SECONDS ?= 180
-APT_GET := DEBIAN_FRONTEND=noninteractive timeout --kill-after=10 $(SLURM_PACKAGES_SECONDS) apt-get -qq
+APT_SECONDS ?= 180
+APT_GET := DEBIAN_FRONTEND=noninteractive timeout --kill-after=10 $(APT_SECONDS) apt-get -qq
 
 # Containers run as root, and with more ranks than cores.
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -170,6 +170,17 @@ slurm-packages:
 		echo "Slurm is not installed, which needs root and apt-get: the tests on it are skipped"; \
 	elif ! { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends $(SLURM_PACKAGES); } </dev/null; then \
 		echo "Slurm could not be installed: the tests on it are skipped"; \
+	fi
+
+browser: $(VENV)/installed-dev
+	@$(PY) -m pip install --quiet --disable-pip-version-check playwright==1.65.2 || \
+		echo "Playwright could not be installed: the tests in a browser are skipped"
+	@if command -v chromium >/dev/null; then \
+		true; \
+	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Chromium is not installed, which needs root and apt-get: the tests in a browser are skipped"; \
+	elif ! { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium; } </dev/null; then \
+		echo "Chromium could not be installed: the tests in a browser are skipped"; \
 	fi
 
 signals: $(VENV)/installed-dev

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-Interval = tuple[float, float]
+from hpctrain.trace.step_lanes import Interval, joined, last_steps
 
 # Lines of 640 units with letters of 15 are still read where a page is 400 pixels wide.
 _WIDTH, _LEFT, _RIGHT = 640, 96, 18
 _LANE, _PANEL, _TOP = 26, 108, 38
-_CATEGORIES = {"forward": "forward", "input": "backward", "parameters": "backward", "update": "update", "wait": "waiting"}
 _COLOURS = {
     "forward": "#3f7fbf",
     "backward": "#17406d",
@@ -42,7 +41,7 @@ _TITLE = "A step of VGG-16 on 32 ranks, 20 Gb/s per node, simulated"
 
 
 @dataclass(frozen=True)
-class StepLanes:
+class StepPicture:
     """One step of a rank. seconds: its length; lanes: by kind, the intervals of it in seconds from its begin, apart, in order."""
 
     seconds: float
@@ -54,59 +53,25 @@ class StepLanes:
         return sum(end - begin for begin, end in self.lanes["waiting"])
 
 
-def step_lanes(trace: Mapping[str, Any]) -> StepLanes:
+def step_picture_lanes(trace: Mapping[str, Any]) -> StepPicture:
     """The last whole step of the first process in a trace.
 
     Raises:
         ValueError: there is no step in it.
     """
-    events = [event for event in trace["traceEvents"] if event["pid"] == 0]
-    steps = [event for event in events if event.get("cat") == "step"]
+    steps = last_steps(trace)
     if not steps:
         raise ValueError("The trace has no step; record at least two, as the first one is left out.")
-    begin, length = steps[-1]["ts"], steps[-1]["dur"]
-    spans: dict[str, list[Interval]] = {kind: [] for kind in _COLOURS}
-    for event in events:
-        if event["ph"] == "X" and event["cat"] in _CATEGORIES:
-            spans[_CATEGORIES[event["cat"]]].append((event["ts"], event["ts"] + event["dur"]))
-    for kind, span in _messages(events):
-        spans[kind].append(span)
-    lanes = {kind: tuple(_merged(_clipped(intervals, begin, begin + length))) for kind, intervals in spans.items()}
-    return StepLanes(length * 1e-6, lanes)
+    first = steps[0]
+    begin = first.begin_seconds
+    lanes = {kind: first.lanes[kind] for kind in _PROGRAM}
+    for kind in _MESSAGES:
+        lanes[kind] = tuple(joined(sorted(span for track, spans in first.tracks.items() if kind in track for span in spans)))
+    from_begin = {kind: tuple((start - begin, end - begin) for start, end in spans) for kind, spans in lanes.items()}
+    return StepPicture(first.seconds, from_begin)
 
 
-def _messages(events: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Interval]]:
-    """Each operation that was posted and completed, by the name of its track; small messages of other tracks are left out."""
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    begun = {event["id"]: event for event in events if event["ph"] == "b"}
-    for event in events:
-        if event["ph"] == "e" and event["id"] in begun:
-            for kind in _MESSAGES:
-                if kind in tracks[event["tid"]]:
-                    yield kind, (begun[event["id"]]["ts"], event["ts"])
-
-
-def _clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """The intervals within a window, from its begin on, in seconds."""
-    inside = ((max(first, begin), min(last, end)) for first, last in intervals)
-    return sorted(((first - begin) * 1e-6, (last - begin) * 1e-6) for first, last in inside if last > first)
-
-
-def _merged(intervals: Iterable[Interval]) -> Iterable[Interval]:
-    """Intervals that are in order, those that overlap or touch as one."""
-    current: Interval | None = None
-    for first, last in intervals:
-        if current is not None and first <= current[1] + 1e-9:
-            current = (current[0], max(current[1], last))
-            continue
-        if current is not None:
-            yield current
-        current = (first, last)
-    if current is not None:
-        yield current
-
-
-def picture(title: str, steps: Mapping[str, StepLanes]) -> str:
+def picture(title: str, steps: Mapping[str, StepPicture]) -> str:
     """The picture as SVG, a panel for each averager, all on one scale of time."""
     scale = (_WIDTH - _LEFT - _RIGHT) / max(step.seconds for step in steps.values())
     height = _TOP + _PANEL * len(steps) + 34
@@ -122,7 +87,7 @@ def picture(title: str, steps: Mapping[str, StepLanes]) -> str:
     return "\n".join([*parts, *_legend(height - 16), "</svg>", ""])
 
 
-def _panel(name: str, step: StepLanes, top: float, scale: float) -> list[str]:
+def _panel(name: str, step: StepPicture, top: float, scale: float) -> list[str]:
     """Two lanes with their heading: the rank above, its messages below."""
     share = step.waiting_seconds / step.seconds
     heading = f"averager {name}: {step.seconds:.2f} s, of which {step.waiting_seconds:.2f} s waiting ({share:.0%})"
@@ -160,18 +125,18 @@ def _text(left: float, base: float, text: str, weight: str = "normal") -> str:
     return f'<text x="{left:g}" y="{base:g}" font-weight="{weight}">{escape(text)}</text>'
 
 
-def simulated(averager: str) -> StepLanes:
+def simulated(averager: str) -> StepPicture:
     """The step of a job with this averager, by `hpctrain plan simulate`."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         command = [sys.executable, "-m", "hpctrain", "plan", "simulate", *_CONFIG, *_MACHINE]
         subprocess.run([*command, "--averager", averager, "--trace", str(trace)], check=True, capture_output=True)
-        return step_lanes(json.loads(trace.read_text()))
+        return step_picture_lanes(json.loads(trace.read_text()))
 
 
-def _traced(argument: str) -> tuple[str, StepLanes]:
+def _traced(argument: str) -> tuple[str, StepPicture]:
     name, _, path = argument.partition("=")
-    return name, step_lanes(json.loads(Path(path).read_text()))
+    return name, step_picture_lanes(json.loads(Path(path).read_text()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

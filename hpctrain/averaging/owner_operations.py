@@ -234,7 +234,9 @@ class OwnerOperations:
             # Of ranks that own the same part the first gives it.
             counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
             begin, end = piece.part(comm.rank, comm.size)
-            own = np.array(self._group.data[begin:end]) if counts[comm.rank] else self._group.data[:0].copy()
+            own = self._group.arithmetic.zeros(counts[comm.rank], self._group.dtype)
+            if counts[comm.rank]:
+                self._group.arithmetic.copy(own, self._group.data[begin:end])
             handle = comm.iallgather(own, self._group.data[piece.start : piece.stop], counts)
             progress.wait_handle(handle, f"parameters of {piece.name}")
 

@@ -16,8 +16,8 @@ from hpctrain.experiment.resume_rules import flat
 from hpctrain.storage.run_directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
-#: parts of the package that no training loads
-_ASIDE = ("backend/cuda/emulator/", "bench/", "doctor/", "site/", "testing/", "virtual/")
+#: parts of the package that no training loads, and the commands, whose words are compared as the configuration that they give
+_ASIDE = ("backend/cuda/emulator/", "bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/", "virtual/")
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
 #: a kind of facts -> its name in a sentence, and what mends a difference

@@ -70,9 +70,11 @@ def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing
         axes.set_ylim(len(shown), -0.15)
         axes.set_xlim(0, 1e3 * whole)
         axes.set_xlabel("ms")
-        figure.legend(loc="outside upper left", ncols=len({*PROGRAM.values()}) + 1, columnspacing=0.8, handlelength=0.8, handletextpad=0.4, fontsize=8)
+        short = {"columnspacing": 0.8, "handlelength": 0.8, "handletextpad": 0.4, "fontsize": 8}
+        figure.legend(loc="outside upper left", ncols=len({*PROGRAM.values()}) + 1, **short)
 
-    return Drawing(f"timeline-{key}", f"One step of every rank: {name}", words, draw, (WIDTH_INCHES, 1.1 + _LANE_INCHES * len(shown)))
+    inches = WIDTH_INCHES, 1.1 + _LANE_INCHES * len(shown)
+    return Drawing(f"timeline-{key}", f"One step of every rank: {name}", words, draw, inches)
 
 
 def read_steps(path: Path) -> tuple[StepLanes, ...]:

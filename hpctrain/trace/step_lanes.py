@@ -21,20 +21,22 @@ class StepLanes:
 
     Args:
         begin_seconds, seconds: when it began after the first rank's did, and its length. lanes: by kind (the values of `PROGRAM`,
-            and `MESSAGES`), intervals in seconds from the first rank's begin, apart, in order.
+            and `MESSAGES`), intervals in seconds from the first rank's begin, apart, in order. tracks: the same of messages, by
+            the name of their queue.
     """
 
     rank: int
     begin_seconds: float
     seconds: float
     lanes: Mapping[str, tuple[Interval, ...]]
+    tracks: Mapping[str, tuple[Interval, ...]]
 
 
 def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
     """The last step of every rank in the content of a trace file, by rank; none where no step was recorded."""
     by_rank: dict[int, list[Event]] = {}
     for event in trace.get("traceEvents", ()):
-        if event.get("ph") in ("X", "b", "e"):
+        if event.get("ph") in ("X", "b", "e") or event.get("name") == "thread_name":
             by_rank.setdefault(event["pid"], []).append(event)
     steps = {rank: step for rank, events in sorted(by_rank.items()) if (step := _last_step(events)) is not None}
     zero = min((begin for begin, _ in steps.values()), default=0.0)
@@ -42,26 +44,33 @@ def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
 
 
 def _last_step(events: Sequence[Event]) -> Interval | None:
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "step" and event["ph"] == "X"]
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["cat"] == "step"]
     return max(spans, default=None)
 
 
 def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) -> StepLanes:
-    spans: dict[str, list[Interval]] = {kind: [] for kind in (*PROGRAM.values(), MESSAGES)}
+    spans: dict[str, list[Interval]] = {kind: [] for kind in PROGRAM.values()}
     for event in events:
         if event["ph"] == "X" and event["cat"] in PROGRAM:
             spans[PROGRAM[event["cat"]]].append((event["ts"], event["ts"] + event["dur"]))
-    spans[MESSAGES] = list(_messages(events))
-    lanes = {kind: tuple(_joined(_within(intervals, step, zero))) for kind, intervals in spans.items()}
-    return StepLanes(rank, (step[0] - zero) * _SECONDS, (step[1] - step[0]) * _SECONDS, lanes)
+    by_track = _messages(events)
+    spans[MESSAGES] = [interval for intervals in by_track.values() for interval in intervals]
+
+    def lanes(of: Mapping[str, Sequence[Interval]]) -> dict[str, tuple[Interval, ...]]:
+        return {kind: tuple(joined(_within(intervals, step, zero))) for kind, intervals in of.items()}
+
+    return StepLanes(rank, (step[0] - zero) * _SECONDS, (step[1] - step[0]) * _SECONDS, lanes(spans), lanes(by_track))
 
 
-def _messages(events: Sequence[Event]) -> Iterator[Interval]:
-    """Each operation from its posting to its end."""
+def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
+    """By track, each operation from its posting to its end."""
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     posted = {event["id"]: event["ts"] for event in events if event["ph"] == "b" and event.get("cat") == "communication"}
+    tracks: dict[str, list[Interval]] = {}
     for event in events:
         if event["ph"] == "e" and event["id"] in posted:
-            yield posted[event["id"]], event["ts"]
+            tracks.setdefault(names.get(event["tid"], str(event["tid"])), []).append((posted[event["id"]], event["ts"]))
+    return tracks
 
 
 def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[Interval]:
@@ -70,7 +79,7 @@ def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[
     return sorted(((first - zero) * _SECONDS, (last - zero) * _SECONDS) for first, last in inside if last > first)
 
 
-def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
+def joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
     """Intervals that are in order; those that overlap or touch as one."""
     current: Interval | None = None
     for first, last in intervals:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.step_picture import StepLanes, picture, step_lanes
+from benchmarks.step_picture import StepPicture, picture, step_picture_lanes
 
 SHOWN = Path(__file__).parents[2] / "docs" / "images" / "step.svg"
 
@@ -33,7 +33,7 @@ def _trace() -> dict[str, Any]:
 
 
 def test_lanes_are_what_the_first_process_did_in_its_step() -> None:
-    step = step_lanes(_trace())
+    step = step_picture_lanes(_trace())
     assert step.seconds == pytest.approx(10)
     assert step.waiting_seconds == pytest.approx(2)
     lengths = {kind: sum(end - begin for begin, end in spans) for kind, spans in step.lanes.items()}
@@ -43,12 +43,12 @@ def test_lanes_are_what_the_first_process_did_in_its_step() -> None:
 
 def test_a_trace_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="no step"):
-        step_lanes({"traceEvents": [_work("forward", 0, 1)]})
+        step_picture_lanes({"traceEvents": [_work("forward", 0, 1)]})
 
 
 def test_bars_have_one_scale() -> None:
     lanes = dict.fromkeys(("backward", "update", "waiting", "gradients", "parameters"), ())
-    steps = {f"a<{seconds:g}": StepLanes(seconds, {**lanes, "forward": ((0.0, seconds),)}) for seconds in (1.0, 4.0)}
+    steps = {f"a<{seconds:g}": StepPicture(seconds, {**lanes, "forward": ((0.0, seconds),)}) for seconds in (1.0, 4.0)}
     root = ElementTree.fromstring(picture("one & two", steps))
     bars = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("fill") == "#3f7fbf"]
     assert bars[1] == pytest.approx(4 * bars[0], rel=1e-3)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (make browser installs it)")
+pytest.importorskip("playwright", reason="Playwright is not installed (make browser installs it)")
+
+from playwright.sync_api import sync_playwright
 
 from hpctrain.cli.report import write_report
 from tests.support.written_runs import write_run, write_trace
@@ -36,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield chromium
         chromium.close()

@@ -92,6 +92,10 @@ TEXTS = {
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
     ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
     ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
+    (
+        "docs/report.md",
+        "Differences of configuration:",
+    ): "a comparison of runs; tests/report/test_comparison_text.py has its form",
     ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
 
@@ -238,6 +242,11 @@ KINDS = (
         "needs a run with evaluations; tests/cli/test_best.py has some",
     ),
     Kind(r"hpctrain (watch|trace)", takes, "needs a run; tests/cli/test_watch.py and test_trace.py make some"),
+    Kind(
+        r"(hpctrain|mpiexec .*-m hpctrain) (report|compare) ",
+        takes,
+        "needs runs of these names; tests/cli/test_report.py makes some",
+    ),
     Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
     Kind(r"hpctrain weights ", takes, "needs weights or a run of this name; tests/cli/test_weights.py makes some"),
     Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),

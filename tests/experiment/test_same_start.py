@@ -113,7 +113,7 @@ def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
 
 def test_parts_that_no_training_loads_are_not_read() -> None:
     names = package_files(Path(hpctrain.__file__).parent)
-    assert {"nn/program.py", "cli/train.py", "backend/cuda/cudnn_graphs.py", "version.py"} <= names.keys()
+    assert {"nn/program.py", "experiment/run.py", "backend/cuda/cudnn_graphs.py", "version.py"} <= names.keys()
     assert not any(name.startswith(("doctor/", "virtual/", "backend/cuda/emulator/")) for name in names)
 
 
