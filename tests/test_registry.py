@@ -102,7 +102,7 @@ def animals(tmp_path, monkeypatch):
 
 
 def test_names_are_modules_without_helpers():
-    assert OPTIMIZERS.names() == ("lars", "sgd")
+    assert OPTIMIZERS.names() == ("adamw", "lamb", "lars", "sgd")
 
 
 def test_a_name_finds_its_class():

@@ -105,7 +105,7 @@ def test_code_of_the_users_hides_no_installed_module(module: str, tmp_path: Path
 
 def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> None:
     offer(tmp_path / "site", "my-opt", "hpctrain.optimizers", f"fine = {module}:Own")
-    assert OPTIMIZERS.names() == ("lars", "sgd")
+    assert OPTIMIZERS.names() == ("adamw", "lamb", "lars", "sgd")
     assert OPTIMIZERS.offers() == (user_code.Offer("fine", f"{module}:Own", "my-opt 1.2"),)
     assert OPTIMIZERS.find("sgd") is Sgd
     assert module not in sys.modules

@@ -20,8 +20,10 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
 
     Each RUN is a run directory. The newest checkpoints that have the same step are compared tensor by tensor.
     """
+    from hpctrain.errors import ConfigError
+
     if len(runs) < 2:
-        raise click.UsageError("one run cannot be compared; give two run directories or more, or use `hpctrain report`.")
+        raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
     from hpctrain.report.comparison import compared
     from hpctrain.report.comparison_text import lines
 

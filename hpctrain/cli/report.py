@@ -44,12 +44,11 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
     The page is one HTML file that needs no network: curves, where the time of a traced step went, events, checkpoints, the
     configuration and how it differs between runs. A RUN is a run directory, which may go on meanwhile.
     """
+    from hpctrain.errors import ConfigError
     from hpctrain.report.figures import check_matplotlib
 
     if judges and len(runs) > 1:
-        raise click.UsageError(
-            f"--test judges the test set of one run, and there are {len(runs)}; give one, or leave --test out."
-        )
+        raise ConfigError(f"--test judges the test set of one run, and there are {len(runs)}; give one, or leave --test out.")
     check_matplotlib()
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if not judges:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import CheckpointError
-from hpctrain.report.differences import Setting, differences
+from hpctrain.report.differences import ComparedSetting, differences
 from hpctrain.report.record import RunRecord, read_runs
 from hpctrain.report.summary import Summary, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
@@ -48,8 +48,8 @@ class Comparison:
 
     names: tuple[str, ...]
     summaries: tuple[Summary, ...]
-    configuration: tuple[Setting, ...]
-    versions: tuple[Setting, ...]
+    configuration: tuple[ComparedSetting, ...]
+    versions: tuple[ComparedSetting, ...]
     bits: tuple[SameBits, ...]
 
     def to_json(self) -> dict[str, Any]:

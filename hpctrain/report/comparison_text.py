@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.report.comparison import Comparison
-from hpctrain.report.differences import Setting
+from hpctrain.report.differences import ComparedSetting
 from hpctrain.report.summary import texts
 
 
@@ -34,7 +34,7 @@ def lines(comparison: Comparison) -> Iterator[RenderableType]:
         yield bits.sentence(comparison.names)
 
 
-def _differences(settings: Sequence[Setting], names: Sequence[str]) -> Table:
+def _differences(settings: Sequence[ComparedSetting], names: Sequence[str]) -> Table:
     table = _table(names)
     for setting in settings:
         table.add_row(setting.key, *setting.values)

@@ -9,7 +9,7 @@ from hpctrain.errors import DataError
 from hpctrain.report.curves import panels
 from hpctrain.report.differences import side_by_side
 from hpctrain.report.judged_set import JudgedSet
-from hpctrain.report.page import Line, Page, Part, Table
+from hpctrain.report.page import Line, Page, PagePart, Table
 from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import RunRecord
 from hpctrain.report.summary import UNKNOWN, summary, texts
@@ -26,9 +26,9 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     parts = (
         _summary(records),
-        Part("curves", "Curves", drawings=tuple(panel_drawing(panel, names) for panel in panels(records))),
+        PagePart("curves", "Curves", drawings=tuple(panel_drawing(panel, names) for panel in panels(records))),
         _time(records),
-        Part("test", "Test images", results=tuple(results)),
+        PagePart("test", "Test images", results=tuple(results)),
         _events(records),
         _checkpoints(records),
         _settings(records),
@@ -36,13 +36,13 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     return Page(title, names, tuple(part for part in parts if not part.is_empty))
 
 
-def _summary(records: Sequence[RunRecord]) -> Part:
-    """A line for each figure, a column for each run."""
+def _summary(records: Sequence[RunRecord]) -> PagePart:
+    """A line for each figure, beside it the values of the runs."""
     lines = tuple(Line((heading, *values)) for heading, values in texts([summary(record) for record in records]))
-    return Part("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
+    return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
 
 
-def _time(records: Sequence[RunRecord]) -> Part:
+def _time(records: Sequence[RunRecord]) -> PagePart:
     """Figures of the runs that were traced."""
     drawings, sentences = [], []
     for number, record in enumerate(records):
@@ -59,10 +59,10 @@ def _time(records: Sequence[RunRecord]) -> Part:
                 drawings.append(timeline_drawing(steps, key, record.name))
     if not drawings and not sentences:
         sentences.append("No run was traced; train with trace=true to see where the time of a step goes.")
-    return Part("time", "Time of a step", drawings=tuple(drawings), sentences=tuple(sentences))
+    return PagePart("time", "Time of a step", drawings=tuple(drawings), sentences=tuple(sentences))
 
 
-def _events(records: Sequence[RunRecord]) -> Part:
+def _events(records: Sequence[RunRecord]) -> PagePart:
     lines = []
     for record in records:
         for event in record.state.events:
@@ -70,10 +70,10 @@ def _events(records: Sequence[RunRecord]) -> Part:
             lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
     headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
     tables = (Table("", headings, tuple(lines)),) if lines else ()
-    return Part("events", "Events", tables=tables, sentences=() if lines else ("Nothing out of the ordinary was recorded.",))
+    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("Nothing out of the ordinary was recorded.",))
 
 
-def _checkpoints(records: Sequence[RunRecord]) -> Part:
+def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
     tables = []
     for record in records:
         lines = tuple(
@@ -90,10 +90,10 @@ def _checkpoints(records: Sequence[RunRecord]) -> Part:
         if lines:
             title = record.name if len(records) > 1 else ""
             tables.append(Table(title, ("step", "MB", "written", "file"), lines, frozenset({1})))
-    return Part("checkpoints", "Checkpoints", tables=tuple(tables))
+    return PagePart("checkpoints", "Checkpoints", tables=tuple(tables))
 
 
-def _settings(records: Sequence[RunRecord]) -> Part:
+def _settings(records: Sequence[RunRecord]) -> PagePart:
     """Configuration and versions: the differences of several runs first, then all."""
     headings = ("key", *(record.name for record in records))
     tables = []
@@ -109,4 +109,4 @@ def _settings(records: Sequence[RunRecord]) -> Part:
         if every:
             tables.append(Table(f"All of {title}", headings, every, folded=True))
     same = len(records) > 1 and not any(table.title.startswith("Differences") for table in tables)
-    return Part("settings", "Configuration", tables=tuple(tables), sentences=("All runs have the same.",) if same else ())
+    return PagePart("settings", "Configuration", tables=tuple(tables), sentences=("All runs have the same.",) if same else ())

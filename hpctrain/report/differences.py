@@ -10,7 +10,7 @@ ABSENT = "-"
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparedSetting:
     """One key. values: of each run."""
 
     key: str
@@ -22,12 +22,12 @@ class Setting:
         return len(set(self.values)) > 1
 
 
-def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[Setting, ...]:
+def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
     """All keys that a run has, in the order of their first appearance."""
     keys = dict.fromkeys(key for settings in of_runs for key in settings)
-    return tuple(Setting(key, tuple(settings.get(key, ABSENT) for settings in of_runs)) for key in keys)
+    return tuple(ComparedSetting(key, tuple(settings.get(key, ABSENT) for settings in of_runs)) for key in keys)
 
 
-def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[Setting, ...]:
+def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
     """Those that differ."""
     return tuple(setting for setting in side_by_side(of_runs) if setting.differs)

@@ -56,7 +56,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class JudgedSet:
-    """The result of one run on its test set. headings: of the table's columns; confusion: () where there are too many classes."""
+    """The result of one run on its test set. headings: above the table of `confusion`, which is () for too many classes."""
 
     name: str
     words: str

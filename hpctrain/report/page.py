@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. numbers: the columns of figures. folded: it is seen by those who open it."""
+    """A table. numbers: the places in a line that are figures. folded: it is seen by those who open it."""
 
     title: str
     headings: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """A part of a page. key: a word that no other part has. sentences: what there is to say of it, at its end."""
 
     key: str
@@ -71,7 +71,7 @@ class Page:
 
     title: str
     names: tuple[str, ...]
-    parts: tuple[Part, ...] = field(repr=False)
+    parts: tuple[PagePart, ...] = field(repr=False)
 
     @property
     def drawings(self) -> tuple[Drawing, ...]:
@@ -104,7 +104,7 @@ def html(page: Page) -> str:
     )
 
 
-def _shown(parts: Sequence[Part]) -> list[_ShownPart]:
+def _shown(parts: Sequence[PagePart]) -> list[_ShownPart]:
     return [
         _ShownPart(
             part.key,

@@ -25,12 +25,12 @@ _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
-    """Computed, and waited for, in milliseconds of a step, of the rows that took most."""
+    """Time computed and waited, in milliseconds of a step, of the layers and works that took most."""
     rows = sorted(table.rows, key=_weight, reverse=True)[:_MOST_LAYERS]
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
-    words = f"Rows of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
+    words = f"Lines of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
 
     def draw(figure: Figure, colour: Callable[[str], str]) -> None:
         axes = figure.add_subplot()

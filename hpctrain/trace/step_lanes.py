@@ -74,7 +74,7 @@ def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
 
 
 def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[Interval]:
-    """What of the intervals lies in a step, in seconds from `zero` on, in order."""
+    """The intervals, as far as they lie in a step, in seconds from `zero` on, in order."""
     inside = ((max(first, step[0]), min(last, step[1])) for first, last in intervals)
     return sorted(((first - zero) * _SECONDS, (last - zero) * _SECONDS) for first, last in inside if last > first)
 

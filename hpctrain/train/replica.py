@@ -25,7 +25,7 @@ from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics import EvaluationSums, RunningSums
+from hpctrain.train.metrics import RunningSums
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica_averagers import make_averagers, make_optimizers, make_strategies, slices_of
 from hpctrain.train.shards import Shards
@@ -33,7 +33,7 @@ from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
-from hpctrain.train.weight_average import WeightAverage
+from hpctrain.train.weight_average import WeightAverage, evaluated_with
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch
 
 _NO_CHECKS = CheckCadence()
@@ -120,8 +120,9 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
-        averagers = make_averagers(self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {})
-        self.averagers = averagers
+        averagers = self.averagers = make_averagers(
+            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}
+        )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
@@ -253,10 +254,7 @@ class Replica:
     def require_alike(self, *, schedules: bool = False) -> None:
         """Drain, and compare all that ranks must hold alike: at the start, and before anything is kept. Collective.
 
-        After `settle`. Nothing where the replica has no checks.
-
-        Args:
-            schedules: those of the averagers, too.
+        After `settle`. Nothing where the replica has no checks. schedules: compare those of the averagers, too.
 
         Raises:
             CorruptedStateError: something differs, or has changed while nothing wrote to it; on every rank.
@@ -276,9 +274,8 @@ class Replica:
     ) -> RunningSums:
         """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
-        With an average of the weights they are `EvaluationSums`; `confusion` is that of the weights themselves. The last step's
-        sums, where they are wanted, are to be had from `settle` before. mirrored, confusion, advance: as `evaluate` takes; the
-        samples of the second pass count on from those of the first.
+        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored: as `evaluate` takes it;
+        confusion, advance: as `evaluated_with` does.
 
         Raises:
             DivergedError: as `step`.
@@ -286,13 +283,8 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        comm = self.groups.all_ranks
-        first = partial(evaluate, self.network, loader, comm, self.progress, mirrored=mirrored)
-        sums = first(confusion=confusion, advance=advance)
-        if self.average is None:
-            return sums
-        with self.average.in_place():
-            return EvaluationSums.of(sums, first(advance=lambda done: advance(sums.count + done)))
+        run = partial(evaluate, self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored)
+        return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
         """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +12,8 @@ from hpctrain.averaging.parameter_swap import copy_parameters, swap_parameters
 from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA, EmaRule
+from hpctrain.train.confusion import ConfusionCounts
+from hpctrain.train.metrics import EvaluationSums, RunningSums
 
 
 class WeightAverage:
@@ -82,3 +84,22 @@ class WeightAverage:
             running[...], average[...] = average.copy(), running.copy()
         statistics.running_changed()
         self._network.parameters_changed()
+
+
+def evaluated_with(
+    average: WeightAverage | None,
+    evaluate: Callable[..., RunningSums],
+    confusion: ConfusionCounts | None,
+    advance: Callable[[int], None],
+) -> RunningSums:
+    """The sums of an evaluation; with an average of the weights `EvaluationSums`, by a second pass with that. Collective.
+
+    Args:
+        evaluate: makes one pass, with these keywords. confusion: counts in the pass with the weights themselves.
+        advance: told how many samples are done; those of the second pass count on from those of the first.
+    """
+    sums = evaluate(confusion=confusion, advance=advance)
+    if average is None:
+        return sums
+    with average.in_place():
+        return EvaluationSums.of(sums, evaluate(advance=lambda done: advance(sums.count + done)))

@@ -80,7 +80,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare": [
         (["photos", "file"], "photos is no run directory: it has no config.yaml."),
-        (["photos"], "one run cannot be compared; give two run directories or more, or use `hpctrain report`."),
+        (["photos"], "One run cannot be compared; give two run directories or more, or use `hpctrain report`."),
     ],
     "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
     "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hpctrain.report.comparison import compared
-from hpctrain.report.differences import Setting
+from hpctrain.report.differences import ComparedSetting
 from tests.support.written_runs import write_checkpoint, write_run
 
 
@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
 def test_it_is_plain_values_for_programs(tmp_path: Path) -> None:
     runs = [write_run(tmp_path, config=f"batch: {batch}\n") for batch in (8, 16)]
     comparison = compared([run.path for run in runs])
-    assert comparison.configuration == (Setting("batch", ("8", "16")),)
+    assert comparison.configuration == (ComparedSetting("batch", ("8", "16")),)
     content = json.loads(json.dumps(comparison.to_json()))
     assert content["configuration"] == {"batch": ["8", "16"]}
     assert [run["name"] for run in content["runs"]] == list(comparison.names)
