@@ -24,7 +24,8 @@ class Summary:
     Args:
         end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks: of the latest
         start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
-        images_per_second: the median of the epochs, or of the intervals.
+        images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and of it waited
+        for messages; predicted_step_seconds: as the run had it simulated at its end.
     """
 
     end: str
@@ -38,6 +39,9 @@ class Summary:
     best_epoch: int | None
     images_per_second: float | None
     seconds: float
+    step_seconds: float | None
+    exposed_seconds: float | None
+    predicted_step_seconds: float | None
 
 
 def summary(record: RunRecord) -> Summary:
@@ -48,6 +52,7 @@ def summary(record: RunRecord) -> Summary:
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
     epochs = [entry for entry in records if entry.get("kind") == "epoch"]
+    step = record.state.latest("steps")
     return Summary(
         end=record.state.end or "goes on, or nobody knows",
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
@@ -60,6 +65,9 @@ def summary(record: RunRecord) -> Summary:
         best_epoch=None if best is None else _whole(best, "epoch"),
         images_per_second=_rate(epochs) or _rate([entry for entry in records if entry.get("kind") == "interval"]),
         seconds=_seconds(records),
+        step_seconds=_number(step, "measured_step_seconds"),
+        exposed_seconds=_number(step, "measured_exposed_seconds"),
+        predicted_step_seconds=_number(step, "predicted_step_seconds"),
     )
 
 
@@ -75,12 +83,19 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("test top-5", [_text(figures.top5, ".2%") for figures in summaries]),
         ("best test top-1", [_best(figures.best_top1, figures.best_epoch) for figures in summaries]),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
+        ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
+        ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
+        ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]
 
 
 def _text(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{1e3 * seconds:.4g} ms"
 
 
 def _best(value: float | None, epoch: int | None) -> str:

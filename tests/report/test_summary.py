@@ -19,6 +19,13 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
     assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
 
 
+def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
+    times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
+    run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
+    written = dict(texts([summary(read_runs([run.path])[0])]))
+    assert [written[name] for name in ("step", "waited in a step", "step, predicted")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
+
+
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
     later = {"kind": "resume", "time": 10_000.0, "step": 30}
     last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}
