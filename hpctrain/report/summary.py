@@ -24,8 +24,8 @@ class Summary:
     Args:
         end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks: of the latest
         start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
-        images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and of it waited
-        for messages; predicted_step_seconds: as the run had it simulated at its end.
+        images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
+        messages in it; predicted_step_seconds: as the run had it simulated at its end.
     """
 
     end: str
