@@ -22,13 +22,16 @@ class SameBits:
     """The tensors of a run's checkpoint beside those of the first run's.
 
     Args:
-        run: its place among the runs. step: of both checkpoints; None: they have none in common. different: keys of tensors that
-            differ, or that only one has, parameters first. reason: why nothing was compared; "" where it was.
+        run: its place among the runs. step: of both checkpoints, the first at which they differ, or the latest where they do at
+            none; None: they have none in common. different: keys of tensors that differ there, or that only one has, parameters
+            first. same_step: the latest that has the same bits before; None: none has. reason: why nothing was compared; ""
+            where it was.
     """
 
     run: int
     step: int | None
     different: tuple[str, ...] = ()
+    same_step: int | None = None
     reason: str = ""
 
     def sentence(self, names: Sequence[str]) -> str:
@@ -39,7 +42,9 @@ class SameBits:
             return f"{names[self.run]}: the same bits as {names[0]} at step {self.step}"
         count = len(self.different)
         tensors = f"{count:,} tensor{'' if count == 1 else 's'}"
-        return f"{names[self.run]}: other bits than {names[0]} at step {self.step} in {tensors}, {self.different[0]} first"
+        before = "" if self.same_step is None else f", and the same at step {self.same_step}"
+        first = f"{self.different[0]} first{before}"
+        return f"{names[self.run]}: other bits than {names[0]} at step {self.step} in {tensors}, {first}"
 
 
 @dataclass(frozen=True)
@@ -82,16 +87,31 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
     first = _stored(records[0])
     for run, record in enumerate(records[1:], 1):
         other = _stored(record)
-        common = max(first.keys() & other.keys(), default=None)
-        if common is None:
+        common = sorted(first.keys() & other.keys(), reverse=True)
+        if not common:
             yield SameBits(
                 run, None, reason=f"no checkpoint of a step that {records[0].name} has one of, so no bits are compared"
             )
             continue
         try:
-            yield SameBits(run, common, tuple(_different(read(first[common]), read(other[common]))))
+            yield _parting(run, [(step, first[step], other[step]) for step in common])
         except CheckpointError as error:
-            yield SameBits(run, common, reason=str(error))
+            yield SameBits(run, common[0], reason=str(error))
+
+
+def _parting(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits:
+    """The comparison of checkpoints, the latest step first, as far back as they differ.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    step, different = common[0][0], tuple[str, ...]()
+    for earlier, here, there in common:
+        keys = tuple(_different(read(here), read(there)))
+        if not keys:
+            return SameBits(run, step, different, earlier if different else None)
+        step, different = earlier, keys
+    return SameBits(run, step, different)
 
 
 def _stored(record: RunRecord) -> dict[int, Path]:

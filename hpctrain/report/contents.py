@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from hpctrain.errors import DataError
+from hpctrain.experiment.run_state import Record
 from hpctrain.report.curves import panels
 from hpctrain.report.differences import side_by_side
 from hpctrain.report.judged_set import JudgedSet
@@ -14,6 +15,7 @@ from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import RunRecord
 from hpctrain.report.summary import UNKNOWN, summary, texts
 from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
+from hpctrain.train.progress_text import loss_text
 
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
@@ -26,7 +28,7 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     parts = (
         _summary(records),
-        PagePart("curves", "Curves", drawings=tuple(panel_drawing(panel, names) for panel in panels(records))),
+        _curves(records, names),
         _time(records),
         PagePart("test", "Test images", results=tuple(results)),
         _events(records),
@@ -40,6 +42,25 @@ def _summary(records: Sequence[RunRecord]) -> PagePart:
     """A line for each figure, beside it the values of the runs."""
     lines = tuple(Line((heading, *values)) for heading, values in texts([summary(record) for record in records]))
     return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
+
+
+def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
+    """Figures, and the values of evaluations for those who do not see them, or have no pointer."""
+    tables = []
+    for record in records:
+        evaluations = [entry for entry in record.state.records if entry.get("kind") == "evaluation"]
+        lines = tuple(Line((str(entry.get("epoch")), *_means(entry))) for entry in evaluations)
+        if lines:
+            title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
+            headings = ("epoch", "loss", "top-1", "top-5")
+            tables.append(Table(title, headings, lines, frozenset({1, 2, 3}), folded=True))
+    drawings = tuple(panel_drawing(panel, names) for panel in panels(records))
+    return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
+
+
+def _means(entry: Record) -> tuple[str, ...]:
+    loss, accuracies = entry.get("loss"), (entry.get("top1"), entry.get("top5"))
+    return (UNKNOWN if loss is None else loss_text(loss), *(UNKNOWN if one is None else f"{one:.2%}" for one in accuracies))
 
 
 def _time(records: Sequence[RunRecord]) -> PagePart:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -77,11 +79,15 @@ def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 
 
 def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
-    """The curve of all points whose both numbers are known; none where there are none."""
-    known = [(float(x), float(y)) for x, y in points if isinstance(x, int | float) and isinstance(y, int | float)]
+    """The curve of all points whose both numbers are known and finite, the last one of each place; none where there are none."""
+    known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
     if known:
-        xs, ys = zip(*known, strict=True)
+        xs, ys = zip(*sorted(known.items()), strict=True)
         yield Curve(run, part, *thinned(xs, ys))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def samples_per_epoch(records: Sequence[Record]) -> int:

@@ -27,19 +27,27 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^)"]+)')
 
 
 @dataclass(frozen=True)
+class Style:
+    """The way in which a figure is drawn. colour: of a name of the theme. alone: no page beside it tells which run is which."""
+
+    colour: Callable[[str], str]
+    alone: bool
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A figure.
 
     Args:
         key: a word that no other figure of the page has. title, words: above it, and for those who cannot see it.
-        draw: draws it onto an empty figure with the given colours; gives what a page needs to show values, or nothing.
+        draw: draws it onto an empty figure; gives what a page needs to show values, or nothing.
         inches: width and height.
     """
 
     key: str
     title: str
     words: str
-    draw: Callable[[Figure, Callable[[str], str]], Mapping[str, Any] | None] = field(repr=False)
+    draw: Callable[[Figure, Style], Mapping[str, Any] | None] = field(repr=False)
     inches: tuple[float, float] = (WIDTH_INCHES, 2.5)
 
 
@@ -69,7 +77,7 @@ def check_matplotlib() -> None:
 def for_page(drawing: Drawing) -> PageFigure:
     """The figure, its names prefixed by its key, so that a page may have many."""
     buffer = io.StringIO()
-    with _drawn(drawing, theme.marker) as (figure, values):
+    with _drawn(drawing, Style(theme.marker, alone=False)) as (figure, values):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -93,17 +101,17 @@ def write_png(drawing: Drawing, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with _drawn(drawing, theme.LIGHT.__getitem__) as (figure, _):
+    with _drawn(drawing, Style(theme.LIGHT.__getitem__, alone=True)) as (figure, _):
         figure.savefig(path, format="png", dpi=_DOTS_PER_INCH, facecolor=theme.LIGHT["paper"])
 
 
 @contextmanager
-def _drawn(drawing: Drawing, colour: Callable[[str], str]) -> Iterator[tuple[Figure, Mapping[str, Any] | None]]:
+def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str, Any] | None]]:
     """The figure, and what a page needs of it; matplotlib's settings hold while it is written, too."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink, faint = colour("ink"), colour("faint")
+    ink, faint = style.colour("ink"), style.colour("faint")
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": drawing.key,
@@ -122,7 +130,7 @@ def _drawn(drawing: Drawing, colour: Callable[[str], str]) -> Iterator[tuple[Fig
     }
     with rc_context(settings):
         figure = Figure(figsize=drawing.inches, layout="constrained")
-        values = drawing.draw(figure, colour)
+        values = drawing.draw(figure, style)
         figure.draw_without_rendering()  # which lays it out
         if values is not None:
             values = {**values, **_place(figure.axes[0])}

@@ -16,7 +16,9 @@ MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
 #: the side of a picture on the page; larger images are made smaller
-_PIXELS = 192
+_PIXELS = 160
+#: larger pictures are JPEG files, of which a hundred weigh half a megabyte; smaller ones are kept to the last bit
+_MOST_EXACT = 64
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class ConfusionLine:
 
     name: str
     cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class ClassLine:
+    """A class with its accuracy, in words. rival: the class that it was most often taken for, and how often."""
+
+    name: str
+    images: str
+    top1: str
+    rival: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,7 @@ class JudgedSet:
     words: str
     headings: tuple[str, ...]
     confusion: tuple[ConfusionLine, ...]
+    classes: tuple[ClassLine, ...]
     groups: tuple[Pictures, ...]
 
 
@@ -74,7 +87,7 @@ def result_of(name: str, judgement: Judgement) -> JudgedSet:
         Pictures("Surest hits, by class", tuple(_picture(image, names) for image in judgement.right)),
     )
     lines = tuple(_lines(judgement)) if whole else ()
-    return JudgedSet(name, _words(judgement, whole=whole), tuple(str(k) for k in range(len(names))), lines, groups)
+    return JudgedSet(name, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
 
 
 def _words(judgement: Judgement, *, whole: bool) -> str:
@@ -102,17 +115,35 @@ def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
         yield ConfusionLine(f"{label} {judgement.class_names[label]}", tuple(cells))
 
 
+def _classes(judgement: Judgement) -> Iterator[ClassLine]:
+    """All classes, the lowest accuracy first; those without images last."""
+    hits, images = judgement.matrix.diagonal(), judgement.matrix.sum(1)
+    shares = np.where(images > 0, hits / np.maximum(images, 1), 2.0)
+    mistakes = judgement.matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+    for label in np.argsort(shares, kind="stable").tolist():
+        rival = int(mistakes[label].argmax())
+        times = int(mistakes[label, rival])
+        yield ClassLine(
+            judgement.class_names[label],
+            f"{images[label]:,}",
+            f"{shares[label]:.2%}" if images[label] else "-",
+            f"{judgement.class_names[rival]}, {times:,} times" if times else "-",
+        )
+
+
 def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
     words = f"{image.probability:.1%} {names[image.prediction]}"
     return Picture(image.number, names[image.label], words, _url(image.pixels))
 
 
 def _url(pixels: np.ndarray) -> str:
-    """A PNG of (H, W, C) uint8 with one or three channels, or of the first of others."""
+    """A picture of (H, W, C) uint8 with one or three channels, or of the first of others."""
     from PIL import Image
 
     picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+    form, options = ("PNG", {"optimize": True}) if max(picture.size) <= _MOST_EXACT else ("JPEG", {"quality": 85})
     picture.thumbnail((_PIXELS, _PIXELS))
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    picture.save(buffer, form, **options)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

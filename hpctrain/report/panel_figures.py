@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.report import theme
 from hpctrain.report.curves import AVERAGED, TEST, TRAINING, Curve, Panel
-from hpctrain.report.figures import Drawing
+from hpctrain.report.figures import Drawing, Style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,38 +25,48 @@ _DIGITS = 5
 
 def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
     """The figure of a panel. names: of the runs."""
-    return Drawing(panel.key, panel.title, _words(panel, names), lambda figure, colour: _draw(panel, figure, colour))
+    return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names))
 
 
-def _draw(panel: Panel, figure: Figure, colour: Callable[[str], str]) -> Mapping[str, Any]:
+def _draw(panel: Panel, names: Sequence[str], figure: Figure, style: Style) -> Mapping[str, Any]:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes = figure.add_subplot()
     for curve in panel.curves:
-        style = dict(_STYLES[curve.part])
+        line_style = dict(_STYLES[curve.part])
         if len(curve.xs) > _MOST_MARKS:
-            style.pop("marker", None)
+            line_style.pop("marker", None)
         elif len(curve.xs) == 1:
-            style.setdefault("marker", ".")
-        (line,) = axes.plot(curve.xs, curve.ys, color=colour(theme.of_run(curve.run)), **style)
+            line_style.setdefault("marker", ".")
+        (line,) = axes.plot(curve.xs, curve.ys, color=style.colour(theme.of_run(curve.run)), **line_style)
         line.set_gid(f"run{curve.run}-{curve.part.replace(' ', '-').replace(',', '')}")
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(visible=True, linewidth=0.6)
-    _explain_styles(figure, panel, colour)
+    _explain_lines(figure, panel, style)
+    if style.alone and len(names) > 1:
+        _name_runs(figure, names, style)
     return {"curves": [_values(curve) for curve in panel.curves], "percent": panel.percent}
 
 
-def _explain_styles(figure: Figure, panel: Panel, colour: Callable[[str], str]) -> None:
+def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
     """A legend of lines, above the axes, where there is more than one kind of them."""
     from matplotlib.lines import Line2D
 
     parts = [part for part in _STYLES if any(curve.part == part for curve in panel.curves)]
     if len(parts) > 1:
-        lines = [Line2D([], [], color=colour("ink"), label=part, **_STYLES[part]) for part in parts]
+        lines = [Line2D([], [], color=style.colour("ink"), label=part, **_STYLES[part]) for part in parts]
         figure.legend(handles=lines, loc="outside upper left", ncols=len(parts))
+
+
+def _name_runs(figure: Figure, names: Sequence[str], style: Style) -> None:
+    """A legend of colours, below the axes."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=style.colour(theme.of_run(run)), label=name) for run, name in enumerate(names)]
+    figure.legend(handles=patches, loc="outside lower left", ncols=1, fontsize="small")
 
 
 def _values(curve: Curve) -> dict[str, Any]:

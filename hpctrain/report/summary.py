@@ -13,6 +13,7 @@ from hpctrain.train.progress_text import duration_text, loss_text
 
 #: stands for a figure that is not known
 UNKNOWN = "-"
+MOST_HOSTS = 2
 #: a longer silence between two records is a pause of the run, not work
 LONGEST_STEP_SECONDS = 600.0
 
@@ -22,8 +23,8 @@ class Summary:
     """The figures; None: not known. Accuracies are fractions.
 
     Args:
-        end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks: of the latest
-        start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
+        end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks, hosts: of the
+        latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
         messages in it; predicted_step_seconds: as the run had it simulated at its end.
     """
@@ -32,6 +33,7 @@ class Summary:
     epochs: int
     steps: int
     ranks: int | None
+    hosts: tuple[str, ...]
     test_loss: float | None
     top1: float | None
     top5: float | None
@@ -58,6 +60,7 @@ def summary(record: RunRecord) -> Summary:
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
         steps=max((_whole(entry, "step") for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,
+        hosts=tuple(dict.fromkeys(rank.host for rank in record.state.ranks)),
         test_loss=_number(last, "loss"),
         top1=_number(last, "top1"),
         top5=_number(last, "top5"),
@@ -76,6 +79,7 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [
         ("state", [figures.end for figures in summaries]),
         ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
+        ("hosts", [_hosts(figures.hosts) for figures in summaries]),
         ("epochs", [f"{figures.epochs:,}" for figures in summaries]),
         ("steps", [f"{figures.steps:,}" for figures in summaries]),
         ("test loss", [UNKNOWN if figures.test_loss is None else loss_text(figures.test_loss) for figures in summaries]),
@@ -92,6 +96,13 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
 
 def _text(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    """A few hosts by name, many by their number."""
+    if not hosts:
+        return UNKNOWN
+    return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts):,}, {hosts[0]} first"
 
 
 def _milliseconds(seconds: float | None) -> str:

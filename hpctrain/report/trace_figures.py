@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import DataError
-from hpctrain.report.figures import WIDTH_INCHES, Drawing
+from hpctrain.report.figures import WIDTH_INCHES, Drawing, Style
 from hpctrain.trace.step_lanes import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import Row, TimeTable
 
@@ -32,13 +32,13 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
     words = f"Lines of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
 
-    def draw(figure: Figure, colour: Callable[[str], str]) -> None:
+    def draw(figure: Figure, style: Style) -> None:
         axes = figure.add_subplot()
         places = range(len(rows))
         computed = [1e3 * (row.compute_seconds + row.messages_seconds) for row in rows]
-        axes.barh(places, computed, color=colour("forward"), label="computed")
+        axes.barh(places, computed, color=style.colour("forward"), label="computed")
         waited = [1e3 * row.exposed_seconds for row in rows]
-        axes.barh(places, waited, left=computed, color=colour("waiting"), label="waited for messages")
+        axes.barh(places, waited, left=computed, color=style.colour("waiting"), label="waited for messages")
         axes.set_yticks(places, [_short(row.name) for row in rows])
         axes.invert_yaxis()
         axes.set_xlabel("ms of a step")
@@ -58,14 +58,14 @@ def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing
     words = f"The last step of each rank, {max(step.seconds for step in shown) * 1e3:.4g} ms at most; "
     words += f"waits for messages between {min(waits) * 1e3:.4g} and {max(waits) * 1e3:.4g} ms.{more}"
 
-    def draw(figure: Figure, colour: Callable[[str], str]) -> None:
+    def draw(figure: Figure, style: Style) -> None:
         axes = figure.add_subplot()
         whole = max(step.begin_seconds + step.seconds for step in shown)
         for place, step in enumerate(shown):
             for kind, intervals in step.lanes.items():
                 top, height = (place + 0.48, 0.22) if kind == MESSAGES else (place, 0.44)
                 bars = [(1e3 * first, 1e3 * (last - first)) for first, last in _coarse(intervals, whole * _SHORTEST)]
-                axes.broken_barh(bars, (top, height), color=colour(kind), linewidth=0, label=kind if not place else None)
+                axes.broken_barh(bars, (top, height), color=style.colour(kind), linewidth=0, label=kind if not place else None)
         axes.set_yticks([place + 0.35 for place in range(len(shown))], [f"rank {step.rank}" for step in shown])
         axes.set_ylim(len(shown), -0.15)
         axes.set_xlim(0, 1e3 * whole)

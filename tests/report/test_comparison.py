@@ -27,6 +27,17 @@ def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> 
     assert "no checkpoint of a step" in sentences[2]
 
 
+def test_the_step_is_told_at_which_bits_part(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path), write_run(tmp_path)
+    for step, value in ((5, 1.0), (10, 1.5), (15, 2.0)):
+        write_checkpoint(first, step, a=[1.0], b=[0.0])
+        write_checkpoint(second, step, a=[value], b=[0.0] if step < 15 else [1.0])
+    comparison = compared([first.path, second.path])
+    (bits,) = comparison.bits
+    assert (bits.step, bits.same_step, bits.different) == (10, 5, ("parameters/a",))
+    assert bits.sentence(comparison.names).endswith("at step 10 in 1 tensor, parameters/a first, and the same at step 5")
+
+
 def test_zeros_of_other_signs_and_other_shapes_are_other_bits(tmp_path: Path) -> None:
     first, second = write_run(tmp_path), write_run(tmp_path)
     write_checkpoint(first, 1, a=[0.0], b=[1.0])

@@ -45,6 +45,15 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert (max(lr.curves[0].xs), lr.curves[0].ys[-1]) == (3.1, 0.5)
 
 
+def test_steps_that_are_there_twice_count_once(tmp_path: Path) -> None:
+    """The later record is that of the run that went on; a number that is none, from another program, is left out."""
+    twice = {"kind": "evaluation", "time": 1.0, "epoch": 2, "step": 20, "loss": 0.25, "top1": float("nan")}
+    loss, top1, *_ = panels(read_runs([write_run(tmp_path, events=[twice]).path]))
+    curves = {curve.part: curve for curve in loss.curves}
+    assert (curves[TEST].xs, curves[TEST].ys) == ((1.0, 2.0, 3.0), (3.0, 0.25, 1.0))
+    assert next(curve for curve in top1.curves if curve.part == TEST).ys[1] == pytest.approx(2 / 3)
+
+
 def test_a_run_without_metrics_has_no_curves(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     run.metrics_path.write_text("")

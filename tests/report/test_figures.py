@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,12 +13,12 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra exp
 
 from hpctrain.errors import ConfigError
 from hpctrain.report import figures
-from hpctrain.report.figures import Drawing
+from hpctrain.report.figures import Drawing, Style
 
 
-def _draw(figure: Any, colour: Callable[[str], str]) -> dict[str, Any]:
+def _draw(figure: Any, style: Style) -> dict[str, Any]:
     axes = figure.add_subplot()
-    (line,) = axes.plot([0, 10], [5, 7], color=colour("run1"))
+    (line,) = axes.plot([0, 10], [5, 7], color=style.colour("run1"))
     line.set_gid("run1-test")
     axes.set_xlabel("<epoch> & more")
     return {"curves": []}

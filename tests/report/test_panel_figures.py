@@ -1,5 +1,7 @@
 """Figures of curves."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
@@ -33,6 +35,17 @@ def test_each_curve_is_a_part_of_its_run_and_of_the_values() -> None:
     ]
     assert not page.values["percent"]
     assert ">test, averaged weights<" in page.svg
+
+
+def test_runs_are_named_where_no_buttons_are(tmp_path: Path) -> None:
+    """Pictures have a legend below the axes, which pages do not need."""
+    from hpctrain.report import figures
+
+    drawing = panel_drawing(Panel("loss", "Loss", CURVES), ("first run", "second run"))
+    assert "first run<" not in for_page(drawing).svg
+    with figures._drawn(drawing, figures.Style(lambda name: "#000000", alone=True)) as (figure, _):
+        named = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert named[-2:] == ["first run", "second run"]
 
 
 def test_one_kind_of_lines_needs_no_legend() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
     figures = summary(read_runs([run.path])[0])
     assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, None, None, 0.0)
     assert dict(texts([figures]))["test top-1"] == [UNKNOWN]
+
+
+@pytest.mark.parametrize(("hosts", "text"), [((), UNKNOWN), (("a",), "a"), (("a", "b"), "a, b"), (("a", "b", "c"), "3, a first")])
+def test_hosts_are_named_or_counted(tmp_path: Path, hosts: tuple[str, ...], text: str) -> None:
+    figures = replace(summary(read_runs([write_run(tmp_path).path])[0]), hosts=hosts)
+    assert dict(texts([figures]))["hosts"] == [text]
 
 
 def test_texts_have_a_column_for_each_run(tmp_path: Path) -> None:
