@@ -80,6 +80,6 @@ def disturbed(evaluation: Callable[[int], RunningSums], before_step: Callable[[i
         return update(replica, *arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replica, "evaluate", lambda replica, loader: evaluation(replica.global_step))
+        patch.setattr(Replica, "evaluate", lambda replica, loader, **options: evaluation(replica.global_step))
         patch.setattr(Replica, "update", updated)
         yield
