@@ -26,7 +26,7 @@ _ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.enviro
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("hpctrain tr", "train"),
+        ("hpctrain trai", "train"),
         ("hpctrain train --stopped", "--stopped-file"),
         ("hpctrain submit x.yaml --site lu", "lumi-c lumi-g"),
         ("hpctrain train x.yaml sched", "schedule. nospace"),
