@@ -57,8 +57,8 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -
         return tuple(xs), tuple(ys)
     values = np.asarray(ys)
     kept = {0, len(xs) - 1}
-    for part in np.array_split(np.arange(len(xs)), (most - 2) // 2):
-        kept |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
+    for stretch in np.array_split(np.arange(len(xs)), (most - 2) // 2):
+        kept |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
     order = sorted(kept)
     return tuple(xs[i] for i in order), tuple(ys[i] for i in order)
 
