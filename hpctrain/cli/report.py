@@ -67,6 +67,8 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
 
     def read() -> tuple[Config, Source]:
         set_threads(detect(os.environ), None)  # before NumPy is loaded
+        if job.rank() == 0:
+            import matplotlib.font_manager  # noqa: F401  may start a process to list fonts: no one should once MPI runs
         from hpctrain.experiment.stored_run import find_run
 
         return find_run(str(run), run.parent).parsed(())

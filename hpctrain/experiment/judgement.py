@@ -11,6 +11,7 @@ import numpy as np
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.experiment.evaluation import EvaluationParts, build_parts, existing_checkpoint, require_test_set
 from hpctrain.experiment.session import Session
+from hpctrain.train.confusion import ConfusionMatrix
 from hpctrain.train.predictor import TopClasses, predict
 
 
@@ -34,23 +35,15 @@ class Judgement:
     """The judgement of a test set.
 
     Args:
-        checkpoint: whose it is. class_names: by label. matrix: (classes, classes) int64, how often samples of a class (first dim)
-            were taken for each. undecided: samples whose outputs are not finite. right: of each class the surest image;
-            wrong: the surest mistakes; the surest first.
+        checkpoint: whose it is. class_names: by label. confusion: which class was taken for which. right: of each class the
+            surest image; wrong: the surest mistakes; the surest first.
     """
 
     checkpoint: Path
     class_names: tuple[str, ...]
-    matrix: np.ndarray
-    undecided: int
+    confusion: ConfusionMatrix
     right: tuple[JudgedImage, ...]
     wrong: tuple[JudgedImage, ...]
-
-    @property
-    def top1(self) -> float:
-        """The share of samples that are right; nan where there is none."""
-        samples = int(self.matrix.sum()) + self.undecided
-        return int(self.matrix.trace()) / samples if samples else float("nan")
 
 
 def judge(session: Session, source: str, most: int) -> Judgement:
@@ -81,8 +74,9 @@ def _judgement(path: Path, parts: EvaluationParts, predictions: np.ndarray, prob
     file = parts.images.file
     labels, classes = file.labels, len(file.class_names)
     decided = ~np.isnan(probabilities)
-    matrix = np.zeros((classes, classes), np.int64)
-    np.add.at(matrix, (labels[decided], predictions[decided]), 1)
+    width = classes + 1  # the last prediction is of no class
+    cells, counts = np.unique(labels * width + np.where(decided, predictions, classes), return_counts=True)
+    confusion = ConfusionMatrix(classes, cells // width, cells % width, counts.astype(np.int64))
     surest = [number for number in np.argsort(-probabilities, kind="stable").tolist() if decided[number]]
     wrong = [number for number in surest if predictions[number] != labels[number]]
     of_class = {labels[number]: number for number in reversed(surest) if predictions[number] == labels[number]}
@@ -94,4 +88,4 @@ def _judgement(path: Path, parts: EvaluationParts, predictions: np.ndarray, prob
             for number in numbers[:most]
         )
 
-    return Judgement(path, file.class_names, matrix, int((~decided).sum()), images(right), images(wrong))
+    return Judgement(path, file.class_names, confusion, images(right), images(wrong))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -68,10 +69,8 @@ def check_matplotlib() -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('Reports are drawn by matplotlib, which is not installed; pip install "hpctrain[export]".') from error
+    if importlib.util.find_spec("matplotlib") is None:  # not imported yet: it loads NumPy, before which threads are set
+        raise ConfigError('Reports are drawn by matplotlib, which is not installed; pip install "hpctrain[export]".')
 
 
 def for_page(drawing: Drawing) -> PageFigure:

@@ -91,45 +91,40 @@ def result_of(name: str, judgement: Judgement) -> JudgedSet:
 
 
 def _words(judgement: Judgement, *, whole: bool) -> str:
-    samples = int(judgement.matrix.sum()) + judgement.undecided
-    words = f"{judgement.checkpoint.name}: {samples:,} images, top-1 {judgement.top1:.2%}."
-    if judgement.undecided:
-        words += f" The outputs for {judgement.undecided:,} images are not finite."
+    confusion, names = judgement.confusion, judgement.class_names
+    scores = confusion.scores()
+    samples, hits = sum(score.samples for score in scores), sum(score.hits for score in scores)
+    accuracy = f"{hits / samples:.2%}" if samples else "-"
+    words = f"{judgement.checkpoint.name}: {samples:,} images, top-1 {accuracy}."
+    if confusion.undecided:
+        words += f" The outputs for {confusion.undecided:,} images are not finite."
     if whole:
         return words
-    mistakes = judgement.matrix.copy()
-    np.fill_diagonal(mistakes, 0)
-    order = np.argsort(-mistakes, axis=None, kind="stable")[:_MOST_CONFUSIONS]
-    pairs = [(*divmod(int(cell), len(mistakes)), int(mistakes.flat[cell])) for cell in order if mistakes.flat[cell]]
-    names = judgement.class_names
-    told = "; ".join(f"{names[label]} for {names[prediction]} {count:,} times" for label, prediction, count in pairs)
+    mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
+    told = "; ".join(f"{names[label]} for {_taken_for(rival, names)} {count:,} times" for label, rival, count in mistakes)
     return f"{words} Most often taken: {told}." if told else words
 
 
+def _taken_for(prediction: int, names: tuple[str, ...]) -> str:
+    return names[prediction] if prediction < len(names) else "no class"
+
+
 def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
-    for label, counts in enumerate(judgement.matrix.tolist()):
+    for label, name in enumerate(judgement.class_names):
+        counts = judgement.confusion.of_label(label)[: len(judgement.class_names)].tolist()
         samples = max(1, sum(counts))
         cells = (
             Cell(count, -(-_STRONGEST_PERCENT * count // samples), prediction == label) for prediction, count in enumerate(counts)
         )
-        yield ConfusionLine(f"{label} {judgement.class_names[label]}", tuple(cells))
+        yield ConfusionLine(f"{label} {name}", tuple(cells))
 
 
 def _classes(judgement: Judgement) -> Iterator[ClassLine]:
     """All classes, the lowest accuracy first; those without images last."""
-    hits, images = judgement.matrix.diagonal(), judgement.matrix.sum(1)
-    shares = np.where(images > 0, hits / np.maximum(images, 1), 2.0)
-    mistakes = judgement.matrix.copy()
-    np.fill_diagonal(mistakes, 0)
-    for label in np.argsort(shares, kind="stable").tolist():
-        rival = int(mistakes[label].argmax())
-        times = int(mistakes[label, rival])
-        yield ClassLine(
-            judgement.class_names[label],
-            f"{images[label]:,}",
-            f"{shares[label]:.2%}" if images[label] else "-",
-            f"{judgement.class_names[rival]}, {times:,} times" if times else "-",
-        )
+    names = judgement.class_names
+    for score in judgement.confusion.worst_first():
+        rival = "-" if score.rival is None else f"{names[score.rival]}, {score.rival_count:,} times"
+        yield ClassLine(names[score.label], f"{score.samples:,}", "-" if score.top1 is None else f"{score.top1:.2%}", rival)
 
 
 def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -72,6 +72,6 @@ def test_a_picture_is_on_white(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "hpctrain\[export\]"'):
         figures.check_matplotlib()

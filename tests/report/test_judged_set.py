@@ -12,11 +12,13 @@ import pytest
 from hpctrain.experiment.judgement import JudgedImage, Judgement
 from hpctrain.report import judged_set
 from hpctrain.report.judged_set import Cell, result_of
+from tests.support.written_runs import confusion_of
 
 
 def _judgement(matrix: list[list[int]], undecided: int = 0, *images: JudgedImage) -> Judgement:
+    """The undecided samples are of the first class."""
     names = tuple(f"class {k}" for k in range(len(matrix)))
-    return Judgement(Path("checkpoint-00000007.h5"), names, np.array(matrix), undecided, (), images)
+    return Judgement(Path("checkpoint-00000007.h5"), names, confusion_of(matrix, undecided), (), images)
 
 
 def test_cells_are_coloured_by_their_share_of_the_class() -> None:
@@ -31,7 +33,9 @@ def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.M
     result = result_of("run", _judgement([[5, 2, 0], [0, 5, 0], [3, 0, 5]], 5))
     assert result.confusion == ()
     assert "top-1 60.00%. The outputs for 5 images are not finite." in result.words
-    assert result.words.endswith("Most often taken: class 2 for class 0 3 times; class 0 for class 1 2 times.")
+    assert result.words.endswith(
+        "Most often taken: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
+    )
 
 
 def test_classes_are_told_with_their_rivals_the_worst_first() -> None:

@@ -16,7 +16,7 @@ from hpctrain.report.contents import report_page
 from hpctrain.report.judged_set import result_of
 from hpctrain.report.page import html
 from hpctrain.report.record import read_runs
-from tests.support.written_runs import write_run, write_trace
+from tests.support.written_runs import confusion_of, write_run, write_trace
 
 VOID = {"meta", "link", "img", "br", "input"}
 EVIL = '</script><script>alert("x")</script>'
@@ -55,9 +55,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     runs = [write_run(folder, config=f"name: '{EVIL}'\nbatch: {batch}\n") for batch in (8, 16)]
     write_trace(runs[0])
-    matrix = np.array([[5, 1], [0, 4]])
+    confusion = confusion_of([[5, 1], [0, 4]])
     image = JudgedImage(3, np.zeros((4, 5, 1), np.uint8), 0, 1, 0.75)
-    judgement = Judgement(Path("checkpoint-00000001.h5"), (EVIL, "dog & cat"), matrix, 0, (), (image,))
+    judgement = Judgement(Path("checkpoint-00000001.h5"), (EVIL, "dog & cat"), confusion, (), (image,))
     return html(report_page(read_runs([run.path for run in runs]), [result_of("quick", judgement)]))
 
 

@@ -15,6 +15,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.trace.time_table import Row, TimeTable
+from hpctrain.train.confusion import ConfusionMatrix
 
 SAMPLES = 1000
 STEPS = 10
@@ -89,3 +90,11 @@ def trace_events(rank: int, operators: int) -> Iterator[dict[str, Any]]:
         common = {"name": "gradients", "cat": "communication", "pid": rank, "tid": 1, "id": f"{rank}.1.{step}"}
         yield {"ph": "b", **common, "ts": begin + 2_000, "args": {"sequence": step}}
         yield {"ph": "e", **common, "ts": begin + 12_000}
+
+
+def confusion_of(matrix: Sequence[Sequence[int]], undecided: int = 0) -> ConfusionMatrix:
+    """The counts of labels (first dim) that were taken for each class; so many samples of the first class for none."""
+    cells = [(label, rival, count) for label, counts in enumerate(matrix) for rival, count in enumerate(counts) if count]
+    cells += [(0, len(matrix), undecided)] if undecided else []
+    labels, rivals, counts = np.array(sorted(cells), np.int64).reshape(-1, 3).T
+    return ConfusionMatrix(len(matrix), labels, rivals, counts)
