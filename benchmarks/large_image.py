@@ -23,7 +23,6 @@ import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.backend import make_backend
-from hpctrain.bench.machine import resident_bytes
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -31,6 +30,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
+from hpctrain.launch.process_memory import resident_bytes
 from hpctrain.models.families import vgg
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool

@@ -23,11 +23,11 @@ from benchmarks.planner_points import POINTS, Point
 from benchmarks.planner_predictions import Planner
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.quiet import QuietCores
-from hpctrain.bench.machine import peak_resident_bytes
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.launch.process_memory import peak_resident_bytes
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.time_table import merge, tabulate
 from hpctrain.trace.tracer import Category

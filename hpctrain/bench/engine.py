@@ -23,7 +23,7 @@ from hpctrain.bench.engine_step import (
     timed,
 )
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
-from hpctrain.bench.machine import peak_resident_bytes
+from hpctrain.launch.process_memory import peak_resident_bytes
 
 _WARM_UP = 2
 

@@ -11,7 +11,7 @@ from typing import IO
 
 from hpctrain.bench.engine_step import EngineStep, timed, workload
 from hpctrain.bench.interleaved import Turn
-from hpctrain.bench.machine import peak_resident_bytes
+from hpctrain.launch.process_memory import peak_resident_bytes
 
 
 def serve(step: EngineStep, asked: IO[str]) -> None:

@@ -16,7 +16,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
-from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records
+from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records, memory_account
 from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
@@ -97,6 +97,7 @@ def run_training(
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
+        memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
         gaps.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:

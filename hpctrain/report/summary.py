@@ -27,6 +27,7 @@ class Summary:
         latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
         messages in it; predicted_step_seconds: as the run had it simulated at its end.
+        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end.
     """
 
     end: str
@@ -44,6 +45,8 @@ class Summary:
     step_seconds: float | None
     exposed_seconds: float | None
     predicted_step_seconds: float | None
+    peak_bytes: float | None
+    device_bytes: float | None
 
 
 def summary(record: RunRecord) -> Summary:
@@ -54,7 +57,7 @@ def summary(record: RunRecord) -> Summary:
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
     epochs = [entry for entry in records if entry.get("kind") == "epoch"]
-    step = record.state.latest("steps")
+    step, memory = record.state.latest("steps"), record.state.latest("memory")
     return Summary(
         end=record.state.end or "goes on, or nobody knows",
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
@@ -71,6 +74,8 @@ def summary(record: RunRecord) -> Summary:
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
         predicted_step_seconds=_number(step, "predicted_step_seconds"),
+        peak_bytes=_number(memory, "peak_bytes"),
+        device_bytes=_number(memory, "device_bytes"),
     )
 
 
@@ -90,6 +95,8 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
+        ("peak memory of a rank", [_megabytes(figures.peak_bytes) for figures in summaries]),
+        *_of_gpus(summaries),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]
 
@@ -107,6 +114,16 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{1e3 * seconds:.4g} ms"
+
+
+def _megabytes(size_bytes: float | None) -> str:
+    return UNKNOWN if size_bytes is None else f"{size_bytes / 1e6:,.0f} MB"
+
+
+def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """The memory of GPUs, where a run had some."""
+    of_runs = [figures.device_bytes for figures in summaries]
+    return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
 
 def _best(value: float | None, epoch: int | None) -> str:

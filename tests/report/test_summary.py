@@ -27,6 +27,18 @@ def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     assert [written[name] for name in ("step", "waited in a step", "step, predicted")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
 
 
+@pytest.mark.parametrize(
+    ("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("memory of a GPU", ["7,400 MB"])])]
+)
+def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
+    tmp_path: Path, device: dict[str, int], of_gpus: list[tuple[str, list[str]]]
+) -> None:
+    run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
+    written = texts([summary(read_runs([run.path])[0])])
+    assert dict(written)["peak memory of a rank"] == ["612 MB"]
+    assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
+
+
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
     later = {"kind": "resume", "time": 10_000.0, "step": 30}
     last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}

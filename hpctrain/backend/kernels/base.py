@@ -210,6 +210,10 @@ class KernelSet(ABC):
         """Bytes that `allocate` still has; None where that is for the operating system to say."""
         return None
 
+    def used_bytes(self) -> int | None:
+        """Bytes of the device's memory that are in use; None where that is the process's own memory."""
+        return None
+
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""
         return graph

@@ -104,6 +104,9 @@ class CudaKernelSet(CapturesWork, KernelSet):
         device = self.runtime.device
         return device.memory_bytes - device.memory_used()
 
+    def used_bytes(self) -> int:
+        return self.runtime.device.memory_used()
+
     def allocate(self, size_bytes: int) -> Array:
         return self.runtime.device.allocate(size_bytes)
 

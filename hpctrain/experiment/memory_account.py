@@ -1,0 +1,62 @@
+"""The account of a run's memory at its end: the most that each rank has held, on the processor and on its GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from hpctrain.backend.backend import Backend
+from hpctrain.comm.base import Communicator
+from hpctrain.launch.process_memory import peak_resident_bytes
+from hpctrain.train.metrics import Reporter
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes resident at most, of the rank that held most, and in the mean of the ranks.
+
+    Shared memory that a rank has touched counts, and so do the pages of files that it has mapped and read.
+
+    Attributes:
+        rank: that held most, the first of several. device_bytes: in use of the GPU of a rank at the end, the most of any; None
+            where ranks compute on the processor.
+    """
+
+    most_bytes: int
+    rank: int
+    mean_bytes: float
+    device_bytes: int | None = None
+
+
+def over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
+    """The peaks of all ranks so far. Collective over the world."""
+    device = backend.kernels.used_bytes()
+    of_ranks = world.allgather_object((peak_resident_bytes(), device))
+    resident = [on_host for on_host, _ in of_ranks]
+    on_devices = [on_device for _, on_device in of_ranks if on_device is not None]
+    most = max(resident)
+    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None))
+
+
+def finish(world: Communicator, backend: Backend, reporter: Reporter, step: int) -> None:
+    """Say and record the account. Collective over the world.
+
+    Args:
+        step: of the run's end.
+    """
+    peak = over_ranks(world, backend)
+    reporter.record("memory", facts(peak, step))
+    reporter.say(line(peak, world.size))
+
+
+def line(peak: PeakMemory, ranks: int) -> str:
+    """The account in words, within 80 columns."""
+    of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
+    on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
+    return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
+
+
+def facts(peak: PeakMemory, step: int) -> dict[str, object]:
+    """For the metrics. step: of the run's end."""
+    values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
+    return values if peak.device_bytes is None else values | {"device_bytes": peak.device_bytes}
