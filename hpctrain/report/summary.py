@@ -95,7 +95,7 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
-        ("peak memory of a rank", [_megabytes(figures.peak_bytes) for figures in summaries]),
+        ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
         *_of_gpus(summaries),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]

@@ -35,7 +35,7 @@ def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
 ) -> None:
     run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
     written = texts([summary(read_runs([run.path])[0])])
-    assert dict(written)["peak memory of a rank"] == ["612 MB"]
+    assert dict(written)["peak memory"] == ["612 MB"]
     assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
 
 
