@@ -97,7 +97,8 @@ def run_training(
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
-        memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
+        if outcome.position != position:  # else nothing was trained, and the last account stays
+            memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
         gaps.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
