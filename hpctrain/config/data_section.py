@@ -66,6 +66,17 @@ class MixingConfig(Section):
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
 
+class SizeConfig(Section):
+    """The size of training images from an epoch on."""
+
+    from_epoch: Integer = Field(
+        default=0, ge=0, description="Number of epochs that are done when images get this size; 0 for the first size."
+    )
+    size: Integer = Field(
+        ge=1, le=MOST_PIXELS, description="Side of the images, in pixels; of images that are not square, the shorter one."
+    )
+
+
 def _or_synthetic(schema: dict[str, Any]) -> None:
     """JSON schema of the section that may also be the one word."""
     whole = dict(schema)
@@ -91,6 +102,11 @@ class DataConfig(Section):
     augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
     evaluate_augment: tuple[AugmentConfig, ...] = Field(
         default=(), description="Preparation of evaluation images, by the same names, in order."
+    )
+    sizes: tuple[SizeConfig, ...] = Field(
+        default=(),
+        description="Sizes of training images by epoch, in order: the last augmentation that has a size takes that of the "
+        "epoch; where none has, images are resized behind the augmentations. None: one size in all epochs.",
     )
     mixing: MixingConfig = Field(
         default_factory=MixingConfig,

@@ -46,6 +46,8 @@ class ArrayLoader:
             )
         self.sampler = sampler
         self._images, self._labels = images, labels.astype(np.int64)
+        height, width, channels = images.shape[1:]
+        self._image_shape = height, width, channels
         self._mixing = mixing
         self._rank, self._ranks, self._split_size, self._tiles = rank, ranks, split_size, tiles
 
@@ -66,7 +68,7 @@ class ArrayLoader:
         of_group = slice(group_start, group_start + sum(share.counts))
         own_start = group_start + sum(share.counts[: share.split_rank])
         own = slice(own_start, own_start + share.counts[share.split_rank])
-        box = None if self._tiles is None else self._tiles(share.counts)[share.split_rank]
+        box = None if self._tiles is None else self._tiles(share.counts, self._image_shape)[share.split_rank]
         read = own if box is None else of_group
         x, mixed = self._cut(ids[read], box), None
         mix = (
@@ -80,7 +82,8 @@ class ArrayLoader:
             mix.apply(x, self._cut(partner_ids[read], box), region)
             mixed = MixedWith(self._labels[partner_ids[own]], mix.weight)
         number = -(-begin // self.sampler.batch) + step
-        return Batch(x, self._labels[ids[own]], ids[of_group], of_all_ranks, len(ids), epoch, number, share, mixed)
+        labels, shape = self._labels[ids[own]], self._image_shape
+        return Batch(x, labels, ids[of_group], of_all_ranks, len(ids), epoch, number, share, mixed, shape)
 
     def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
         """A copy of the images of samples, or of a box of these."""

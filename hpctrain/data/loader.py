@@ -20,9 +20,10 @@ from hpctrain.data.format import ImageArray, ImageFile
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts, share_of
+from hpctrain.data.sizes import ImageSizes
 
-#: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank.
-TileOfRank = Callable[[tuple[int, ...]], Sequence[Box]]
+#: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank and (H, W, C).
+TileOfRank = Callable[[tuple[int, ...], tuple[int, int, int]], Sequence[Box]]
 
 CACHE_LIMIT_BYTES = 1 << 30
 # Read between two signs of life.
@@ -56,6 +57,7 @@ class Batch:
         epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
         share: the split group's samples; this rank's alone where the group is this rank.
         mixed: where the images are mixed with those of others, by mixup or cutmix; None: they are not.
+        image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: that which the network was made for.
     """
 
     x: np.ndarray
@@ -67,6 +69,7 @@ class Batch:
     step: int
     share: Share
     mixed: MixedWith | None = None
+    image_shape: tuple[int, int, int] | None = None
 
 
 class Place(TypedDict):
@@ -127,6 +130,7 @@ class Loader:
         cache: keep the uint8 images, or the regions of them that this rank may need, in memory, where they fit into
             `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
         mixing: of the images of a step with each other; None: they are not mixed.
+        sizes: of images by epoch, to which the pipeline brings them; None: as the pipeline makes them, in all epochs.
         alive: called now and then while that takes its time, from whatever thread reads.
     """
 
@@ -144,6 +148,7 @@ class Loader:
         cache: bool = False,
         cache_limit_bytes: int = CACHE_LIMIT_BYTES,
         mixing: Mixing | None = None,
+        sizes: ImageSizes | None = None,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
@@ -154,8 +159,9 @@ class Loader:
         self.rank = rank
         self.ranks = ranks
         self.split_size = split_size
-        self.image_shape = pipeline.output_shape(*file.shape)
-        self._pipeline = pipeline
+        self._any_size, self._sizes = pipeline, sizes
+        self._pipeline = pipeline if sizes is None else pipeline.resized(sizes.at(0))
+        self.image_shape = self._pipeline.output_shape(*file.shape)
         self._prefetch = prefetch
         self._tiles, self._mixing = tiles, mixing
         self._box_of: dict[tuple[int, ...], Box] = {}
@@ -183,6 +189,7 @@ class Loader:
         assert not self._in_use, "an epoch of this loader is still being read; close it first"
         self._in_use = True
         try:
+            self._take_size(epoch)
             self._allocate(first)
             steps = range(self.sampler.steps(first))
             if self._prefetch == 0:
@@ -192,6 +199,16 @@ class Loader:
                 yield from _ahead(self._ring, steps, lambda slot, step: self._make(slot, epoch, step, first))
         finally:
             self._in_use = False
+
+    def _take_size(self, epoch: int) -> None:
+        """Make images of the epoch's size from now on; what was made for another one is let go."""
+        if self._sizes is None:
+            return
+        pipeline = self._any_size.resized(self._sizes.at(epoch))
+        shape = pipeline.output_shape(*self.file.shape)
+        if shape != self.image_shape:
+            self._pipeline, self.image_shape = pipeline, shape
+            self._box_of, self._ring = {}, []
 
     def _allocate(self, first: int) -> None:
         """Memory for the batches of whole epochs and of one that begins at `first`, whose last batch may have another size."""
@@ -223,7 +240,7 @@ class Loader:
 
     def _box(self, share: Share) -> Box:
         if self._tiles is not None:
-            return self._tiles(share.counts)[share.split_rank]
+            return self._tiles(share.counts, self.image_shape)[share.split_rank]
         start = sum(share.counts[: share.split_rank])
         return (start, start + share.counts[share.split_rank]), *whole(self.image_shape)
 
@@ -246,7 +263,7 @@ class Loader:
         self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
         mixed = self._mix(slot, batch_ids[::-1], epoch, begin + step * self.sampler.batch, box, first)
         number = -(-begin // self.sampler.batch) + step
-        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed)
+        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed, self.image_shape)
 
     def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
         """The elements of `box` of the images of `ids`, as the pipeline makes them."""
@@ -303,10 +320,16 @@ class Loader:
         region = hull(source(clip(box[1:3], self.image_shape[:2])) for box in boxes) or ((0, 0), (0, 0))
         if any(map(self._is_whole, self._box_of.values())):
             region = whole(self.file.shape[:2])
+        if self._holds(region):
+            return
         size_bytes = len(self.file) * size_of(region) * self.file.shape[2]
         self._images, self._cached = self.file.pixels, whole(self.file.shape[:2])
         if size_bytes <= self._cache_limit_bytes:
             self._images, self._cached = self._read_all(region), region
+
+    def _holds(self, region: Box) -> bool:
+        """Whether a region was read into memory before, for images of another size, or as part of a larger one."""
+        return self._images is not self.file.pixels and hull((region, self._cached)) == self._cached
 
     def _read_all(self, region: Box) -> np.ndarray:
         """A region of all images."""

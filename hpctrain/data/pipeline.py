@@ -80,6 +80,16 @@ class Pipeline:
         other._mirrored = not self._mirrored
         return other
 
+    def resized(self, side: int) -> Pipeline:
+        """The same pipeline with results of side x side pixels: its last augmentation that makes a size makes this one.
+
+        Where none does, images are resized behind all augmentations but those of normalised pixels. Random numbers are the same.
+        """
+        other = copy.copy(self)
+        other.augmentations = _resized(self.augmentations, side)
+        other._scratch = {}
+        return other
+
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
         """The part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""
         for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
@@ -162,6 +172,16 @@ class Pipeline:
         if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
             buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
         return buffer[:count]
+
+
+def _resized(augmentations: tuple[Augmentation, ...], side: int) -> tuple[Augmentation, ...]:
+    for number in reversed(range(len(augmentations))):
+        step = augmentations[number].resized(side)
+        if step is not None:
+            return *augmentations[:number], step, *augmentations[number + 1 :]
+    from hpctrain.data.augmentations.resize import Resize  # loads Pillow, which trainings may do without
+
+    return *augmentations, Resize(side)
 
 
 def check_order(steps: Sequence[Augmentation]) -> None:

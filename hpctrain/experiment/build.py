@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +12,12 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ConfigError, DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.check import mixing_fault
 from hpctrain.experiment.grid import check_overlap, parallel_plan
+from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
@@ -42,6 +45,7 @@ class Parts:
     """A rank's replica and data, before there is a run directory.
 
     data: what a checkpoint remembers of the training file. notes: what a user should know of the data, a sentence each.
+    sizes: of training images by epoch; None: they have one size.
     """
 
     backend: Backend
@@ -51,6 +55,7 @@ class Parts:
     schedule: LearningRateSchedule
     data: DataFacts
     notes: tuple[str, ...]
+    sizes: ImageSizes | None = None
 
     @property
     def files(self) -> tuple[ImageFile, ...]:
@@ -77,10 +82,12 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         raise ConfigError(mixing_fault("cuda"))
     train, data = training_images(session, known)
     test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
-    if test is not None:
-        check_shapes(train.shape, test.shape)
-    replica = build_replica(session, backend, len(data.class_names), train.shape)
-    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches)
+    shapes = train.shapes(config.epochs)
+    if test is not None and train.sizes is None:
+        check_shapes(shapes[0], test.shape)
+    replica = build_replica(session, backend, len(data.class_names), shapes[0])
+    check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
+    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches, max(shapes, key=math.prod))
     loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True)
     test_loader = None
     if test is not None:
@@ -94,7 +101,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         warmup_epochs=config.schedule.warmup_epochs,
     )
     notes = (*train.notes, *(test.notes if test is not None else ()))
-    return Parts(backend, replica, loader, test_loader, schedule, data, notes)
+    return Parts(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 
 def build_replica(
@@ -185,5 +192,6 @@ def build_trainer(
         epoch_ended=epoch_ended,
         saver=saver,
         evaluated=evaluated,
+        sizes=parts.sizes,
         early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
     )

@@ -18,6 +18,7 @@ from hpctrain.data.pipeline import check_order
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
 from hpctrain.nn.frozen import frozen_layers
@@ -80,6 +81,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"backend is cuda, which computes no split layers so far, and grid.rows is {config.grid.rows}; set grid.rows to 1, "
             'or backend to "onednn" or "numpy".',
         )
+    yield from size_faults(config)
     yield from _evaluation_faults(config)
     if 0 < epochs < config.schedule.warmup_epochs:
         yield (

@@ -56,16 +56,23 @@ def splits_parameters(config: Config) -> bool:
     return any(node and node.trains and sharding and sharding.channel_intervals for node, sharding in shardings)
 
 
-def model_graph(config: Config) -> Graph | None:
-    """The model for one image of its usual size; None where the model has a fault."""
+def model_graph(config: Config, side: int | None = None, *, refuses: bool = False) -> Graph | None:
+    """The model for one image of its usual size, or of side x side; None where the model has a fault.
+
+    Raises:
+        HpctrainError: the fault, where `refuses`.
+    """
     name, options = config.model.name, config.model.options
     try:
         height, width, channels = catalogue.image_shape(name)
+        height, width = (side, side) if side is not None else (height, width)
         channels = int(catalogue.check(name, options).get("channels_in", channels))
         builder = GraphBuilder(TensorSpec((1, height, width, channels), "float32"))
         model = catalogue.build(name, options)
         return with_frozen(builder.build(model.lower(builder, 0, "")), frozen_layers(model, config.init.freeze))
     except HpctrainError:
+        if refuses:
+            raise
         return None
 
 

@@ -18,8 +18,10 @@ from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
+from hpctrain.experiment.image_sizes import image_sizes
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.unreadable import set_policy
 
@@ -30,16 +32,39 @@ EVALUATION_IMAGES = "evaluation_images"
 
 @dataclass(frozen=True)
 class Images:
-    """A data file and what is made of its images. notes: what a user should know of it, a sentence each."""
+    """A data file and what is made of its images.
+
+    notes: what a user should know of it, a sentence each. sizes: of the images by epoch, where they change.
+    """
 
     file: ImageFile
     pipeline: Pipeline
     notes: tuple[str, ...] = ()
+    sizes: ImageSizes | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) as the network sees them."""
+        """(H, W, C) as the network sees them, in all epochs."""
+        assert self.sizes is None
         return self.pipeline.output_shape(*self.file.shape)
+
+    def shape_at(self, side: int) -> tuple[int, int, int]:
+        """(H, W, C) of one of their sizes.
+
+        Raises:
+            ShapeError: stored images that are too small for it.
+        """
+        try:
+            return self.pipeline.resized(side).output_shape(*self.file.shape)
+        except ShapeError as error:
+            raise ShapeError(f"data.sizes asks for images of {side} px: {error}") from None
+
+    def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
+        """The shapes as the network sees them in a training of so many epochs, that which takes most time first."""
+        if self.sizes is None:
+            return (self.shape,)
+        sides = (self.sizes.main(epochs), *self.sizes.sides_within(epochs))
+        return tuple(self.shape_at(side) for side in dict.fromkeys(sides))
 
 
 def open_images(config: Config, split: Split) -> ImageFile:
@@ -84,7 +109,7 @@ def training_images(session: Session, known: DataFacts | None) -> tuple[Images, 
         file = in_order_of(opened, known.class_names, CHECKPOINT)
         data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
-    return Images(file, _pipeline(config, config.data.augment, data), notes), data
+    return Images(file, _pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
 
 
 def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | None:
@@ -124,9 +149,12 @@ def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[P
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """(H, W, C) of training images as the network sees them; config: what it was trained with."""
+    """(H, W, C) of training images as the network sees them, of their main size; config: what it was trained with."""
     height, width, channels = data.shape
-    return _pipeline(config, config.data.augment, data).output_shape(height, width, channels)
+    pipeline, sizes = _pipeline(config, config.data.augment, data), image_sizes(config)
+    if sizes is not None:
+        pipeline = pipeline.resized(sizes.main(config.epochs))
+    return pipeline.output_shape(height, width, channels)
 
 
 def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
@@ -165,6 +193,7 @@ def make_loader(
         prefetch=config.data.prefetch,
         cache=config.data.cache and reads_again,
         mixing=_mixing(config) if shuffle else None,
+        sizes=images.sizes,
         alive=session.progress.notes.alive,
     )
 

@@ -45,6 +45,7 @@ RULES = (
     Rule("seed", When.BETWEEN_EPOCHS, "the order of an epoch follows from it"),
     Rule("data.mixing.*", When.BETWEEN_EPOCHS, "an epoch sees one kind of images"),
     Rule("data.augment", When.BETWEEN_EPOCHS, "an epoch sees one kind of images"),
+    Rule("data.sizes", When.BETWEEN_EPOCHS, "an epoch sees one kind of images"),
     Rule("loss.*", When.BETWEEN_EPOCHS, "the loss of an epoch is one sum"),
     Rule("images", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
     Rule("labels", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),

@@ -27,7 +27,7 @@ class Distribution(Protocol):
     """The share of a model that one rank computes."""
 
     def prepare(self, graph: Graph) -> None:
-        """Take the model, lowered for one sample; called once, before all else."""
+        """Take the model, lowered for one sample; called before all else, and for images of each further shape."""
         ...
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:

@@ -26,6 +26,9 @@ from hpctrain.nn.statistics import FlatStatistics
 
 ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
+#: (H, W, C) of one sample
+ImageShape = tuple[int, int, int]
+_ProgramKey = tuple[ImageShape, tuple[int, ...], bool, bool]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
@@ -57,7 +60,7 @@ class Network:
     def __init__(
         self,
         model: Layer,
-        image_shape: tuple[int, int, int],
+        image_shape: ImageShape,
         kernels: KernelSet,
         *,
         dtype: str = "float32",
@@ -75,7 +78,7 @@ class Network:
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
         self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
         self._loss = kernels.make_loss(self.loss_spec)
-        self._programs: OrderedDict[tuple[tuple[int, ...], bool, bool], Program] = OrderedDict()
+        self._programs: OrderedDict[_ProgramKey, Program] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
         self.frozen = frozen_layers(model, frozen)
         graph = self.graph(1)
@@ -108,9 +111,19 @@ class Network:
         graph = self.graph(1)
         return graph.tensors[graph.output].shape[1]
 
-    def graph(self, batch: int) -> Graph:
-        """The model lowered at (batch, H, W, C), not yet fused."""
-        builder = GraphBuilder(TensorSpec((batch, *self.image_shape), self.dtype))
+    def check_shape(self, image_shape: ImageShape) -> None:
+        """Nothing, where images of another shape can be computed with the same parameters, and the same parts of them.
+
+        Raises:
+            ShapeError: they cannot; the message names the layer.
+        """
+        self.distribution.prepare(self.graph(1, image_shape))
+        if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
+            raise ShapeError(f"Ranks that share samples would hold other parameters for images of {image_shape}; take others.")
+
+    def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
+        """The model lowered at (batch, H, W, C), not yet fused. image_shape: None: that which the network was made for."""
+        builder = GraphBuilder(TensorSpec((batch, *(image_shape or self.image_shape)), self.dtype))
         graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
         shape = graph.tensors[graph.output].shape
         if len(shape) != 2:
@@ -119,35 +132,45 @@ class Network:
             )
         return graph
 
-    def program(self, batch: int | Sequence[int], *, training: bool, input_gradient: bool = False) -> Program:
+    def program(
+        self,
+        batch: int | Sequence[int],
+        *,
+        training: bool,
+        input_gradient: bool = False,
+        image_shape: ImageShape | None = None,
+    ) -> Program:
         """The program for N = batch, from a small cache; made at first use.
 
-        batch: N; where the model is split, the samples of each rank of the split group.
+        batch: N; where the model is split, the samples of each rank of the split group. image_shape: of whole images; None:
+        that which the network was made for.
         """
-        counts = (batch,) if isinstance(batch, int) else tuple(batch)
-        key = (counts, training, input_gradient)
+        counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
+        key = (shape, counts, training, input_gradient)
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
+            graph = self._local_graph(counts, shape)
             self._programs[key] = kind(
-                compile_graph(self._local_graph(counts), self.kernels, training=training, input_gradient=input_gradient),
+                compile_graph(graph, self.kernels, training=training, input_gradient=input_gradient),
                 kernels=self.kernels,
                 parameters=self.parameters,
                 statistics=self.statistics,
-                arena=self._reserve,
+                arena=partial(self._reserve, shape),
                 loss=self._loss,
                 mergers=self._mergers,
             )
         self._programs.move_to_end(key)
         return self._programs[key]
 
-    def arena_bytes(self, batch: int, *, training: bool) -> int:
-        """Bytes that a program for N = batch needs beside parameters; nothing is allocated."""
-        return compile_graph(self._local_graph((batch,)), self.kernels, training=training).arena_bytes
+    def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
+        """Bytes that a program for N = batch needs beside parameters; nothing is allocated. image_shape: as for `program`."""
+        graph = self._local_graph((batch,), image_shape)
+        return compile_graph(graph, self.kernels, training=training).arena_bytes
 
-    def _local_graph(self, counts: Sequence[int]) -> Graph:
-        return self.distribution.local(self.graph(sum(counts)), counts)
+    def _local_graph(self, counts: Sequence[int], image_shape: ImageShape | None) -> Graph:
+        return self.distribution.local(self.graph(sum(counts), image_shape), counts)
 
     def parameters_changed(self) -> None:
         """Parameters or running statistics were written from outside a training step; all copies of them are refreshed."""
@@ -157,9 +180,16 @@ class Network:
         for program in self._programs.values():
             program.parameters_changed()
 
-    def _reserve(self, size_bytes: int) -> Array:
-        """The shared arena, grown where a program needs more (older programs keep the smaller one they were bound to)."""
+    def _reserve(self, image_shape: ImageShape, size_bytes: int) -> Array:
+        """The shared arena, grown where a program needs more.
+
+        Older programs keep the smaller one that they were bound to. Where there are some of other images, all are let go: a
+        training that comes to larger images has one arena then, and makes again what it still needs.
+        """
         if self._arena.size < size_bytes:
+            if any(shape != image_shape for shape, *_ in self._programs):
+                self._programs.clear()
+                self._arena = self.kernels.allocate(0)  # before there is the larger one
             self._arena = self.kernels.allocate(size_bytes)
         return self._arena
 

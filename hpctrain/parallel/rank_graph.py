@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.graph import Graph
@@ -11,12 +12,20 @@ from hpctrain.boxes import Box
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.distribution import Shard
 from hpctrain.nn.layer import Layer
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import ImageShape, Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.split_group import SplitGroup
+
+
+class TilesByShape(Protocol):
+    """The boxes that the ranks of a split group must be given of its images (N, H, W, C)."""
+
+    def __call__(self, counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
+        """By rank. counts: samples of the ranks. image_shape: None: that which the network was made for."""
+        ...
 
 
 class GridDistribution:
@@ -60,14 +69,14 @@ class GridDistribution:
         """The graph of all ranks of the split group."""
         return partition_graph(graph, self.plan, counts)
 
-    def tiles_by_counts(self, graph_of: Callable[[int], Graph]) -> Callable[[Sequence[int]], tuple[Box, ...]]:
-        """The box that each rank of the split group must be given of its images (N, H, W, C), by the samples of the ranks.
+    def tiles_by_counts(self, graph_of: Callable[[int, ImageShape | None], Graph]) -> TilesByShape:
+        """The box that each rank of the split group must be given of its images, by the samples of the ranks and their shape.
 
-        graph_of: gives the model lowered for a number of samples.
+        graph_of: gives the model lowered for a number of samples of a shape.
         """
 
-        def boxes(counts: Sequence[int]) -> tuple[Box, ...]:
-            return self.partitioned(graph_of(sum(counts)), counts).layouts[0].boxes
+        def boxes(counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
+            return self.partitioned(graph_of(sum(counts), image_shape), counts).layouts[0].boxes
 
         return functools.lru_cache(maxsize=16)(boxes)
 

@@ -31,7 +31,7 @@ def forward(network: Network, batch: Batch) -> Program:
 
     Not for a batch of which no rank of the split group has a sample.
     """
-    program = network.program(batch.share.counts, training=False)
+    program = network.program(batch.share.counts, training=False, image_shape=batch.image_shape)
     program.set_input(batch.x)
     program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
     return program

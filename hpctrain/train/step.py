@@ -181,7 +181,7 @@ class TrainingStep:
     def _pass(self, batch: Batch, micro_batch: MicroBatch, global_step: int, *, first: bool) -> None:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
-        program = self._network.program(micro_batch.counts, training=True)
+        program = self._network.program(micro_batch.counts, training=True, image_shape=batch.image_shape)
         # A rank that reads tiles of images has those of all samples of its split group.
         program.set_input(batch.x[micro_batch.own if len(batch.x) == len(batch.y) else micro_batch.shared])
         self._lap(Category.WORK, "input copy")

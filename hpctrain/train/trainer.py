@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain.data.loader import Batch, BatchSource
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import DivergedError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
@@ -69,6 +70,7 @@ class Trainer:
         saver: what `save` begins goes on in it; None: nothing does.
         evaluated: called with the position and the sums of every evaluation, on every rank.
         early_stop: ends the training before its last epoch by its evaluations; None: nothing does.
+        sizes: of the loader's images by epoch, to be told; None: they have one size.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -92,6 +94,7 @@ class Trainer:
         saver: Saver | None = None,
         evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
         early_stop: EarlyStop | None = None,
+        sizes: ImageSizes | None = None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
@@ -101,6 +104,7 @@ class Trainer:
         self._notes = replica.progress.notes
         self._trace = replica.progress.trace
         self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
+        self._sizes = sizes
         self._news = 0
         self._rate = Rate()
         self.step_times = StepTimes(replica.progress)
@@ -179,6 +183,7 @@ class Trainer:
         """The rest of an epoch; True where it ended early, on request."""
         self._rate.restart()
         self.step_times.begin()
+        self._tell_size(position)
         self._notes.phase("data loading")
         batches = traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace)
         try:
@@ -193,6 +198,11 @@ class Trainer:
             batches.close()
         self._settle(position)
         return self._stop
+
+    def _tell_size(self, position: Position) -> None:
+        """Say from when on images have which size, in the first epoch of a run and where it changes."""
+        if self._sizes is not None and (not self._steps_run or self._sizes.changes_at(position.epoch)):
+            self._reporter.say(f"images of {self._sizes.at(position.epoch)} px from epoch {position.epoch + 1}")
 
     def _run_step(self, batch: Batch, position: Position) -> None:
         whole = batch.global_count == self._loader.sampler.batch  # not an epoch's last one

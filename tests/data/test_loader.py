@@ -106,7 +106,7 @@ def test_a_region_is_read_for_batches_of_every_size(make_file):
     """The tile of a rank may depend on the batch's size: the last one of an epoch that began elsewhere is another."""
     file, _, _ = make_file()
 
-    def tiles_by_counts(counts):
+    def tiles_by_counts(counts, image_shape):
         return [((0, sum(counts)), (0, 1 + sum(counts)), (0, 9), (0, 3))]
 
     loader = make_loader(file, 4, cache=True, tiles=tiles_by_counts)
@@ -248,7 +248,7 @@ def tiles(image_shape, vertical, horizontal, reach):
     """Tiles of a split group's images by the samples of its ranks, with `reach` pixels around each, even beyond the image."""
     height, width, channels = image_shape
 
-    def tiles_by_counts(counts):
+    def tiles_by_counts(counts, image_shape):
         n = sum(counts)
         bounds = [
             [size * cut // pieces for cut in range(pieces + 1)] for size, pieces in ((height, vertical), (width, horizontal))
@@ -354,7 +354,7 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
     file, _, _ = make_file()
     whole = read(make_loader(file, 5, prefetch=0))
 
-    def tiles_by_counts(counts):
+    def tiles_by_counts(counts, image_shape):
         n = sum(counts)
         return [((0, n), (0, 7), (0, 9), (1, 3)), ((0, n), (0, 0), (0, 9), (0, 3)), ((0, n), (9, 10), (0, 9), (0, 3))]
 

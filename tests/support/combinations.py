@@ -224,6 +224,7 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
         row["optimizer"],
         row["ema"],
         row["mixing"],
+        row["image_sizes"],
         row["batch"],
         row["smoothing"],
         task.steps,

@@ -22,6 +22,7 @@ from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
 from hpctrain.config.data_section import MixingConfig
 from hpctrain.config.schema import Config
 from hpctrain.data.mixing import Mixing
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
@@ -106,6 +107,11 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "ema": {"no": None, "yes": EmaRule(0.3)},  # which the third update reaches
     "mixing": {"no": None, "yes": Mixing(1.0, 1.0, probability=0.8, seed=Task.seed)},
+    "image_sizes": {  # the stored shorter side is 7; "plain" takes 8, too, but none that is smaller
+        "one": None,
+        "smaller-first": ((0, 5), (1, 7)),
+        "larger-later": ((0, 7), (1, 8)),
+    },
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
@@ -204,6 +210,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
                 "normalise": False,
                 "cache": value_of(row, "data") == (17, 18),
                 "mixing": {key: getattr(mixing, key) for key in MixingConfig.model_fields} if mixing is not None else {},
+                "sizes": [{"from_epoch": epoch, "size": size} for epoch, size in value_of(row, "image_sizes") or ()],
                 "on_unreadable": "skip" if value_of(row, "data") else "stop",
                 "max_unreadable": 0.5,
             },
@@ -336,4 +343,5 @@ def task_of(row: Row) -> Task:
         ema=value_of(row, "ema"),
         mixing=value_of(row, "mixing"),
         frozen=frozen_layers(row),
+        image_sizes=ImageSizes(value_of(row, "image_sizes")) if value_of(row, "image_sizes") else None,
     )

@@ -23,7 +23,6 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
-from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader
@@ -51,7 +50,7 @@ from hpctrain.train.step_reduction import StepTotals
 from hpctrain.train.time_limit import TimeLimit
 from hpctrain.virtual.communicator import ThreadCommunicator
 from tests.support import unreadable_file
-from tests.support.training import Result, Task, made_up, replica_on, result_of
+from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of
 
 
 class Killed(Exception):
@@ -196,23 +195,12 @@ class PartOfRun:
         loader: BatchSource
         if task.unreadable is None:
             file = ImageFile.open(path)
-            images, labels, sampler = made_up(task)
-            groups = session.groups
-            ranks, split_size = groups.all_ranks.size, groups.split_size
-            loader = ArrayLoader(
-                images,
-                labels,
-                sampler,
-                rank=groups.position,
-                ranks=ranks,
-                split_size=split_size,
-                tiles=replica.tiles,
-                mixing=task.mixing,
-            )
+            loader = ArraysByEpoch(task, **replica.place)
         else:
             file = unreadable_file.open_broken(path, task.unreadable)
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
-            loader = make_loader(session, Images(file, pipeline), replica.tiles, batch=config.batch, shuffle=True)
+            images = Images(file, pipeline, sizes=task.image_sizes)
+            loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True)
             assert isinstance(file.pixels, MappedReader)
             file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())
         killed = self.course is not None and self._ends_by("kill") and session.world.rank == self.course.rank % session.world.size
@@ -227,7 +215,7 @@ class PartOfRun:
             "constant", {}, base_lr=task.lr, epochs=config.epochs, steps_per_epoch=len(loader), warmup_epochs=0.0
         )
         backend = Backend("numpy", task.dtype, task.kernels, "virtual")
-        return Parts(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), ())
+        return Parts(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), (), task.image_sizes)
 
 
 class _Disturbed:

@@ -78,7 +78,7 @@ def train_alone(
     optimizer = with_ema(task.optimizer(), task.ema if strategy is not Blocking else None)
     planned = PlannedGroup(group, 1, norms_needed=optimizer.norms_needed)
     updates = make_averager(strategy(planned), AveragerSetup(group, optimizer, comm, engine))
-    images, labels, sampler = made_up(task)
+    sampler = made_up(task)[2]
     totals: list[StepTotals] = []
     average = _Average(network, task.ema)
     for number in range(task.steps):
@@ -93,6 +93,7 @@ def train_alone(
         updates.begin_step(task.lr, (len(ids),))
         updates.before_forward(tuple(group.parameters.values()))
         step = _Step(network, context)
+        images, labels, _ = made_up(task, epoch)
         shown, targets = _mixed(task, images[ids], labels[ids], epoch, inside)
         groups_here = groups if other_groups is None or number < other_groups[0] else other_groups[1]
         for members in groups_here(len(ids)):
@@ -124,7 +125,7 @@ def _mixed(
     task: Task, images: np.ndarray, labels: np.ndarray, epoch: int, step: int
 ) -> tuple[np.ndarray, np.ndarray | MixedLabels]:
     """The images of a step and their labels, mixed with those in the opposite order."""
-    mix = None if task.mixing is None else task.mixing.draw(epoch, step * task.batch, *task.image_shape[:2])
+    mix = None if task.mixing is None else task.mixing.draw(epoch, step * task.batch, *images.shape[1:3])
     if mix is None:
         return images, labels
     if mix.box is None:
@@ -169,7 +170,8 @@ class _Step:
 
     def add(self, images: np.ndarray, labels: np.ndarray | MixedLabels, ids: np.ndarray, members: list[int]) -> None:
         """Forward and backward of one group, which is some of the step's samples."""
-        program = self._network.program(len(members), training=True)
+        height, width, channels = images.shape[1:]
+        program = self._network.program(len(members), training=True, image_shape=(height, width, channels))
         program.x[...] = images[members]
         program.forward(replace(self._context, sample_ids=ids[members]))
         if isinstance(labels, MixedLabels):

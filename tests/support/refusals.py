@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import coordinates
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.check import mixing_fault
 from hpctrain.experiment.grid import check_batch, check_overlap
+from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.unreadable import check_skip
+from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
-from tests.support.dimensions import Row, config_of, ends_early, graph_of, parallel_plan, splits_parameters, value_of
+from tests.support.dimensions import Row, config_of, ends_early, graph_of, parallel_plan, splits_parameters, task_of, value_of
+from tests.support.training import Task
 
 #: options that an averager may have
 AVERAGING = (
@@ -36,6 +42,7 @@ AVERAGING = (
 DATA = ("data", "grid")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
 PLACING = ("grid", "device")
+SIZING = ("net", "image_sizes")
 NODES = ("averager", "sparse", "two_level", "nodes", *PLANNING)
 
 
@@ -45,7 +52,7 @@ def refusal(row: Row) -> str | None:
     Also one by which it refuses to go on, on another grid.
     """
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING)) or _refused_data(_only(row, DATA))
-    refused = refused or _refused_mixing(row)
+    refused = refused or _refused_mixing(row) or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
 
@@ -104,6 +111,17 @@ def _refused_mixing(row: Row) -> str | None:
     if not {"mixing", "device"} <= row.keys() or value_of(row, "device") is None or value_of(row, "mixing") is None:
         return None
     return mixing_fault("cuda")
+
+
+@cache
+def _refused_sizes(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(SIZING) <= row.keys() or value_of(row, "image_sizes") is None:
+        return None
+    network = Network(value_of(row, "net").model(), Task.image_shape, NumpyKernelSet())
+    sizes = ImageSizes(value_of(row, "image_sizes"))
+    shapes = [replace(task_of({"net": row["net"]}), image_sizes=sizes).shape_at(epoch) for epoch, _ in sizes.steps]
+    return _sentence(lambda: check_image_shapes(network, shapes))
 
 
 @cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import KernelSet
@@ -19,6 +20,7 @@ from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, TileOfRank
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
@@ -36,7 +38,8 @@ class Task:
 
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
-    are numbers in memory. frozen: patterns of layers that are not trained.
+    are numbers in memory. frozen: patterns of layers that are not trained. image_sizes: of shorter sides by epoch: stored images
+    are resized, of numbers in memory some are left out or repeated; None: images keep their size.
     """
 
     model: Callable[[], Layer]
@@ -61,6 +64,15 @@ class Task:
     ema: EmaRule | None = None
     mixing: Mixing | None = None
     frozen: tuple[str, ...] = ()
+    image_sizes: ImageSizes | None = None
+
+    def shape_at(self, epoch: int) -> tuple[int, int, int]:
+        """(H, W, C) of an epoch's images."""
+        if self.image_sizes is None:
+            return self.image_shape
+        height, width, channels = self.image_shape
+        side = self.image_sizes.at(epoch)
+        return height * side // min(height, width), width * side // min(height, width), channels
 
 
 @dataclass
@@ -73,17 +85,28 @@ class Result:
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def made_up(task: Task) -> tuple[np.ndarray, np.ndarray, Sampler]:
-    """Images (samples, H, W, C), labels (samples,), and the order in which steps take them."""
+def made_up(task: Task, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, Sampler]:
+    """Images (samples, H, W, C) of an epoch, labels (samples,), and the order in which steps take them."""
     sampler = Sampler(task.samples, task.batch, seed=task.seed, shuffle=True)
     random = np.random.default_rng(task.seed)
     if task.unreadable is not None:
         pixels, labels = stored(task)
         actual = [_standing_in(sample, task) for sample in range(task.samples)]
+        pixels = np.stack([_resized(image, task.shape_at(epoch)) for image in pixels])
         return (pixels[actual] / 255).astype(parameter_dtype(task.dtype)), labels[actual], sampler
     images = random.standard_normal((task.samples, *task.image_shape)).astype(parameter_dtype(task.dtype))
     labels = random.integers(0, task.classes, task.samples)
-    return images, labels, sampler
+    (height, width, _), old = task.shape_at(epoch), task.image_shape
+    rows, columns = np.arange(height) * old[0] // height, np.arange(width) * old[1] // width
+    return images[:, rows][:, :, columns], labels, sampler
+
+
+def _resized(image: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
+    """Pixels (h, w, C) as Pillow resizes them: columns, then rows."""
+    height, width, _ = shape
+    for size in ((width, image.shape[0]), (width, height)):
+        image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+    return image
 
 
 def stored(task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -105,12 +128,30 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
-    loader = ArrayLoader(
-        *made_up(task), rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles, mixing=task.mixing
-    )
+    loader = ArraysByEpoch(task, rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles)
     for number, batch in enumerate(islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)):
         poisoned = position == 0 and number == task.poisoned_step
         yield replace(batch, x=np.full_like(batch.x, np.nan)) if poisoned else batch
+
+
+class ArraysByEpoch:
+    """The batches of a task's numbers in memory, of the size that an epoch has.
+
+    Args:
+        place: of the rank, as an `ArrayLoader` is told it.
+    """
+
+    def __init__(self, task: Task, **place: Any) -> None:
+        self._task, self._place = task, place
+        self.sampler = made_up(task)[2]
+
+    def __len__(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch from its sample `first` on."""
+        images, labels, _ = made_up(self._task, epoch)
+        yield from ArrayLoader(images, labels, self.sampler, mixing=self._task.mixing, **self._place).epoch(epoch, first)
 
 
 def replica_of(

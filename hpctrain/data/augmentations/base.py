@@ -49,6 +49,10 @@ class Augmentation(ABC):
         """
         return h, w, c
 
+    def resized(self, side: int) -> Augmentation | None:
+        """The same augmentation with results of side x side pixels; None: its results are as large as its images."""
+        return None
+
     @abstractmethod
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""

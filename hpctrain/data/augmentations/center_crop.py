@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -26,6 +26,9 @@ class CenterCrop(Augmentation):
 
     def __post_init__(self) -> None:
         self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+
+    def resized(self, side: int) -> Augmentation:
+        return replace(self, size=side)
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         if min(h, w) < self.size:

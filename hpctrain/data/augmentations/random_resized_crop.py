@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -44,6 +44,9 @@ class RandomResizedCrop(Augmentation):
         low, high = self.ratio
         legal = 1e-3 <= low <= high <= 1e3
         self.require(legal, "ratio", "must be low <= high within [0.001, 1000], such as [0.75, 1.333]")
+
+    def resized(self, side: int) -> Augmentation:
+        return replace(self, size=side)
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         return self.size, self.size, c

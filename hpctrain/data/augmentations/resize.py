@@ -1,0 +1,65 @@
+"""The whole image, resized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from hpctrain.boxes import Box, size_of
+from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+from hpctrain.data.augmentations.random_resized_crop import _filtered, _resized
+
+
+@dataclass(frozen=True)
+class Resize(Augmentation):
+    """The whole image, resized until its shorter side has a given length, with the filter of random_resized_crop.
+
+    Args:
+        size: Shorter side of the result, in pixels; the other one keeps the image's proportions.
+    """
+
+    size: int
+
+    name: ClassVar[str] = "resize"
+
+    def __post_init__(self) -> None:
+        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+        self.require(self.size <= MOST_PIXELS, "size", f"is too large; at most {MOST_PIXELS}")
+
+    def resized(self, side: int) -> Augmentation:
+        return replace(self, size=side)
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        shorter = min(h, w)
+        return h * self.size // shorter, w * self.size // shorter, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        if images.shape == out.shape:
+            out[...] = images
+            return
+        for image, target in zip(images, out, strict=True):
+            target[...] = _resized(image, *out.shape[1:3])
+
+    def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
+        height, width, _ = self.output_shape(*size, 0)
+        if size == (height, width) or not size_of(region):
+            return region
+        return _filtered(region[0], size[0], height), _filtered(region[1], size[1], width)
+
+    def apply_region(
+        self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
+    ) -> None:
+        height, width, channels = self.output_shape(*size, part.shape[2])
+        if size == (height, width):
+            out[...] = part
+            return
+        # Each pass over its whole length, for the same weights; zeros where they do not reach.
+        rows, columns = (slice(*interval) for interval in source)
+        (above, below), across = region[0], slice(*region[1])
+        wide = np.zeros((part.shape[0], size[1], channels), np.uint8)
+        wide[:, columns] = part
+        high = np.zeros((size[0], out.shape[1], channels), np.uint8)
+        high[rows] = _resized(wide, part.shape[0], width)[:, across]
+        out[...] = _resized(high, height, out.shape[1])[above:below]
