@@ -26,7 +26,8 @@ class Summary:
         end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks, hosts: of the
         latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
-        messages in it; predicted_step_seconds: as the run had it simulated at its end.
+        messages in it; predicted_step_seconds: as the run had it simulated at its end. data_share, most_data_share: of the time,
+        in which steps waited for data, in the mean of the ranks and on the one that waited longest in each epoch.
     """
 
     end: str
@@ -44,6 +45,8 @@ class Summary:
     step_seconds: float | None
     exposed_seconds: float | None
     predicted_step_seconds: float | None
+    data_share: float | None
+    most_data_share: float | None
 
 
 def summary(record: RunRecord) -> Summary:
@@ -71,6 +74,8 @@ def summary(record: RunRecord) -> Summary:
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
         predicted_step_seconds=_number(step, "predicted_step_seconds"),
+        data_share=_share(records, "waited_seconds"),
+        most_data_share=_share(records, "most_waited_seconds"),
     )
 
 
@@ -90,6 +95,7 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
+        ("waited for data", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]
 
@@ -111,6 +117,16 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _best(value: float | None, epoch: int | None) -> str:
     return UNKNOWN if value is None else f"{value:.2%} (epoch {epoch})"
+
+
+def _waits(share: float | None, most: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.1%} of the time, at most {most or share:.1%} on a rank"
+
+
+def _share(records: Sequence[Record], waited: str) -> float | None:
+    entries = [entry for entry in records if entry.get("kind") == "data" and _number(entry, "seconds")]
+    seconds = sum(_number(entry, "seconds") or 0.0 for entry in entries)
+    return sum(_number(entry, waited) or 0.0 for entry in entries) / seconds if seconds else None
 
 
 def _seconds(records: Sequence[Record]) -> float:
