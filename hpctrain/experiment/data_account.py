@@ -1,4 +1,4 @@
-"""The account of a run's waits for data: recorded at the end of each epoch over all ranks, and told in a line at the run's end."""
+"""The account of a run's waits for data: recorded for each epoch over all ranks, and told in a line at the end."""
 
 from __future__ import annotations
 

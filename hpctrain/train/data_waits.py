@@ -12,7 +12,7 @@ from hpctrain.data.loader import Batch
 
 @dataclass(frozen=True)
 class DataWait:
-    """Sums over steps of one rank. seconds: from asking for a batch to asking for the next; waited_seconds: until it was there."""
+    """Sums over steps of one rank. seconds: from asking for a batch to asking for the next; waited_seconds: until it came."""
 
     steps: int = 0
     seconds: float = 0.0
