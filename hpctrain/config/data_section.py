@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Named, Number, Section, Text
+from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
 
 MOST_PIXELS = 65_536
 MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
@@ -117,6 +117,10 @@ class DataConfig(Section):
     )
     prefetch: Integer = Field(
         default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
+    )
+    threads: Threads = Field(
+        default="auto",
+        description="Number of threads per rank that make a batch; auto takes a quarter of the rank's cores, from 1 to 8.",
     )
     cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
     on_unreadable: Literal["stop", "skip"] = Field(

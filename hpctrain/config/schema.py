@@ -15,7 +15,7 @@ from hpctrain.config.data_section import DataConfig
 from hpctrain.config.duration import Duration
 from hpctrain.config.evaluation_sections import EarlyStopConfig, EmaConfig, EvaluateConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
-from hpctrain.config.section import Integer, Named, Number, Section, Text
+from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
 
 
 def _one_component(value: Any) -> Any:
@@ -26,18 +26,11 @@ def _one_component(value: Any) -> Any:
     return value
 
 
-def _count_or_auto(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise PydanticCustomError("threads_type", 'must be "auto" or an integer of at least 1')
-
-
 MOST_RANKS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
 MOST_SECONDS = 1e9  # 31 years; timers of the system end somewhere beyond it
 
 Part = Annotated[Integer, Field(ge=1)]
 Use = Literal["batch", "model", "domain"]
-Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
 class ModelConfig(Named):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -43,6 +43,16 @@ def _no_bool(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _count_or_auto(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("threads_type", 'must be "auto" or an integer of at least 1')
+
+
+#: a number of threads
+Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
 class Section(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy as np
 from hpctrain.backend import counter_random
 from hpctrain.boxes import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.augmentations.base import Augmentation, NormalisedAugmentation
+from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
+from hpctrain.data.batch_threads import BatchThreads
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ConfigError, ShapeError
 
@@ -23,8 +25,8 @@ Read = Callable[[int, Box], np.ndarray]
 class Pipeline:
     """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`, then those of normalised pixels.
 
-    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for the largest batch seen,
-    so one thread at a time may call it.
+    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for each of its threads, of
+    which there is one unless `share_out` says more, so one thread at a time may call it.
 
     Args:
         specs: (name, options) pairs, of `AUGMENTATIONS`.
@@ -58,7 +60,9 @@ class Pipeline:
         spread = np.where(np.asarray(std) > 0, std, 1.0)
         self._scale = 1 / (255 * spread)
         self._shift = -np.asarray(mean) / spread
-        self._scratch: dict[int, np.ndarray] = {}
+        self._table = self._look_up_table()
+        self._scratch: dict[tuple[int, int], np.ndarray] = {}
+        self._threads, self._reading = BatchThreads(), Lock()
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         """(H, W, C) of the result for images of (h, w, c).
@@ -72,11 +76,15 @@ class Pipeline:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
 
+    def share_out(self, threads: int) -> None:
+        """From now on so many threads make each batch, the calling one included; augmentations are called by all of them."""
+        self._threads = BatchThreads(threads)
+
     def mirrored(self) -> Pipeline:
         """The same pipeline with left and right exchanged behind it: of each sample it gives the mirror image."""
         other = copy.copy(self)
         other.augmentations = (*self.augmentations, Flip(probability=1.0))
-        other._scratch = {}
+        other._scratch, other._threads, other._reading = {}, BatchThreads(self._threads.count), Lock()
         other._mirrored = not self._mirrored
         return other
 
@@ -110,7 +118,8 @@ class Pipeline:
         def made(count: int, number: int, wanted: Box) -> np.ndarray:
             """A region of one image after `count` augmentations."""
             if count == 0:
-                return read(int(sample_ids[number]), wanted)
+                with self._reading:  # files are read by one thread at a time
+                    return read(int(sample_ids[number]), wanted)
             augmentation, size, u = self.augmentations[count - 1], sizes[count - 1], draws[count - 1][number]
             result = np.zeros((*shape_of(wanted), shape[2]), np.uint8)
             if size_of(wanted):
@@ -118,10 +127,15 @@ class Pipeline:
                 augmentation.apply_region(made(count - 1, number, source), source, size, u, wanted, result)
             return result
 
-        images = self._buffer(-1, len(sample_ids), (*shape_of(region), shape[2]))
-        for number in range(len(sample_ids)):
-            images[number] = made(len(self.augmentations), number, region)
-        return self._changed(self._normalise(images, out), sizes[-1], region, sample_ids, epoch)
+        def make(thread: int, first: int, last: int) -> None:
+            part = slice(first, last)
+            images = self._buffer(thread, -1, last - first, (*shape_of(region), shape[2]))
+            for number in range(first, last):
+                images[number - first] = made(len(self.augmentations), number, region)
+            self._changed(self._normalise(images, out[part]), sizes[-1], region, sample_ids[part], epoch)
+
+        self._threads.run(len(sample_ids), size_of(region) * shape[2], make)
+        return out
 
     def _sizes(self, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
         """(H, W) before each augmentation, and after the last one."""
@@ -151,26 +165,49 @@ class Pipeline:
 
     def __call__(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> np.ndarray:
         """Augment and normalise images (N, H, W, C) uint8 of samples (N,) int64 into `out` (N, *output_shape) of `dtype`."""
-        for position, augmentation in enumerate(self.augmentations):
-            u = self._draws(position, augmentation, sample_ids, epoch)
-            result = self._buffer(position, len(images), augmentation.output_shape(*images.shape[1:]))
-            augmentation.apply(images, u, result)
-            images = result
-        size = images.shape[1], images.shape[2]
-        return self._changed(self._normalise(images, out), size, whole(size), sample_ids, epoch)
+        draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
 
-    def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
-        # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
-        n, h, w, c = images.shape
-        rows = out.reshape(n, h, w * c)
-        np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
-        np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
+        def make(thread: int, first: int, last: int) -> None:
+            part = slice(first, last)
+            made = self._augmented(thread, images[part], [u[part] for u in draws])
+            size = made.shape[1], made.shape[2]
+            self._changed(self._normalise(made, out[part]), size, whole(size), sample_ids[part], epoch)
+
+        self._threads.run(len(images), max(images.nbytes, out.nbytes // out.itemsize) // max(1, len(images)), make)
         return out
 
-    def _buffer(self, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
-        buffer = self._scratch.get(position)
+    def _augmented(self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray]) -> np.ndarray:
+        """Images behind all augmentations of uint8, in scratch of the thread; draws: of these images, for each augmentation."""
+        for position, (augmentation, u) in enumerate(zip(self.augmentations, draws, strict=True)):
+            result = self._buffer(thread, position, len(images), augmentation.output_shape(*images.shape[1:]))
+            augmentation.apply(images, u, result)
+            images = result
+        return images
+
+    def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Both ways give the same bits: a table has what arithmetic gives for each value."""
+        n, h, w, c = images.shape
+        if h * w * c >= LEAST_FOR_OPENCV and 1 < c <= 4:
+            from hpctrain.data import opencv
+
+            for image, target in zip(images, out, strict=True):
+                opencv.look_up(image, self._table, target)
+        else:
+            # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
+            rows = out.reshape(n, h, w * c)
+            np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
+            np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
+        return out
+
+    def _look_up_table(self) -> np.ndarray:
+        values = np.arange(256, dtype=np.uint8)[:, np.newaxis]
+        table: np.ndarray = values * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
+        return table[np.newaxis]
+
+    def _buffer(self, thread: int, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
+        buffer = self._scratch.get((thread, position))
         if buffer is None or len(buffer) < count or buffer.shape[1:] != shape:
-            buffer = self._scratch[position] = np.empty((count, *shape), np.uint8)
+            buffer = self._scratch[thread, position] = np.empty((count, *shape), np.uint8)
         return buffer[:count]
 
 

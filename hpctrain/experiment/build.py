@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.data_waits import DataWaits
 from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.memory_check import check_memory
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -163,9 +164,10 @@ def build_trainer(
     stop_requested: Callable[[], bool] = lambda: False,
     limit: TimeLimit | None = None,
     sample: OperatorSample | None = None,
-    epoch_ended: Callable[[Position], None] = lambda position: None,
+    epoch_ended: Sequence[Callable[[Position], None]] = (),
     saver: Saver | None = None,
     evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
+    waits: DataWaits | None = None,
 ) -> Trainer:
     """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
@@ -194,4 +196,5 @@ def build_trainer(
         evaluated=evaluated,
         sizes=parts.sizes,
         early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
+        waits=waits,
     )

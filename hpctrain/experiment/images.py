@@ -11,6 +11,7 @@ import numpy as np
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
 from hpctrain.config.schema import Config
+from hpctrain.data.batch_threads import default_threads
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.format import ImageFile
@@ -182,6 +183,8 @@ def make_loader(
     """
     config, groups = session.config, session.groups
     set_policy(session, images.file)
+    threads = config.data.threads
+    images.pipeline.share_out(default_threads(session.threads.cores) if threads == "auto" else threads)
     return Loader(
         images.file,
         Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),

@@ -237,6 +237,7 @@ class Job(StartedRank):
         mixing: Mapping[str, float] | None = None,
         like: str | Path | None = None,
         prefetch: int = 2,
+        threads: int = 1,
     ) -> Loader:
         """This rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
 
@@ -245,7 +246,7 @@ class Job(StartedRank):
             shuffle: another order in each epoch, by `seed`; False: in order, for evaluation. augment: augmentations, in order.
             mixing: "mixup", "cutmix", "probability" and "switch", as `data.mixing` of a configuration has them; None: no mixing.
             like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
-            prefetch: batches that a thread makes ahead.
+            prefetch: batches that a thread makes ahead. threads: that share out the samples of a batch.
 
         Raises:
             DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
@@ -262,6 +263,7 @@ class Job(StartedRank):
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
             )
+            pipeline.share_out(threads)
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
             alive = self.progress.notes.alive

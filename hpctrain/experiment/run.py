@@ -21,6 +21,7 @@ from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
+from hpctrain.experiment.data_account import DataAccount
 from hpctrain.experiment.grid import describe, parallel_plan
 from hpctrain.experiment.initial_weights import describe_start, start_from_weights
 from hpctrain.experiment.lost_ranks import RunMemory
@@ -86,19 +87,18 @@ def run_training(
         account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        gaps = UnreadableReport(session, parts.files, reporter)
+        gaps, data = UnreadableReport(session, parts.files, reporter), DataAccount(session, reporter)
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
-        asked = partial(
-            trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell, evaluated=checkpoints.evaluated
-        )
+        told = partial(trainer_of, epoch_ended=(gaps.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
-        trainer = asked(go_back=go_back, sample=account.sample)
+        trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
         if outcome.position != position:  # else nothing was trained, and the last account stays
             memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
+        data.finish(outcome.position)
         gaps.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:

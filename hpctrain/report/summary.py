@@ -27,7 +27,8 @@ class Summary:
         latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
         messages in it; predicted_step_seconds: as the run had it simulated at its end.
-        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end.
+        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end. data_share, most_data_share: of the time,
+        in which steps waited for data, in the mean of the ranks and on the one that waited longest in each epoch.
     """
 
     end: str
@@ -47,6 +48,8 @@ class Summary:
     predicted_step_seconds: float | None
     peak_bytes: float | None
     device_bytes: float | None
+    data_share: float | None
+    most_data_share: float | None
 
 
 def summary(record: RunRecord) -> Summary:
@@ -76,6 +79,8 @@ def summary(record: RunRecord) -> Summary:
         predicted_step_seconds=_number(step, "predicted_step_seconds"),
         peak_bytes=_number(memory, "peak_bytes"),
         device_bytes=_number(memory, "device_bytes"),
+        data_share=_share(records, "waited_seconds"),
+        most_data_share=_share(records, "most_waited_seconds"),
     )
 
 
@@ -97,6 +102,7 @@ def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
         *_of_gpus(summaries),
+        ("waited for data", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]
 
@@ -128,6 +134,16 @@ def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
 
 def _best(value: float | None, epoch: int | None) -> str:
     return UNKNOWN if value is None else f"{value:.2%} (epoch {epoch})"
+
+
+def _waits(share: float | None, most: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.1%} of the time, at most {most or share:.1%} on a rank"
+
+
+def _share(records: Sequence[Record], waited: str) -> float | None:
+    entries = [entry for entry in records if entry.get("kind") == "data" and _number(entry, "seconds")]
+    seconds = sum(_number(entry, "seconds") or 0.0 for entry in entries)
+    return sum(_number(entry, waited) or 0.0 for entry in entries) / seconds if seconds else None
 
 
 def _seconds(records: Sequence[Record]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.data.loader import Batch, BatchSource
@@ -11,6 +11,7 @@ from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import DivergedError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
+from hpctrain.train.data_waits import DataWaits
 from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
@@ -66,11 +67,12 @@ class Trainer:
             None: it ends.
         stop_requested: this rank was asked to stop. limit: of its time; None: it has none.
         sample: records operators of a few steps; None: none are recorded.
-        epoch_ended: called with the position behind every epoch, on every rank, before its evaluation; may communicate.
+        epoch_ended: all called with the position behind every epoch, on every rank, before its evaluation; may communicate.
         saver: what `save` begins goes on in it; None: nothing does.
         evaluated: called with the position and the sums of every evaluation, on every rank.
         early_stop: ends the training before its last epoch by its evaluations; None: nothing does.
         sizes: of the loader's images by epoch, to be told; None: they have one size.
+        waits: adds up how long steps wait for data; None: nobody asks.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -90,17 +92,19 @@ class Trainer:
         stop_requested: Callable[[], bool] = lambda: False,
         limit: TimeLimit | None = None,
         sample: OperatorSample | None = None,
-        epoch_ended: Callable[[Position], None] = lambda position: None,
+        epoch_ended: Sequence[Callable[[Position], None]] = (),
         saver: Saver | None = None,
         evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
         early_stop: EarlyStop | None = None,
         sizes: ImageSizes | None = None,
+        waits: DataWaits | None = None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
         self._go_back, self._early_stop = go_back, early_stop
+        self._waits = DataWaits() if waits is None else waits
         self._notes = replica.progress.notes
         self._trace = replica.progress.trace
         self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
@@ -185,7 +189,7 @@ class Trainer:
         self.step_times.begin()
         self._tell_size(position)
         self._notes.phase("data loading")
-        batches = traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace)
+        batches = self._waits.watched(traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace))
         try:
             for batch in batches:
                 self._notes.step(position.epoch + 1, position.global_step + 1)
@@ -318,7 +322,8 @@ class Trainer:
         self._reporter.record("epoch", record)
         words = [f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"]
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
-        self._epoch_ended(position)
+        for tell in self._epoch_ended:
+            tell(position)
         evaluation = None
         if _due(position.epoch, self._cadence.evaluate_epochs, self._is_over(position)):
             evaluation = self.evaluate(position)

@@ -67,6 +67,8 @@ def test_one_process_trains_evaluates_and_leaves_its_files(job: Job, folder: Pat
     kinds = [line["kind"] for line in run.metrics()]
     assert kinds.count("epoch") == 2
     assert kinds.count("evaluation") == 2
+    assert kinds.count("data") == 2
+    assert "steps waited for data " in outcome.stdout
     assert kinds.count("interval") >= 1
     assert "lr: 0.05" in run.config()
     assert "clip_norm: null" in run.config()  # a default of an option

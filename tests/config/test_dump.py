@@ -43,6 +43,7 @@ CONFIGS = st.fixed_dictionaries(
                 "evaluate_augment": AUGMENT,
                 "normalise": st.booleans(),
                 "prefetch": st.integers(0, 9),
+                "threads": st.just("auto") | COUNTS,
             },
         ),
         "batch": COUNTS,

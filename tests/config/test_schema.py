@@ -79,7 +79,7 @@ def test_there_are_number_fields():
     assert {"batch", "optimizer.lr", "schedule.warmup_epochs", "grid.cols", "deadline_seconds"} <= set(number_paths())
 
 
-@pytest.mark.parametrize("path", [*number_paths(), "threads"])
+@pytest.mark.parametrize("path", [*number_paths(), "threads", "data.threads"])
 @pytest.mark.parametrize("value", [True, False, math.nan, math.inf, "many", [1], -1])
 def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
     with pytest.raises(ValidationError):
@@ -90,7 +90,13 @@ def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
     ("path", "lowest"),
     [
         *[("seed", 0), ("batch", 1), ("micro_batches", 1), ("epochs", 0), ("grid.rows", 1), ("grid.cols", 1), ("threads", 1)],
-        *[("data.prefetch", 0), ("checkpoint.every_steps", 0), ("checkpoint.keep", 1), ("evaluate.batch", 1)],
+        *[
+            ("data.prefetch", 0),
+            ("data.threads", 1),
+            ("checkpoint.every_steps", 0),
+            ("checkpoint.keep", 1),
+            ("evaluate.batch", 1),
+        ],
     ],
 )
 def test_bounds_are_where_they_are_said_to_be(path, lowest):

@@ -161,17 +161,47 @@ def test_a_window_that_never_fits_is_the_central_one(shape, box):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_resized_crop_is_the_bilinear_resize_of_its_window(channels):
-    images = images_of(6, (20, 30, channels))
-    out = pixels([("random_resized_crop", {"size": 9})], images, range(6))
+def test_a_window_that_shrinks_is_pillows_bilinear_resize(channels):
+    shrunk = 0
+    images = images_of(12, (20, 30, channels))
+    out = pixels([("random_resized_crop", {"size": 9})], images, range(12))
     crop = AUGMENTATIONS.create("random_resized_crop", {"size": 9})
-    u = counter_random.uniform(counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(6), range(crop.draws))
+    u = counter_random.uniform(counter_random.key("augment", 1, 0, 0, "random_resized_crop"), np.arange(12), range(crop.draws))
     for image, result, (top, left, h, w) in zip(images, out, crop.boxes(20, 30, u), strict=True):
+        if max(h, w) <= 9:
+            continue
+        shrunk += 1
         for channel in range(channels):
             window = Image.fromarray(np.ascontiguousarray(image[top : top + h, left : left + w, channel]))
             for width, height in ((9, int(h)), (9, 9)):  # the columns first, whatever is less work
                 window = window.resize((width, height), Image.Resampling.BILINEAR)
             assert np.array_equal(result[..., channel], np.asarray(window))
+    assert shrunk > 3
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [12, 31])
+def test_every_window_is_nearly_the_triangle_filter_in_exact_arithmetic(channels, size):
+    """Pillow rounds twice, OpenCV once, with weights of eight bits: either is less than 1.5 grey levels away."""
+    images = images_of(16, (21, 30, channels))
+    crop = AUGMENTATIONS.create("random_resized_crop", {"size": size})
+    u = np.random.default_rng(3).random((16, crop.draws))
+    out = np.zeros((16, size, size, channels), np.uint8)
+    crop.apply(images, u, out)
+    boxes = crop.boxes(21, 30, u)
+    assert {bool(max(h, w) <= size) for _, _, h, w in boxes} == ({True, False} if size == 12 else {True})
+    for image, result, (top, left, h, w) in zip(images, out, boxes, strict=True):
+        window = image[top : top + h, left : left + w].astype(float)
+        exact = np.einsum("yh,hwc,xw->yxc", triangle(h, size), window, triangle(w, size))
+        assert abs(result - exact).max() < 1.5
+
+
+def triangle(size, resized):
+    """Weights (resized, size) of the triangle filter, which widens where it shrinks."""
+    scale = size / resized
+    centres = (np.arange(resized)[:, None] + 0.5) * scale - 0.5
+    weights = np.maximum(0, 1 - abs(np.arange(size) - centres) / max(scale, 1.0))
+    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def test_the_whole_image_at_its_own_size_is_unchanged():

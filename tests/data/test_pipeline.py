@@ -161,3 +161,62 @@ def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height,
         out = np.empty((COUNT, *shape_of(region), 3), np.float32)
         mirrored.part(read, images.shape[1:], np.arange(COUNT), 1, region, out)
         assert np.array_equal(out, mirrors[:, slice(*region[0]), slice(*region[1])])
+
+
+EVERY = [
+    "pad_crop",
+    ("random_resized_crop", {"size": 90}),
+    "flip",
+    "trivial_augment_wide",
+    ("random_erasing", {"value": "random"}),
+]
+STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
+
+
+def made(threads, images, region=None, epoch=2, dtype="float32"):
+    """Images behind all steps, or a region of them, made by so many threads."""
+    pipeline = Pipeline(STEPS, 7, MEAN[:3], STD[:3], dtype)
+    pipeline.share_out(threads)
+    ids = np.arange(len(images))[::-1] * 3
+    if region is None:
+        return pipeline(images, ids, epoch, np.empty((len(images), 90, 90, 3), dtype))
+    out = np.empty((len(images), *shape_of(region), 3), dtype)
+    order = {sample: number for number, sample in enumerate(ids.tolist())}
+    at_once = []
+
+    def read(sample, wanted):
+        at_once.append(sample)
+        assert at_once == [sample], "files are read by one thread at a time"
+        pixels = images[(order[sample], *relative(wanted, ORIGIN))]
+        at_once.remove(sample)
+        return pixels
+
+    return pipeline.part(read, images.shape[1:], ids, epoch, region, out)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 7, 30])
+def test_the_number_of_threads_does_not_show(threads, count):
+    images = np.random.default_rng(count).integers(0, 256, (count, 80, 100, 3), np.uint8)
+    alone = made(1, images)
+    for _ in range(2):
+        assert np.array_equal(made(threads, images), alone)
+    region = (11, 60), (0, 77)
+    assert np.array_equal(made(threads, images, region), alone[(slice(None), *relative(region, ORIGIN))])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_large_images_are_normalised_to_the_bits_of_small_ones(dtype, monkeypatch):
+    images = np.random.default_rng(0).integers(0, 256, (5, 80, 100, 3), np.uint8)
+    by_table = made(1, images, dtype=dtype)
+    monkeypatch.setattr("hpctrain.data.pipeline.LEAST_FOR_OPENCV", 1 << 60)
+    by_arithmetic = made(1, images, dtype=dtype)
+    assert by_table.dtype == dtype
+    assert np.array_equal(by_table, by_arithmetic)
+
+
+def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
+    images = np.random.default_rng(0).integers(0, 256, (5, 80, 100, 3), np.uint8)
+    mirrored = made(1, images)
+    monkeypatch.setattr("hpctrain.data.augmentations.flip.LEAST_FOR_OPENCV", 1 << 60)
+    assert np.array_equal(made(1, images), mirrored)

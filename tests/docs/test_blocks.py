@@ -96,6 +96,7 @@ TEXTS = {
         "docs/report.md",
         "Differences of configuration:",
     ): "a comparison of runs; tests/report/test_comparison_text.py has its form",
+    ("docs/time.md", "steps waited for data"): "a line of a run; tests/experiment/test_data_account.py has its form",
     ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
 

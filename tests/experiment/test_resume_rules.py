@@ -61,7 +61,7 @@ WHEN = {
         *("grid.rows=2", "plan.default=domain", "plan={'stage1.*': model}", "averager=lazy", "averager.bucket_bytes=9"),
         *("schedule=cosine", "schedule.warmup_epochs=1", "optimizer.lr=0.2", "optimizer.momentum=0.5", "data.prefetch=0"),
         *("data.test=b.h5", "data.train=moved.h5", "checkpoint.keep=3", "metrics.tensorboard=true", "deadline_seconds=9"),
-        *("batch_norm.statistics=synchronised", "trace=true", "evaluate.batch=3", "data.cache=false"),
+        *("batch_norm.statistics=synchronised", "trace=true", "evaluate.batch=3", "data.cache=false", "data.threads=3"),
     ],
     When.BETWEEN_EPOCHS: ["seed=1", "data.augment=[]", "data.augment.0.probability=0.1", "loss.label_smoothing=0.1"],
     When.NEVER: [

@@ -39,6 +39,16 @@ def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
     assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
 
 
+def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
+    waits = [{"kind": "data", "epoch": 1, "step": 10, "seconds": 9.0, "waited_seconds": 1.0, "most_waited_seconds": 3.0}]
+    waits += [{"kind": "data", "epoch": 2, "step": 20, "seconds": 7.0, "waited_seconds": 0.0, "most_waited_seconds": 1.0}]
+    figures = summary(read_runs([write_run(tmp_path, events=waits).path])[0])
+    assert (figures.data_share, figures.most_data_share) == (1 / 16, 4 / 16)
+    assert dict(texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
+    without = summary(read_runs([write_run(tmp_path).path])[0])
+    assert dict(texts([without]))["waited for data"] == [UNKNOWN]
+
+
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
     later = {"kind": "resume", "time": 10_000.0, "step": 30}
     last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}

@@ -17,6 +17,8 @@ from hpctrain.boxes import Box, whole
 from hpctrain.errors import OptionError
 
 MOST_PIXELS = 1 << 15
+#: images of fewer bytes gain nothing from OpenCV that would be worth loading it
+LEAST_FOR_OPENCV = 1 << 14
 
 #: gives the first so many uniform 32-bit words of a sample, always the same ones
 Words = Callable[[int], NDArray[np.uint32]]

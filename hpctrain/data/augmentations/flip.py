@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from hpctrain.boxes import Box, hull
-from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class Flip(Augmentation):
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
-            target[...] = image[:, ::-1] if flipped else image
+            if flipped:
+                _mirror(image, target)
+            else:
+                target[...] = image
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         rows, (left, right) = region
@@ -43,3 +46,12 @@ class Flip(Augmentation):
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         out[...] = part[:, ::-1] if u[0] < self.probability else part
+
+
+def _mirror(image: np.ndarray, out: np.ndarray) -> None:
+    if image.nbytes < LEAST_FOR_OPENCV:
+        out[...] = image[:, ::-1]
+        return
+    from hpctrain.data import opencv
+
+    opencv.mirror(image, out)

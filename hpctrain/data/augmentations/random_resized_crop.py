@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hpctrain.boxes import Box, Interval, moved, relative, size_of, whole
+from hpctrain.data import opencv
 from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
 
 _RESIZE_TRIES = 10
@@ -22,6 +23,9 @@ class RandomResizedCrop(Augmentation):
 
     Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
     widened where it shrinks.
+
+    A window that is enlarged both ways is OpenCV's, others are Pillow's, which widens the filter: it is the same filter where
+    neither shrinks.
 
     Args:
         size: Side of the result, in pixels.
@@ -54,7 +58,7 @@ class RandomResizedCrop(Augmentation):
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         boxes = self.boxes(images.shape[1], images.shape[2], u)
         for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
-            target[...] = _resized(image[top : top + height, left : left + width], self.size, self.size)
+            self._resize(image[top : top + height, left : left + width], target)
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         if u is None:
@@ -68,15 +72,31 @@ class RandomResizedCrop(Augmentation):
     def apply_region(
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        """The two passes of `_resized`, each over its whole length for the same weights; zeros where they do not reach."""
+        """As `_resize`, over the whole length of each pass for the same weights; zeros where they do not reach."""
         top, left, height, width = self._box(size, u)
         rows, columns = relative(source, ((top, 0), (left, 0)))
         (above, below), across = region[0], slice(*region[1])
+        if self._enlarges(height, width):
+            window = np.zeros((height, width, part.shape[2]), np.uint8)
+            window[rows, columns] = part
+            whole_result = np.empty((self.size, self.size, part.shape[2]), np.uint8)
+            self._resize(window, whole_result)
+            out[...] = whole_result[above:below, across]
+            return
         wide = np.zeros((part.shape[0], width, part.shape[2]), np.uint8)
         wide[:, columns] = part
         high = np.zeros((height, out.shape[1], part.shape[2]), np.uint8)
         high[rows] = _resized(wide, part.shape[0], self.size)[:, across]
         out[...] = _resized(high, self.size, out.shape[1])[above:below]
+
+    def _enlarges(self, height: int, width: int) -> bool:
+        return height <= self.size and width <= self.size
+
+    def _resize(self, window: np.ndarray, out: np.ndarray) -> None:
+        if self._enlarges(*window.shape[:2]):
+            opencv.enlarge(window, out)
+        else:
+            out[...] = _resized(window, self.size, self.size)
 
     def _box(self, size: tuple[int, int], u: np.ndarray) -> tuple[int, int, int, int]:
         top, left, height, width = self.boxes(*size, u[None])[0].tolist()

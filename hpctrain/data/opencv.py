@@ -1,0 +1,53 @@
+"""The few operations of OpenCV that images go through, each on one image and in the thread that calls it.
+
+OpenCV is loaded with this module, so only where an operation is used. It starts no threads of its own: how many threads make a
+batch is `data.threads`, and each of these calls releases the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+
+_MOST_CHANNELS = 4
+
+cv2.setNumThreads(0)
+
+
+def enlarge(image: np.ndarray, out: np.ndarray) -> None:
+    """Bilinear resize of an image (h, w, C) uint8 to `out` (H, W, C), with H >= h and W >= w.
+
+    Each pixel is rounded once, in whole-number arithmetic: the same bits on every processor, and where an image's other pixels
+    change.
+    """
+    if 1 < image.shape[2] <= _MOST_CHANNELS:
+        size = out.shape[1], out.shape[0]
+        _keep(cv2.resize(image, size, dst=_target(out), interpolation=cv2.INTER_LINEAR_EXACT), out)
+        return
+    for channel in range(image.shape[2]):
+        plane = np.ascontiguousarray(image[..., channel])
+        out[..., channel] = cv2.resize(plane, (out.shape[1], out.shape[0]), interpolation=cv2.INTER_LINEAR_EXACT)
+
+
+def mirror(image: np.ndarray, out: np.ndarray) -> None:
+    """Left and right of an image (H, W, C) uint8 exchanged, in `out`; they do not overlap."""
+    _keep(cv2.flip(image, 1, dst=_target(out)), out)
+
+
+def look_up(image: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
+    """`table[0, value, channel]` of each element of an image (H, W, C) uint8, in `out`.
+
+    Args:
+        table: (1, 256, C) float32 or float64, as `out`.
+    """
+    _keep(cv2.LUT(image, table, dst=_target(out)), out)
+
+
+def _target(out: np.ndarray) -> np.ndarray | None:
+    """Where OpenCV can write to, which drops a last dim of 1; None: to an array of its own."""
+    return out if out.flags.c_contiguous and out.shape[-1] > 1 else None
+
+
+def _keep(result: np.ndarray, out: np.ndarray) -> None:
+    if result is not out:
+        out[...] = result.reshape(out.shape)
