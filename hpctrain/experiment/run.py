@@ -21,6 +21,7 @@ from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.cores import cores_of_ranks
+from hpctrain.experiment.data_report import DataReport
 from hpctrain.experiment.grid import describe, parallel_plan
 from hpctrain.experiment.initial_weights import describe_start, start_from_weights
 from hpctrain.experiment.lost_ranks import RunMemory
@@ -33,7 +34,6 @@ from hpctrain.experiment.run_account import RunAccount
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
-from hpctrain.experiment.unreadable import UnreadableReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
@@ -86,18 +86,18 @@ def run_training(
         account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        gaps = UnreadableReport(session, parts.files, reporter)
+        data = DataReport(session, parts, reporter)
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
         asked = partial(
-            trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=gaps.tell, evaluated=checkpoints.evaluated
+            trainer_of, stop_requested=watch.asked, limit=limit.limit, epoch_ended=data.tell, evaluated=checkpoints.evaluated
         )
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
         trainer = asked(go_back=go_back, sample=account.sample)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
-        gaps.finish(outcome.position)
+        data.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
