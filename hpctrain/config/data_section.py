@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
+from hpctrain.config.size import AUTO, Size
 
 MOST_PIXELS = 65_536
 MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
@@ -77,6 +78,30 @@ class SizeConfig(Section):
     )
 
 
+def _or_switch(schema: dict[str, Any]) -> None:
+    """JSON schema of the section that may also be true or false."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"type": "boolean", "description": "Shorthand: true for the defaults, false for {memory: 0}."}, whole]
+
+
+class CacheConfig(Section):
+    """The levels in which samples are kept that have been read once; true stands for the defaults, false for none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_switch)
+
+    memory: Size = Field(
+        default=AUTO,
+        description="Memory of a node in which its ranks share samples, as a number of bytes or such as 64GB; 0 switches it off, "
+        "auto takes at most half of what is free at the start.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_switch(cls, value: Any) -> Any:
+        return ({} if value else {"memory": 0}) if isinstance(value, bool) else value
+
+
 def _or_synthetic(schema: dict[str, Any]) -> None:
     """JSON schema of the section that may also be the one word."""
     whole = dict(schema)
@@ -122,7 +147,9 @@ class DataConfig(Section):
         default="auto",
         description="Number of threads per rank that make a batch; auto takes a quarter of the rank's cores, from 1 to 8.",
     )
-    cache: bool = Field(default=True, description="Keep the file's images (uint8) in memory after they have been read once.")
+    cache: CacheConfig = Field(
+        default_factory=CacheConfig, description="The levels in which samples are kept after they have been read once."
+    )
     on_unreadable: Literal["stop", "skip"] = Field(
         default="stop",
         description="Consequence of a sample that cannot be read: stop ends the job, skip trains on with another in its place.",

@@ -54,7 +54,7 @@ class BatchThreads:
             _make(0, chunks, length, samples, work)
         except BaseException as error:  # raised below: the others still write to the batch
             errors.append(error)
-        errors += [error for future in begun if (error := future.exception()) is not None]
+        errors += [raised for future in begun if (raised := future.exception()) is not None]
         if errors:
             raise errors[0]
 

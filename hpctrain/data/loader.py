@@ -10,24 +10,20 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypedDict
 
 import numpy as np
 
-from hpctrain.boxes import Box, clip, hull, relative, shape_of, size_of, whole
+from hpctrain.boxes import Box, clip, relative, shape_of, size_of, whole
 from hpctrain.data.format import ImageArray, ImageFile
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sample_memory import SampleMemory
 from hpctrain.data.sampler import Sampler, counts, share_of
 from hpctrain.data.sizes import ImageSizes
 
 #: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank and (H, W, C).
 TileOfRank = Callable[[tuple[int, ...], tuple[int, int, int]], Sequence[Box]]
-
-CACHE_LIMIT_BYTES = 1 << 30
-# Read between two signs of life.
-_BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -127,11 +123,9 @@ class Loader:
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
             they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
-        cache: keep the uint8 images, or the regions of them that this rank may need, in memory, where they fit into
-            `cache_limit_bytes`; read at the first batch. Otherwise the page cache of the memory map serves them.
+        pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
         mixing: of the images of a step with each other; None: they are not mixed.
         sizes: of images by epoch, to which the pipeline brings them; None: as the pipeline makes them, in all epochs.
-        alive: called now and then while that takes its time, from whatever thread reads.
     """
 
     def __init__(
@@ -145,11 +139,9 @@ class Loader:
         split_size: int = 1,
         tiles: TileOfRank | None = None,
         prefetch: int = 2,
-        cache: bool = False,
-        cache_limit_bytes: int = CACHE_LIMIT_BYTES,
+        pixels: ImageArray | None = None,
         mixing: Mixing | None = None,
         sizes: ImageSizes | None = None,
-        alive: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
@@ -165,10 +157,7 @@ class Loader:
         self._prefetch = prefetch
         self._tiles, self._mixing = tiles, mixing
         self._box_of: dict[tuple[int, ...], Box] = {}
-        self._images: ImageArray = file.pixels
-        self._cached = whole(file.shape[:2])
-        self._cache = self._to_read = cache
-        self._cache_limit_bytes, self._alive = cache_limit_bytes, alive
+        self._images: ImageArray = file.pixels if pixels is None else pixels
         self._ring: list[_Slot] = []
         self._raw = np.empty((0, *file.shape), np.uint8)
         self._in_use = False
@@ -180,6 +169,16 @@ class Loader:
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
+
+    @property
+    def pixels(self) -> ImageArray:
+        """The file's images as they are read."""
+        return self._images
+
+    def read_through(self, pixels: ImageArray) -> None:
+        """Read the file's images through these from now on, which are the same; between two epochs."""
+        assert not self._in_use
+        self._images = pixels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch from its sample `first` on; every rank yields the same number of them.
@@ -216,7 +215,6 @@ class Loader:
         if self._ring and shares.keys() <= self._box_of.keys():
             return
         self._box_of |= {counts: self._box(share) for counts, share in shares.items()}
-        self._to_read = self._cache
         boxes = self._box_of.values()
         samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
         self._raw = np.empty((samples, *self.file.shape), np.uint8)
@@ -248,8 +246,6 @@ class Loader:
         return box[1:] == whole(self.image_shape)
 
     def _make(self, slot: _Slot, epoch: int, step: int, begin: int) -> Batch:
-        if self._to_read:
-            self._fill_cache()
         total = self.sampler.global_count(step, begin)
         share = self._share(total)
         batch_ids = self.sampler.ids(epoch, step, begin)
@@ -299,6 +295,8 @@ class Loader:
             x[...] = 0
         if not size_of(existing):
             return
+        if isinstance(self._images, SampleMemory):
+            self._images.bring(ids)
         rows, columns = relative(existing, wanted)
         if box[3] == (0, channels):
             self._pipeline.part(self._read, self.file.shape, ids, epoch, existing, x[:, rows, columns])
@@ -308,38 +306,9 @@ class Loader:
         x[:, rows, columns] = all_channels[..., slice(*box[3])]
 
     def _read(self, sample: int, region: Box) -> np.ndarray:
-        rows, columns = relative(region, self._cached)
-        pixels: np.ndarray = self._images[sample, rows, columns]
+        (top, bottom), (left, right) = region
+        pixels: np.ndarray = self._images[sample, top:bottom, left:right]
         return pixels
-
-    def _fill_cache(self) -> None:
-        """Read all that this rank may need of any batch known so far, once."""
-        self._to_read = False
-        source = partial(self._pipeline.source, self.file.shape)
-        boxes = (box for box in self._box_of.values() if size_of(box))
-        region = hull(source(clip(box[1:3], self.image_shape[:2])) for box in boxes) or ((0, 0), (0, 0))
-        if any(map(self._is_whole, self._box_of.values())):
-            region = whole(self.file.shape[:2])
-        if self._holds(region):
-            return
-        size_bytes = len(self.file) * size_of(region) * self.file.shape[2]
-        self._images, self._cached = self.file.pixels, whole(self.file.shape[:2])
-        if size_bytes <= self._cache_limit_bytes:
-            self._images, self._cached = self._read_all(region), region
-
-    def _holds(self, region: Box) -> bool:
-        """Whether a region was read into memory before, for images of another size, or as part of a larger one."""
-        return self._images is not self.file.pixels and hull((region, self._cached)) == self._cached
-
-    def _read_all(self, region: Box) -> np.ndarray:
-        """A region of all images."""
-        rows, columns = (slice(*interval) for interval in region)
-        images = np.empty((len(self.file), *shape_of(region), self.file.shape[2]), np.uint8)
-        at_once = max(1, _BYTES_AT_ONCE * len(images) // max(1, images.nbytes))
-        for begin in range(0, len(images), at_once):
-            images[begin : begin + at_once] = self.file.pixels[begin : begin + at_once, rows, columns]
-            self._alive()
-        return images
 
 
 class _Failure:

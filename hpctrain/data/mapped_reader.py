@@ -52,6 +52,13 @@ class MappedReader:
         self._identity = _identity(os.fstat(self._descriptor))
         self._gathers = True
 
+    def reads_by_calls(self) -> None:
+        """Read each sample by a system call of its own from now on, not out of the map.
+
+        For samples that are read once: a parallel file system serves a call for all bytes of a sample, and a map page by page.
+        """
+        self._gathers = False
+
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Whole images of samples (n,), written to `out` (n, H, W, C), which is contiguous and is returned.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from hpctrain.errors import DataError
 
@@ -19,6 +20,20 @@ _HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 class UnreadableError(DataError):
     """Samples that cannot be read; the sentence names the file, the sample and the reason."""
+
+
+@runtime_checkable
+class HasStandIns(Protocol):
+    """Images of which some may be others in their places."""
+
+    @property
+    def replaced(self) -> Mapping[int, int]:
+        """By sample that could not be read, the one that is read in its place; the same object, which grows."""
+
+
+def stand_ins(images: object) -> Mapping[int, int]:
+    """The samples that were read in the places of others, as `HasStandIns.replaced`; none for images that have no such."""
+    return images.replaced if isinstance(images, HasStandIns) else {}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hpctrain.backend.backend import Backend, make_backend
@@ -16,6 +16,7 @@ from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ConfigError, DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.check import mixing_fault
+from hpctrain.experiment.data_cache import DataCache, give_levels
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
@@ -47,6 +48,7 @@ class Parts:
 
     data: what a checkpoint remembers of the training file. notes: what a user should know of the data, a sentence each.
     sizes: of training images by epoch; None: they have one size.
+    cache: the levels that the loaders read through; None: they read the files themselves.
     """
 
     backend: Backend
@@ -57,6 +59,7 @@ class Parts:
     data: DataFacts
     notes: tuple[str, ...]
     sizes: ImageSizes | None = None
+    cache: DataCache | None = None
 
     @property
     def files(self) -> tuple[ImageFile, ...]:
@@ -73,7 +76,10 @@ def build(session: Session, known: DataFacts | None = None) -> Parts:
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
-    return raise_on_all_ranks(session.world, lambda: _build(session, known))
+    parts = raise_on_all_ranks(session.world, lambda: _build(session, known))
+    loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
+    cache = give_levels(session, session.config.data.cache, loaders)
+    return replace(parts, cache=cache, notes=(*parts.notes, *cache.notes))
 
 
 def _build(session: Session, known: DataFacts | None) -> Parts:

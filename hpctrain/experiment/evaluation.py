@@ -15,6 +15,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import build_replica
 from hpctrain.experiment.checkpoint_search import find_checkpoint
+from hpctrain.experiment.data_cache import give_levels
 from hpctrain.experiment.images import (
     CHECKPOINT,
     Images,
@@ -90,6 +91,9 @@ def run_evaluation(
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
     parts = raise_on_all_ranks(session.world, lambda: build_parts(session, path, content, averaged=averaged, flip=flip))
+    if parts.mirror is not None:  # each image is read twice
+        give_levels(session, session.config.data.cache, [parts.loader])
+        parts.mirror.read_through(parts.loader.pixels)
     replica, names = parts.replica, parts.images.file.class_names
     counts = ConfusionCounts(len(names)) if confusion else None
     with (show or Reporter().evaluation)(parts.loader.sampler.samples) as advance:
@@ -180,5 +184,5 @@ def build_parts(
     loader = make_loader(session, images, replica.tiles, batch=batch, shuffle=False)
     mirror = None
     if flip:
-        mirror = make_loader(session, mirrored(images), replica.tiles, batch=batch, shuffle=False, reads_again=False)
+        mirror = make_loader(session, mirrored(images), replica.tiles, batch=batch, shuffle=False)
     return EvaluationParts(images, replica, loader, mirror)

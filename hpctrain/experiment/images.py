@@ -171,12 +171,8 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def make_loader(
-    session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool, reads_again: bool = True
-) -> Loader:
-    """This rank's share of a data file.
-
-    reads_again: False for images that are read once, or are kept by another loader: this one does not keep them.
+def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
+    """This rank's share of a data file, read from the file itself.
 
     Raises:
         ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
@@ -194,10 +190,8 @@ def make_loader(
         split_size=groups.split_size,
         tiles=tiles,
         prefetch=config.data.prefetch,
-        cache=config.data.cache and reads_again,
         mixing=_mixing(config) if shuffle else None,
         sizes=images.sizes,
-        alive=session.progress.notes.alive,
     )
 
 

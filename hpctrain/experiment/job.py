@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.data_section import CacheConfig
 from hpctrain.config.schema import NonFiniteConfig
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.classes import in_order_of
@@ -24,6 +25,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.data_cache import cache_of, give_levels
 from hpctrain.experiment.initial_weights import put_weights
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Choice, named, optimizer_of
@@ -238,6 +240,7 @@ class Job(StartedRank):
         like: str | Path | None = None,
         prefetch: int = 2,
         threads: int = 1,
+        cache: bool | Mapping[str, Any] = True,
     ) -> Loader:
         """This rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
 
@@ -247,14 +250,15 @@ class Job(StartedRank):
             mixing: "mixup", "cutmix", "probability" and "switch", as `data.mixing` of a configuration has them; None: no mixing.
             like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
             prefetch: batches that a thread makes ahead. threads: that share out the samples of a batch.
+            cache: as `data.cache` has it; auto takes a quarter of free memory.
 
         Raises:
             DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
-            ConfigError: an option of `augment` or `mixing`, or mixed labels, that are not taken.
+            ConfigError: an option of `augment`, `mixing` or `cache`, or mixed labels, that are not taken.
         """
 
-        def make() -> Loader:
-            mixed = _mixing(mixing, seed, replica)
+        def make() -> tuple[Loader, CacheConfig]:
+            mixed, levels = _mixing(mixing, seed, replica), cache_of(cache)
             file = reference = ImageFile.open(str(path))
             if like is not None:
                 reference = ImageFile.open(str(like))
@@ -266,10 +270,11 @@ class Job(StartedRank):
             pipeline.share_out(threads)
             _check_shape(pipeline.output_shape(*file.shape), replica)
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
-            alive = self.progress.notes.alive
-            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, cache=True, mixing=mixed, alive=alive)
+            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, mixing=mixed), levels
 
-        return raise_on_all_ranks(self.world, make)
+        loader, levels = raise_on_all_ranks(self.world, make)
+        give_levels(self, levels, [loader], auto_share=0.25)
+        return loader
 
     def array_loader(
         self,

@@ -28,13 +28,13 @@ from hpctrain.experiment.lost_ranks import RunMemory
 from hpctrain.experiment.max_time import max_time
 from hpctrain.experiment.oversubscription import oversubscribed
 from hpctrain.experiment.progress import set_progress
+from hpctrain.experiment.read_report import ReadReport
 from hpctrain.experiment.resume import Start, find_start, introduce
 from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.run_account import RunAccount
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
-from hpctrain.experiment.unreadable import UnreadableReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
@@ -87,10 +87,10 @@ def run_training(
         account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
         trace = session.progress.trace
         report = TraceReport(session.world, session.progress, trace) if trace is not None else None
-        gaps, data = UnreadableReport(session, parts.files, reporter), DataAccount(session, reporter)
+        reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
-        told = partial(trainer_of, epoch_ended=(gaps.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
+        told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
         trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
@@ -99,7 +99,7 @@ def run_training(
         if outcome.position != position:  # else nothing was trained, and the last account stays
             memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
         data.finish(outcome.position)
-        gaps.finish(outcome.position)
+        reads.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()

@@ -27,8 +27,9 @@ class Summary:
         latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
         messages in it; predicted_step_seconds: as the run had it simulated at its end.
-        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end. data_share, most_data_share: of the time,
-        in which steps waited for data, in the mean of the ranks and on the one that waited longest in each epoch.
+        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end.
+        data_share, most_data_share: of the time, in which steps waited for data, in the mean of the ranks and on the one that
+        waited longest in each epoch.
     """
 
     end: str

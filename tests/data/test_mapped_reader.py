@@ -13,6 +13,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.unreadable import ReadPolicy, UnreadableError
+from tests.support.cached import cached
 
 SHAPE = (37, 41, 3)
 SIZE = 37 * 41 * 3
@@ -94,7 +95,13 @@ def test_the_loader_names_it_and_the_rank(make_file, cache, prefetch):
     file, _, _ = make_file(count=40, shape=SHAPE)
     file.pixels.policy = ReadPolicy(None, " (on rank 1 of 4, node7)", ())
     cut_short(file, 21)
-    loader = Loader(file, Sampler(40, 8, seed=3), Pipeline([], 3, file.mean, file.std, "float32"), prefetch=prefetch, cache=cache)
+    loader = Loader(
+        file,
+        Sampler(40, 8, seed=3),
+        Pipeline([], 3, file.mean, file.std, "float32"),
+        prefetch=prefetch,
+        pixels=cached(file, cache=cache),
+    )
     with pytest.raises(UnreadableError, match=r"^Sample \d+ of the data file .*\(on rank 1 of 4, node7\)\.$"):
         list(loader.epoch(0))
 
@@ -148,13 +155,20 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
     file.pixels.policy = ReadPolicy(3, " (on node7)", AT_ONCE)
     disk = BadDisk(monkeypatch, file, bad)
     monkeypatch.setattr(mapped_reader.get_logger("hpctrain"), "propagate", True)
+    caplog.set_level("INFO", logger="hpctrain")
     instead = {}
     for sample in bad:
         other = (sample + 1) % 9
         while other in bad:
             other = (other + 1) % 9
         instead[sample] = other
-    loader = Loader(file, Sampler(9, 4, seed=3), Pipeline([], 3, np.zeros(3), np.ones(3), "float64"), prefetch=0, cache=cache)
+    loader = Loader(
+        file,
+        Sampler(9, 4, seed=3),
+        Pipeline([], 3, np.zeros(3), np.ones(3), "float64"),
+        prefetch=0,
+        pixels=cached(file, cache=cache),
+    )
     for epoch in range(2):
         for batch in loader.epoch(epoch):
             read = [instead.get(sample, sample) for sample in batch.sample_ids.tolist()]

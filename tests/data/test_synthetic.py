@@ -13,6 +13,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.synthetic import SyntheticImages, synthetic_file
+from tests.support.cached import cached
 
 SHAPE = (12, 10, 3)
 DIGEST = "ea31c13db6abb52ca5e3675e6b0b5a83bfb89a68a3359b2f7ae6ac8903ea8f0d"
@@ -78,7 +79,9 @@ def test_a_loader_reads_them_as_it_reads_a_file(cache: bool, tiles: bool) -> Non
     for source in (file, plain):
         pipeline = Pipeline([("pad_crop", {"padding": 2}), ("flip", {})], 5, source.mean, source.std)
         boxes = (lambda counts: [((0, sum(counts)), (2, 9), (0, 10), (0, 3))]) if tiles else None
-        loader = Loader(source, Sampler(40, 16, seed=1, shuffle=True), pipeline, tiles=boxes, cache=cache, prefetch=0)
+        loader = Loader(
+            source, Sampler(40, 16, seed=1, shuffle=True), pipeline, tiles=boxes, pixels=cached(source, cache=cache), prefetch=0
+        )
         batches.append([(batch.x.tobytes(), batch.y.tobytes()) for batch in loader.epoch(1)])
     assert batches[0] == batches[1]
 

@@ -30,9 +30,13 @@ def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = 
     run_virtual(ranks, program, deadline_seconds=120)
 
 
-def work_virtual(ranks: int, file: Path, overrides: Sequence[str], work: Callable[[Session], Result]) -> list[Result]:
-    """The results of `work` on each virtual rank of a job with a configuration."""
-    return run_virtual(ranks, lambda comm: work(_session(comm, file, overrides)), deadline_seconds=120)
+def work_virtual(
+    ranks: int, file: Path, overrides: Sequence[str], work: Callable[[Session], Result], ranks_per_node: int | None = None
+) -> list[Result]:
+    """The results of `work` on each virtual rank of a job with a configuration. ranks_per_node: None: all are on one node."""
+    return run_virtual(
+        ranks, lambda comm: work(_session(comm, file, overrides)), deadline_seconds=120, ranks_per_node=ranks_per_node
+    )
 
 
 def _rank(comm: ThreadCommunicator, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int) -> None:
