@@ -130,8 +130,9 @@ class DataConfig(Section):
     )
     sizes: tuple[SizeConfig, ...] = Field(
         default=(),
-        description="Sizes of training images by epoch, in order: the last augmentation that has a size takes that of the "
-        "epoch; where none has, images are resized behind the augmentations. None: one size in all epochs.",
+        description="Sizes of training images by epoch, in order: from_epoch is the number of epochs done when a size begins (0 "
+        "for the first), size the shorter side in pixels. The last augmentation that has a size takes it; where none has, images "
+        "are resized behind all. An empty list leaves images as augment makes them.",
     )
     mixing: MixingConfig = Field(
         default_factory=MixingConfig,

@@ -6,12 +6,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpctrain.errors import ConfigError
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """The sides of square images by epoch.
+    """The shorter sides of images by epoch.
 
     Args:
         steps: (epoch, side in pixels): from which epoch on images have which side. Epochs count from 0, and rise from it.
@@ -37,26 +38,32 @@ class ImageSizes:
         """Whether an epoch, counted from 0, has another size than the one before; True for the first."""
         return epoch == 0 or self.at(epoch) != self.at(epoch - 1)
 
-    @property
-    def sides(self) -> tuple[int, ...]:
-        """All sides, each once, in the order in which they come."""
-        return tuple(dict.fromkeys(side for _, side in self.steps))
+    def largest(self, epochs: int) -> int:
+        """The largest side that a training of so many epochs comes to."""
+        return max(side for first, side in self.steps if first < max(1, epochs))
 
-    def sides_within(self, epochs: int) -> tuple[int, ...]:
-        """The sides that a training of so many epochs comes to, each once, in order; at least the first one."""
-        return tuple(dict.fromkeys(side for first, side in self.steps if first < max(1, epochs)))
+    def shapes(
+        self, pipeline: Pipeline, stored: tuple[int, int, int], epochs: int | None = None
+    ) -> tuple[tuple[int, int, int], ...]:
+        """(H, W, C) of each size that a pipeline makes of images as they are stored, the largest first.
 
-    def main(self, epochs: int) -> int:
-        """The side that takes most time in a training of so many epochs: most pixels in all, the larger one of two alike."""
-        stops = [*(first for first, _ in self.steps[1:]), max(epochs, self.steps[-1][0] + 1)]
-        pixels: dict[int, int] = dict.fromkeys(self.sides_within(epochs), 0)
-        for (first, side), stop in zip(self.steps, stops, strict=True):
-            if side in pixels:
-                pixels[side] += max(0, min(stop, epochs) - first) * side * side
-        return max(pixels, key=lambda side: (pixels[side], side))
+        epochs: of the training; None: it comes to all sizes.
+
+        Raises:
+            ShapeError: stored images that are too small for one of them.
+        """
+        sides = {side for first, side in self.steps if epochs is None or first < max(1, epochs)}
+        return tuple(_shape(pipeline, stored, side) for side in sorted(sides, reverse=True))
 
     def __str__(self) -> str:
         return ", ".join(f"{side} px from epoch {first + 1}" for first, side in self.steps)
+
+
+def _shape(pipeline: Pipeline, stored: tuple[int, int, int], side: int) -> tuple[int, int, int]:
+    try:
+        return pipeline.resized(side).output_shape(*stored)
+    except ShapeError as error:
+        raise ShapeError(f"There cannot be images of {side} px: {error}") from None
 
 
 def first_fault(steps: tuple[tuple[int, int], ...]) -> tuple[int, str] | None:

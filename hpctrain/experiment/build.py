@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +93,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         check_shapes(shapes[0], test.shape)
     replica = build_replica(session, backend, len(data.class_names), shapes[0])
     check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
-    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches, max(shapes, key=math.prod))
+    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches)
     loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True)
     test_loader = None
     if test is not None:

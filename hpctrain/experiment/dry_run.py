@@ -21,6 +21,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment import grid, planned_job
+from hpctrain.experiment.image_sizes import of_largest
 from hpctrain.experiment.images import open_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.planned_run import Image, PlannedRun
@@ -97,7 +98,7 @@ def _header(config: Config) -> tuple[Image, int]:
     file = open_images(config, "train")
     steps = [(step.name, step.options) for step in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
-    return pipeline.output_shape(*file.shape), len(file.class_names)
+    return of_largest(config, pipeline).output_shape(*file.shape), len(file.class_names)
 
 
 def _of_the_model(config: Config) -> tuple[Image, int]:
@@ -108,7 +109,8 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
     with suppress(ShapeError):  # crops of larger images than the model's: they end at what the model is meant for
-        shape = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype).output_shape(*shape)
+        pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
+        shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
 
 

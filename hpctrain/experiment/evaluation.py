@@ -160,7 +160,9 @@ def trained_replica(
         ShapeError: images of another shape than those that it was trained on.
     """
     config = session.config
-    check_shapes(training_shape(stored_config(content, config) or config, data), images.shape)
+    trained_with = stored_config(content, config) or config
+    if not trained_with.data.sizes:  # else it was made for several shapes, and takes what its layers take
+        check_shapes(training_shape(trained_with, data), images.shape)
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
     replica.load_weights(content, averaged=averaged)

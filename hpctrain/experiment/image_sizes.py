@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from hpctrain.config.schema import Config
 from hpctrain.config.source import KeyPath
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sizes import ImageSizes, first_fault
 from hpctrain.errors import HpctrainError, ShapeError
 from hpctrain.experiment.grid import model_graph
@@ -21,6 +22,12 @@ def image_sizes(config: Config) -> ImageSizes | None:
         ConfigError: sizes that are out of order.
     """
     return ImageSizes(_steps(config)) if config.data.sizes else None
+
+
+def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
+    """The pipeline of training images of the largest size, for which memory and plans are computed."""
+    sizes = image_sizes(config)
+    return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
 
 
 def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
@@ -54,8 +61,8 @@ def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
             network.check_shape(shape)
         except ShapeError as error:
             raise ShapeError(
-                f"The model takes images of {network.image_shape} (H, W, C), but not those of {shape}, which data.sizes or "
-                f"data.evaluate_augment ask for: {error}"
+                f"The model takes images of {network.image_shape} (H, W, C), but not those of {shape}, another size of this "
+                f"training or its evaluation: {error}"
             ) from None
 
 

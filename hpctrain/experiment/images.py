@@ -22,7 +22,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
-from hpctrain.experiment.image_sizes import image_sizes
+from hpctrain.experiment.image_sizes import image_sizes, of_largest
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.unreadable import set_policy
 
@@ -45,27 +45,16 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) as the network sees them, in all epochs."""
-        assert self.sizes is None
+        """(H, W, C) as the network sees them, where they have one size."""
         return self.pipeline.output_shape(*self.file.shape)
 
-    def shape_at(self, side: int) -> tuple[int, int, int]:
-        """(H, W, C) of one of their sizes.
+    def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
+        """(H, W, C) as the network sees them, of each size that a training of so many epochs comes to, the largest first.
 
         Raises:
-            ShapeError: stored images that are too small for it.
+            ShapeError: stored images that are too small for a size.
         """
-        try:
-            return self.pipeline.resized(side).output_shape(*self.file.shape)
-        except ShapeError as error:
-            raise ShapeError(f"data.sizes asks for images of {side} px: {error}") from None
-
-    def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
-        """The shapes as the network sees them in a training of so many epochs, that which takes most time first."""
-        if self.sizes is None:
-            return (self.shape,)
-        sides = (self.sizes.main(epochs), *self.sizes.sides_within(epochs))
-        return tuple(self.shape_at(side) for side in dict.fromkeys(sides))
+        return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
 
 
 def open_images(config: Config, split: Split) -> ImageFile:
@@ -150,12 +139,12 @@ def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[P
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """(H, W, C) of training images as the network sees them, of their main size; config: what it was trained with."""
+    """(H, W, C) of training images as the network sees them, the largest where sizes change.
+
+    config: what it was trained with.
+    """
     height, width, channels = data.shape
-    pipeline, sizes = _pipeline(config, config.data.augment, data), image_sizes(config)
-    if sizes is not None:
-        pipeline = pipeline.resized(sizes.main(config.epochs))
-    return pipeline.output_shape(height, width, channels)
+    return of_largest(config, _pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
 
 
 def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:

@@ -23,9 +23,11 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.data_cache import cache_of, give_levels
+from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.initial_weights import put_weights
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Choice, named, optimizer_of
@@ -237,6 +239,7 @@ class Job(StartedRank):
         seed: int = 0,
         augment: Sequence[Choice] = (),
         mixing: Mapping[str, float] | None = None,
+        sizes: Sequence[tuple[int, int]] | None = None,
         like: str | Path | None = None,
         prefetch: int = 2,
         threads: int = 1,
@@ -248,13 +251,16 @@ class Job(StartedRank):
             replica: that reads the batches. batch: samples of a step over all ranks; by default the job's.
             shuffle: another order in each epoch, by `seed`; False: in order, for evaluation. augment: augmentations, in order.
             mixing: "mixup", "cutmix", "probability" and "switch", as `data.mixing` of a configuration has them; None: no mixing.
+            sizes: (epoch, side) from which on images have which side, as `data.sizes` of a configuration says it; the replica is
+                best made for the largest. None: all epochs have images as `augment` makes them.
             like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
             prefetch: batches that a thread makes ahead. threads: that share out the samples of a batch.
             cache: as `data.cache` has it; auto takes a quarter of free memory.
 
         Raises:
             DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
-            ConfigError: an option of `augment`, `mixing` or `cache`, or mixed labels, that are not taken.
+            ConfigError: an option of `augment`, `mixing` or `cache`, sizes that are out of order, or mixed labels, that are not
+                taken.
         """
 
         def make() -> tuple[Loader, CacheConfig]:
@@ -268,9 +274,13 @@ class Job(StartedRank):
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
             )
             pipeline.share_out(threads)
-            _check_shape(pipeline.output_shape(*file.shape), replica)
+            by_epoch = None if sizes is None else ImageSizes(tuple(sizes))
+            if by_epoch is None:
+                _check_shape(pipeline.output_shape(*file.shape), replica)
+            else:
+                check_image_shapes(replica.network, by_epoch.shapes(pipeline, file.shape))
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
-            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, mixing=mixed), levels
+            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, mixing=mixed, sizes=by_epoch), levels
 
         loader, levels = raise_on_all_ranks(self.world, make)
         give_levels(self, levels, [loader], auto_share=0.25)

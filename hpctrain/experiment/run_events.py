@@ -58,6 +58,10 @@ def _unreadable(record: Mapping[str, Any]) -> str:
     return f"samples that could not be read, by step {record.get('step')}"
 
 
+def _image_size(record: Mapping[str, Any]) -> str:
+    return f"images of {record.get('size')} px from epoch {record.get('epoch')}"
+
+
 def _stop(record: Mapping[str, Any]) -> str:
     return f"stopped by {record.get('by')} after step {record.get('step')}"
 
@@ -70,5 +74,6 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "shrink": _shrink,
     "checkpoint": _checkpoint,
     "unreadable": _unreadable,
+    "image_size": _image_size,
     "stop": _stop,
 }

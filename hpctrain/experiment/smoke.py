@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.data_section import SYNTHETIC, AugmentConfig, DataConfig
+from hpctrain.config.data_section import SYNTHETIC, AugmentConfig, DataConfig, SizeConfig
 from hpctrain.config.duration import SLURM
 from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.data.facts import DataFacts
@@ -74,7 +74,8 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
     stored = f"{images.shape[0]} x {images.shape[1]}"
     of_size = f"made-up images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
-    notes = (*of_time, of_size, *images.notes, *of_weights, *of_grid)
+    of_sizes = _told_sizes(config, chosen)
+    notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
 
 
@@ -93,7 +94,8 @@ def recipe_images(config: Config) -> RecipeImages:
     if test is not None and _exists(test):
         evaluated = evaluation_images(config, data, config.data.train)
         assert evaluated is not None
-        check_shapes(training_shape(config, data), evaluated.shape)
+        if not config.data.sizes:
+            check_shapes(training_shape(config, data), evaluated.shape)
     height, width, channels = file.shape
     return RecipeImages((height, width, channels), classes, missing)
 
@@ -125,7 +127,8 @@ def _of_the_model(config: Config, missing: tuple[str, ...]) -> RecipeImages:
 
 def _crop_sizes(config: Config) -> list[int]:
     steps = (*config.data.augment, *config.data.evaluate_augment)
-    return [step.options["size"] for step in steps if isinstance(step.options.get("size"), int)]
+    crops = [step.options["size"] for step in steps if isinstance(step.options.get("size"), int)]
+    return crops + [step.size for step in config.data.sizes]
 
 
 def _factor(config: Config, images: RecipeImages) -> float:
@@ -154,9 +157,27 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
             "synthetic": config.data.synthetic.model_copy(update=made_up),
             "augment": tuple(augment),
             "evaluate_augment": tuple(evaluate),
+            "sizes": _short_sizes(config, factor),
         }
     )
     return config.model_copy(update={"data": data})
+
+
+def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
+    """The first size and the largest, or the last where these are one, in an epoch each; scaled as crops are."""
+    sizes = [max(1, round(step.size * factor)) for step in config.data.sizes]
+    if len(set(sizes)) < 2:
+        return tuple(SizeConfig(size=size) for size in sizes[:1])
+    then = max(sizes) if max(sizes) != sizes[0] else sizes[-1]
+    return SizeConfig(size=sizes[0]), SizeConfig(from_epoch=1, size=then)
+
+
+def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
+    """A sentence on the sizes by epoch, where there are any."""
+    if not config.data.sizes:
+        return ()
+    sizes, stand_ins = (" and ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
+    return (f"training images of {stand_ins} px, an epoch each, in place of {sizes}",)
 
 
 def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:

@@ -79,6 +79,8 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
         return its_epoch + counted_from_0 > epoch
     if record.get("kind") == "evaluation":  # it counts the epochs done
         return its_epoch > epoch or evaluates
+    if record.get("kind") == "image_size":  # of the epoch that begins here
+        return True
     if record.get("kind") == "rollback":  # to here, from steps behind
         return not goes_back
     return False

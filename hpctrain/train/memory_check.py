@@ -6,33 +6,30 @@ import contextlib
 import weakref
 
 from hpctrain.errors import BackendError
-from hpctrain.nn.network import ImageShape, Network
+from hpctrain.nn.network import Network
 
-# The latest network of this process that was checked, with the samples of a pass and the shape of the largest images.
-_CHECKED: list[tuple[weakref.ref[Network], int, ImageShape | None]] = []
+# The latest network of this process that was checked, with the samples of a pass.
+_CHECKED: list[tuple[weakref.ref[Network], int]] = []
 
 
-def check_memory(network: Network, batch: int, micro_batches: int, image_shape: ImageShape | None = None) -> None:
+def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     """Nothing, where a step of `batch` samples in so many micro-batches fits into the device's memory, or where none is limited.
 
     Parameters and gradients are allocated already; the optimiser's state, of the size of the parameters, is not.
-
-    Args:
-        image_shape: of the largest images; None: that which the network was made for.
 
     Raises:
         BackendError: it does not fit; the sentence says which batch does.
     """
     samples = -(-batch // micro_batches)
-    _CHECKED[:] = [(weakref.ref(network), samples, image_shape)]
+    _CHECKED[:] = [(weakref.ref(network), samples)]
     free = network.kernels.free_bytes()
     if free is None:
         return
     state = sum(group.data.nbytes for group in network.groups.values())
-    arena = network.arena_bytes(samples, training=True, image_shape=image_shape)
+    arena = network.arena_bytes(samples, training=True)
     if arena + state <= free:
         return
-    fitting = _fitting(network, samples, arena, free - state, image_shape)
+    fitting = _fitting(network, samples, arena, free - state)
     if fitting:
         remedy = f"{fitting} fit: set micro_batches to {-(-batch // fitting)}, or batch to {fitting}"
     else:
@@ -48,10 +45,10 @@ def planned() -> str | None:
     network = _CHECKED[-1][0]() if _CHECKED else None
     if network is None:
         return None
-    _, samples, image_shape = _CHECKED[-1]
+    samples = _CHECKED[-1][1]
     state = sum(group.data.nbytes for group in network.groups.values())
     with contextlib.suppress(Exception):  # there is little memory left, and nothing may hide the first error
-        arena = network.arena_bytes(samples, training=True, image_shape=image_shape)
+        arena = network.arena_bytes(samples, training=True)
         return (
             f"the plan has {arena / 1e9:.3f} GB for a pass over {samples} samples and {3 * state / 1e9:.3f} GB for parameters, "
             "gradients and the optimiser's state"
@@ -59,9 +56,9 @@ def planned() -> str | None:
     return None
 
 
-def _fitting(network: Network, samples: int, arena: int, available: int, image_shape: ImageShape | None) -> int:
+def _fitting(network: Network, samples: int, arena: int, available: int) -> int:
     """The largest number of samples that is found to fit, guessed from the bytes of larger ones; 0 where there is none."""
     while samples > 1 and arena > available:
         samples = max(1, min(samples - 1, samples * max(available, 0) // arena))
-        arena = network.arena_bytes(samples, training=True, image_shape=image_shape)
+        arena = network.arena_bytes(samples, training=True)
     return samples if arena <= available else 0

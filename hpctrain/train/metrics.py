@@ -79,7 +79,7 @@ class Reporter:
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback",
-        "checkpoint", "steps", "data", "reads", "memory", "unreadable" or "stop"."""
+        "checkpoint", "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop"."""
 
     def say(self, text: str) -> None:
         """One line for people."""

@@ -204,12 +204,20 @@ class Trainer:
         return self._stop
 
     def _tell_size(self, position: Position) -> None:
-        """Say from when on images have which size, in the first epoch of a run and where it changes."""
-        if self._sizes is not None and (not self._steps_run or self._sizes.changes_at(position.epoch)):
-            self._reporter.say(f"images of {self._sizes.at(position.epoch)} px from epoch {position.epoch + 1}")
+        """Say and record from when on images have which size, where it changes; say it in the first epoch of a run, too."""
+        if self._sizes is None:
+            return
+        size, epoch = self._sizes.at(position.epoch), position.epoch + 1
+        begins = self._sizes.changes_at(position.epoch) and not position.samples
+        if begins:
+            self._reporter.record("image_size", {"epoch": epoch, "step": position.global_step, "size": size})
+        if begins or not self._steps_run:
+            self._reporter.say(f"images of {size} px from epoch {epoch}")
 
     def _run_step(self, batch: Batch, position: Position) -> None:
-        whole = batch.global_count == self._loader.sampler.batch  # not an epoch's last one
+        network = self._replica.network
+        # Neither an epoch's last one, nor of smaller images than those that the network was made for.
+        whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, network.image_shape)
         if not whole:
             self.step_times.leave_out()
         if self._sample is not None:

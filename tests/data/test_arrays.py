@@ -28,7 +28,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> ImageFile:
 
 
 def _rows_of_images(split_size: int) -> TileOfRank:
-    def tiles(counts: tuple[int, ...]) -> tuple[Box, ...]:
+    def tiles(counts: tuple[int, ...], image_shape: tuple[int, int, int]) -> tuple[Box, ...]:
         heights = (even_interval(SHAPE[0], split_size, rank) for rank in range(split_size))
         # One row more on each side, as a convolution reads it; beyond the image there are zeros.
         return tuple(((0, sum(counts)), (start - 1, stop + 1), (0, SHAPE[1]), (0, SHAPE[2])) for start, stop in heights)

@@ -300,7 +300,7 @@ def test_tiles_are_cut_from_the_images_of_the_split_group(make_file, batch, grou
             own = slice(sum(every[:rank]), sum(every[: rank + 1]))
             assert np.array_equal(mine.y, y[own])
             assert mine.counts == every
-            assert np.array_equal(mine.x, cut(x[start:stop], by_counts(every[first : first + size])[rank % size]))
+            assert np.array_equal(mine.x, cut(x[start:stop], by_counts(every[first : first + size], (0, 0, 0))[rank % size]))
 
 
 @pytest.mark.slow

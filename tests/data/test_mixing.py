@@ -92,7 +92,7 @@ def test_any_number_of_ranks_mixes_the_same(file: ImageFile, kind: str, ranks: i
 def test_tiles_are_cut_from_the_mixed_images(file: ImageFile, kind: str) -> None:
     """Two ranks share the samples; one reads the upper rows and columns beyond the border, one the lower rows."""
 
-    def tiles(counts: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    def tiles(counts: tuple[int, ...], image_shape: tuple[int, int, int]) -> list[tuple[tuple[int, int], ...]]:
         return [((0, sum(counts)), (0, 5), (-2, 4), (0, 3)), ((0, sum(counts)), (3, 9), (1, 7), (0, 3))]
 
     whole = _steps(_loader(file, KINDS[kind]))

@@ -27,8 +27,8 @@ def augmentations(draw, shape, channels):
     """A list of steps that images of `shape` are large enough for."""
     height, width = shape
     specs = []
-    names = ["pad_crop", "random_resized_crop", "center_crop", "flip", "randaugment", "trivial_augment_wide"]
-    chosen = st.sampled_from(names if channels in (1, 3) else names[:4])
+    names = ["pad_crop", "random_resized_crop", "center_crop", "flip", "resize", "randaugment", "trivial_augment_wide"]
+    chosen = st.sampled_from(names if channels in (1, 3) else names[:5])
     for name in draw(st.lists(chosen, max_size=4)):
         options = {}
         if name == "pad_crop":
@@ -39,6 +39,10 @@ def augmentations(draw, shape, channels):
         elif name == "center_crop":
             options = {"size": draw(st.integers(1, min(height, width)))}
             height = width = options["size"]
+        elif name == "resize":
+            options = {"size": draw(st.integers(1, 30))}
+            shorter = min(height, width)
+            height, width = height * options["size"] // shorter, width * options["size"] // shorter
         specs.append((name, options))
     for value in draw(st.lists(st.sampled_from([0, 1.5, "random"]), max_size=2)):
         specs.append(("random_erasing", {"value": value, "probability": 0.8, "scale": [0.1, 0.6]}))

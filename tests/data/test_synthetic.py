@@ -78,7 +78,7 @@ def test_a_loader_reads_them_as_it_reads_a_file(cache: bool, tiles: bool) -> Non
     batches = []
     for source in (file, plain):
         pipeline = Pipeline([("pad_crop", {"padding": 2}), ("flip", {})], 5, source.mean, source.std)
-        boxes = (lambda counts: [((0, sum(counts)), (2, 9), (0, 10), (0, 3))]) if tiles else None
+        boxes = (lambda counts, image_shape: [((0, sum(counts)), (2, 9), (0, 10), (0, 3))]) if tiles else None
         loader = Loader(
             source, Sampler(40, 16, seed=1, shuffle=True), pipeline, tiles=boxes, pixels=cached(source, cache=cache), prefetch=0
         )

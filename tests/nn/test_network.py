@@ -145,6 +145,47 @@ def test_all_programs_share_one_arena_of_the_largest_size() -> None:
     assert not [size for size in kernels.sizes if size >= subject.program(1, training=True).activation_bytes]
 
 
+def test_larger_images_have_one_larger_arena_and_programs_of_smaller_ones_are_let_go() -> None:
+    small, large = (6, 6, 3), (11, 8, 3)
+    subject = Network(nets.residual(), small, NumpyKernelSet())
+    for shape in (small, large):
+        subject.program(4, training=True, image_shape=shape)
+        subject.program(2, training=False, image_shape=shape)
+    train, evaluate = (
+        subject.program(4, training=True, image_shape=large),
+        subject.program(2, training=False, image_shape=large),
+    )
+    assert train.memory is evaluate.memory
+    assert train.memory.size == train.activation_bytes > subject.arena_bytes(4, training=True)
+    assert all(program.memory is train.memory for program in subject._programs.values())
+    again = subject.program(4, training=True)
+    assert again.memory is train.memory
+    assert subject.program(4, training=True, image_shape=large) is train  # as many programs as sizes that come in turn
+    assert again.x.shape == (4, *small)
+
+
+def test_a_program_of_another_shape_computes_what_a_network_for_it_does() -> None:
+    shape, random = (11, 8, 3), np.random.default_rng(0)
+    images, labels = random.standard_normal((3, *shape)), np.array([0, 2, 1])
+    gradients = []
+    for subject in (Network(nets.residual(), shape, NumpyKernelSet()), Network(nets.residual(), IMAGE, NumpyKernelSet())):
+        for training in (False, True):
+            program = subject.program(3, training=training, image_shape=shape)
+            program.set_input(images)
+            program.forward(StepContext(training=training, sample_ids=np.arange(3)))
+        program.loss(labels, 3)
+        program.backward()
+        gradients.append(subject.groups[ALL].grad.tobytes())
+    assert gradients[0] == gradients[1]
+
+
+def test_images_that_the_layers_do_not_take_are_refused() -> None:
+    subject = network()
+    subject.check_shape((10, 8, 3))
+    with pytest.raises(ShapeError, match="fc1"):
+        subject.check_shape((16, 16, 3))
+
+
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [

@@ -26,6 +26,8 @@ def written(epochs: int, first: int = 1) -> list[Record]:
     images: Record = {"images": 7} if first else {}
     found: list[Record] = [{"kind": "progress", "mode": "test"}]
     for epoch in range(epochs):
+        if first:
+            found.append({"kind": "image_size", "epoch": epoch + 1, "step": epoch * STEPS_PER_EPOCH, "size": 24})
         for step in range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1):
             found.append({"kind": "interval", "epoch": epoch + first, "step": step, **images})
         found.append({"kind": "epoch", "epoch": epoch + first, "step": step, **images})
@@ -59,7 +61,7 @@ def test_a_cut_and_the_same_steps_again_give_the_whole_file(path: Path, step: in
     """The position is where a checkpoint is taken: at an epoch's end it is behind its evaluation."""
     records = written(3, first)
     epoch, boundary = step // STEPS_PER_EPOCH, step > 0 and step % STEPS_PER_EPOCH == 0
-    here = [index for index, record in enumerate(records) if record.get("step") == step]
+    here = [index for index, record in enumerate(records) if record.get("step") == step and record["kind"] != "image_size"]
     behind = here[-1 if boundary else 0] + 1 if here else 1
     for end in range(behind, len(records) + 1):
         path.write_bytes(lines(*records[:end]))
