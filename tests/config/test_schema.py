@@ -90,7 +90,13 @@ def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
     ("path", "lowest"),
     [
         *[("seed", 0), ("batch", 1), ("micro_batches", 1), ("epochs", 0), ("grid.rows", 1), ("grid.cols", 1), ("threads", 1)],
-        *[("data.prefetch", 0), ("data.threads", 1), ("checkpoint.every_steps", 0), ("checkpoint.keep", 1), ("evaluate.batch", 1)],
+        *[
+            ("data.prefetch", 0),
+            ("data.threads", 1),
+            ("checkpoint.every_steps", 0),
+            ("checkpoint.keep", 1),
+            ("evaluate.batch", 1),
+        ],
     ],
 )
 def test_bounds_are_where_they_are_said_to_be(path, lowest):

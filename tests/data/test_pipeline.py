@@ -163,7 +163,13 @@ def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height,
         assert np.array_equal(out, mirrors[:, slice(*region[0]), slice(*region[1])])
 
 
-EVERY = ["pad_crop", ("random_resized_crop", {"size": 90}), "flip", "trivial_augment_wide", ("random_erasing", {"value": "random"})]
+EVERY = [
+    "pad_crop",
+    ("random_resized_crop", {"size": 90}),
+    "flip",
+    "trivial_augment_wide",
+    ("random_erasing", {"value": "random"}),
+]
 STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
 
 
