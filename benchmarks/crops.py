@@ -45,9 +45,9 @@ def of_ours(images: np.ndarray, side: int = SIDE) -> Work:
 def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     """torchvision's on the images of a batch, one after another."""
     import torch
+    from torchvision.transforms import v2
 
     from tests.support.torchvision_models import transforms
-    from torchvision.transforms import v2
 
     torch.set_num_threads(1)
     crop, flip, normalise = transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
