@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 #: of samples that a thread takes at once, so that they stay in a core's cache, and a call's fixed costs are those of several
 CHUNK_BYTES = 1 << 21
-#: for each thread, at least: some samples take longer than others
+#: for each thread, where chunks are not too small then: some samples take longer than others
 _CHUNKS_PER_THREAD = 2
+_LEAST_CHUNK_BYTES = 1 << 18
 #: of threads, where nobody asks for a number: from so many cores on one more does not help
 _MOST_BY_DEFAULT = 8
 _CORES_PER_THREAD = 4
@@ -39,9 +40,8 @@ class BatchThreads:
         Args:
             sample_bytes: of one sample, from which the chunks' length follows.
         """
-        length = max(1, CHUNK_BYTES // max(1, sample_bytes))
-        if self.count > 1:
-            length = min(length, max(1, samples // (_CHUNKS_PER_THREAD * self.count)))
+        most, least = (max(1, size // max(1, sample_bytes)) for size in (CHUNK_BYTES, _LEAST_CHUNK_BYTES))
+        length = most if self.count == 1 else min(most, max(least, samples // (_CHUNKS_PER_THREAD * self.count)))
         chunks = iter(range(0, samples, length))
         helpers = min(self.count, -(-samples // length)) - 1
         begun: list[Future[None]] = []
@@ -54,7 +54,7 @@ class BatchThreads:
             _make(0, chunks, length, samples, work)
         except BaseException as error:  # raised below: the others still write to the batch
             errors.append(error)
-        errors += [raised for future in begun if (raised := future.exception()) is not None]
+        errors += [failure for future in begun if (failure := future.exception()) is not None]
         if errors:
             raise errors[0]
 

@@ -99,7 +99,7 @@ def training_images(session: Session, known: DataFacts | None) -> tuple[Images, 
         file = in_order_of(opened, known.class_names, CHECKPOINT)
         data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
-    return Images(file, _pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
+    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
 
 
 def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | None:
@@ -113,7 +113,7 @@ def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | N
     opened = open_images(config, "test")
     file = in_order_of(opened, data.class_names, place)
     notes = tuple(_notes(opened, data, place, normalised=False))
-    return Images(file, _pipeline(config, config.data.evaluate_augment, data), notes)
+    return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
 
 
 def mirrored(images: Images) -> Images:
@@ -135,7 +135,7 @@ def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[P
     decoded = DecodedPictures(files, form, threads)
     moments = np.array(data.mean), np.array(data.std)
     file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
-    return Images(file, _pipeline(config, config.data.evaluate_augment, data))
+    return Images(file, make_pipeline(config, config.data.evaluate_augment, data))
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
@@ -144,7 +144,7 @@ def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
     config: what it was trained with.
     """
     height, width, channels = data.shape
-    return of_largest(config, _pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
+    return of_largest(config, make_pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
 
 
 def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
@@ -199,7 +199,7 @@ def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) 
         yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
 
 
-def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
+def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
     """Augmentation, and normalisation by the mean and deviation of `data`."""
     mean, std = np.array(data.mean), np.array(data.std)
     if not config.data.normalise:

@@ -146,6 +146,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([CONFIG, "--ranks", "1,500", "--machine", "xc40", "--mode", "strong"], "the smallest batch is 500"),
     ],
     "plan schedule": [(["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read")],
+    "bench data": [
+        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
+        ([CONFIG, "data.augment=[cropp]"], 'There is no augmentation "cropp"'),
+    ],
     "bench engine": [
         (["--model", "resnet51"], 'There is no model "resnet51"'),
         (

@@ -66,3 +66,17 @@ def test_it_starts_no_thread() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "0\n"
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(("side", "loaded"), [(32, False), (160, True)])
+def test_small_images_do_without_it(side: int, loaded: bool) -> None:
+    program = (
+        "import sys, numpy as np\nfrom hpctrain.data.pipeline import Pipeline\n"
+        "pipeline = Pipeline([('pad_crop', {}), ('flip', {'probability': 1.0})], 1, np.full(3, 0.5), np.full(3, 0.2))\n"
+        f"images = np.zeros((2, {side}, {side}, 3), np.uint8)\n"
+        "pipeline(images, np.arange(2), 0, np.zeros(images.shape, np.float32))\n"
+        "print('cv2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{loaded}\n"

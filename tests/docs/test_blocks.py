@@ -96,6 +96,7 @@ TEXTS = {
         "docs/report.md",
         "Differences of configuration:",
     ): "a comparison of runs; tests/report/test_comparison_text.py has its form",
+    ("docs/data.md", "augment limits: 1 thread makes"): "a line of a measurement; tests/bench/test_data.py has its form",
     ("docs/time.md", "steps waited for data"): "a line of a run; tests/experiment/test_data_account.py has its form",
     ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
 }
@@ -236,7 +237,7 @@ KINDS = (
     Kind(r"ssh ", nothing, "needs another host; tests/jobs/test_two_hosts.py has two"),
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
     Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
-    Kind(r"hpctrain bench (engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
+    Kind(r"hpctrain bench (data|engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(
         r"hpctrain (eval|predict|train) .*(checkpoint|resume) best",
         takes,

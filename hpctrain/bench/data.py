@@ -1,0 +1,223 @@
+"""The measurements of `hpctrain bench data`: images per second of each stage on the way to a batch, and which of them limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from hpctrain.bench.engine_step import EngineStep, workload
+from hpctrain.config.data_section import AugmentConfig
+from hpctrain.config.schema import Config
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
+from hpctrain.data.loader import Loader
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import Sampler
+from hpctrain.experiment.images import make_pipeline, open_images
+from hpctrain.experiment.model import model_options
+
+READ, AUGMENT, NORMALISE, WHOLE = "read", "augment", "normalise", "whole batches"
+_PREPARE = "prepare"
+_ROUNDS = 5
+_LEAST_SECONDS = 0.1  # of one measurement
+_MOST_IMAGES = 256
+_MOST_BYTES = 1 << 28  # of the normalised images of a batch
+_STEP_IMAGES, _STEPS = 16, 3
+
+#: does a stage for a batch, the number of which it is given
+Stage = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class StageRate:
+    """A stage with so many threads. images_per_second: by the wall's clock. cpu_seconds: of one image, of all threads."""
+
+    stage: str
+    threads: int
+    images_per_second: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class DataRates:
+    """What a configuration's training images take on their way to a batch.
+
+    images: of a measured batch. decodes: reading takes pictures apart, too. stages: the rates of all of them, those that run in
+    one thread only once. model: whose step needs `needed` images a second with `step_threads` threads; None: no step was timed.
+    """
+
+    images: int
+    shape: tuple[int, int, int]
+    decodes: bool
+    stages: tuple[StageRate, ...]
+    model: str
+    needed: float | None
+    step_threads: int
+
+    def rate(self, stage: str, threads: int) -> float:
+        """Images a second; those of one thread where a stage has one only."""
+        rates = {each.threads: each.images_per_second for each in self.stages if each.stage == stage}
+        return rates.get(threads, rates[min(rates)])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages in their order; without augmentation where there is none."""
+        measured = {each.stage for each in self.stages}
+        return tuple(stage for stage in (READ, AUGMENT, NORMALISE, WHOLE) if stage in measured)
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The numbers of threads that were measured."""
+        return tuple(sorted({each.threads for each in self.stages if each.stage == WHOLE}))
+
+    def slowest(self, threads: int) -> str:
+        """The stage that takes longest."""
+        return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
+
+    def sentence(self, threads: int) -> str:
+        """What limits a training whose batches are made by so many threads."""
+        made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
+        stage = self.slowest(threads)
+        if self.needed is None:
+            return f"{stage} takes longest: {made}"
+        needs = f"a {self.model} step with {self.step_threads} {'thread' if self.step_threads == 1 else 'threads'} needs"
+        needs += f" {self.needed:,.0f}"
+        if self.rate(WHOLE, threads) < self.needed:
+            return f"{stage} limits: {made}, {needs}"
+        return f"data do not limit: {made}, {needs} ({stage} takes longest)"
+
+
+def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_step: bool = True) -> DataRates:
+    """Time the stages for each number of threads, in turn, and a training step alone.
+
+    Args:
+        threads: numbers of threads that make a batch. step_threads: of the process, that the step computes with.
+        times_step: False: no step is timed.
+
+    Raises:
+        DataError: as `ImageFile.open`. ConfigError, ShapeError: augmentations or a model that do not fit the images.
+    """
+    file = open_images(config, "train")
+    facts = DataFacts.of(file)
+    pipelines = {count: _pipeline(config, config.data.augment, facts, count) for count in threads}
+    shape = pipelines[threads[0]].output_shape(*file.shape)
+    images = max(1, min(config.batch, len(file), _MOST_IMAGES, _MOST_BYTES // (int(np.prod(shape)) * 8)))
+    plain = {count: _pipeline(config, (), facts, count) for count in threads}
+    timed = _timed(_stages(config, file, pipelines, plain, images))
+    rates = [StageRate(stage, count, *_rate(*timed[stage, count], images)) for stage, count in timed if stage != _PREPARE]
+    for count in threads if config.data.augment else ():
+        prepared, normalised = timed[_PREPARE, count], timed[NORMALISE, count]
+        rates.append(StageRate(AUGMENT, count, *_rate(*_less(prepared, normalised), images)))
+    needed = _needed(config, file, shape) if times_step else None
+    return DataRates(images, file.shape, _decodes(file), tuple(rates), config.model.name, needed, step_threads)
+
+
+def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], facts: DataFacts, threads: int) -> Pipeline:
+    pipeline = make_pipeline(config, augment, facts)
+    pipeline.share_out(threads)
+    return pipeline
+
+
+def _decodes(file: ImageFile) -> bool:
+    return bool(getattr(file.pixels, "decodes", False))
+
+
+def _stages(
+    config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
+) -> dict[tuple[str, int], Stage]:
+    """What is timed, by stage and threads; "prepare" is augmentation and normalisation together.
+
+    plain: pipelines that only normalise.
+    """
+    shape = next(iter(pipelines.values())).output_shape(*file.shape)
+    sampler = Sampler(len(file), images, seed=config.seed, shuffle=True)
+    pixels, raw = file.pixels, np.empty((images, *file.shape), np.uint8)
+    augmented, out = np.zeros((images, *shape), np.uint8), np.empty((images, *shape), config.dtype)
+    whole = max(1, len(file) // images)
+
+    def ids(number: int) -> np.ndarray:
+        return sampler.ids(number // whole, number % whole)
+
+    def read(number: int) -> object:
+        if isinstance(pixels, np.ndarray):
+            return np.take(pixels, ids(number), axis=0, out=raw, mode="clip")
+        return pixels.take(ids(number), raw)
+
+    def through(pipeline: Pipeline, stored: np.ndarray) -> Stage:
+        return lambda number: pipeline(stored, np.arange(images), number, out)
+
+    stages: dict[tuple[str, int], Stage] = {(READ, 1): read}
+    for count, pipeline in pipelines.items():
+        stages[NORMALISE, count] = through(plain[count], augmented)
+        stages[_PREPARE, count] = through(pipeline, raw)
+        stages[WHOLE, count] = _Batches(Loader(file, sampler, pipeline, prefetch=0))
+    return stages
+
+
+class _Batches:
+    """Full batches of a loader, one a call, epoch after epoch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._epoch = loader, 0
+        self._batches = loader.epoch(0)
+
+    def __call__(self, number: int) -> object:
+        batch = next(self._batches, None)
+        if batch is None or batch.global_count < self._loader.sampler.batch:
+            self._batches.close()
+            self._epoch += 1
+            self._batches = self._loader.epoch(self._epoch)
+            batch = next(self._batches)
+        return batch
+
+
+def _timed(stages: dict[tuple[str, int], Stage]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Median seconds of a batch, by the wall's clock and of processors, of stages that take turns."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
+    repeats = {key: _repeats(stage) for key, stage in stages.items()}
+    number = 1
+    for _ in range(_ROUNDS):
+        for key, stage in stages.items():
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            for _ in range(repeats[key]):
+                stage(number)
+                number += 1
+            wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+            found[key].append((wall / repeats[key], cpu / repeats[key]))
+    return {key: (median(wall for wall, _ in times), median(cpu for _, cpu in times)) for key, times in found.items()}
+
+
+def _repeats(stage: Stage) -> int:
+    """How many batches take long enough to be timed; the first batch makes buffers."""
+    stage(0)
+    begin = time.perf_counter()
+    stage(0)
+    return max(1, round(_LEAST_SECONDS / max(1e-6, time.perf_counter() - begin)))
+
+
+def _less(whole: tuple[float, float], part: tuple[float, float]) -> tuple[float, float]:
+    """The rest of a time, which is more than nothing."""
+    return max(1e-9, whole[0] - part[0]), max(0.0, whole[1] - part[1])
+
+
+def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float]:
+    return images / seconds, cpu_seconds / images
+
+
+def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
+    """Images a second of steps of the configured model alone; None where its images are no squares, or its numbers no float32."""
+    if shape[0] != shape[1] or config.dtype != "float32":
+        return None
+    options = model_options(config, len(file.class_names), shape)
+    step = EngineStep(workload(config.model.name, min(config.batch, _STEP_IMAGES), shape[0], options), config.backend)
+    step.run()
+    seconds = []
+    for _ in range(_STEPS):
+        begin = time.perf_counter()
+        step.run()
+        seconds.append(time.perf_counter() - begin)
+    return step.task.batch / median(seconds)
