@@ -132,6 +132,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "unreadable": (0, 4, 5, 18),
         "unreadable-last": (17, 18),
     },
+    "cache": {"no": {"memory": 0}, "all": {"memory": "1MB"}, "some": {"memory": 1_800}},  # of a file
     "checkpoint": {  # layout, asynchronous
         "none": None,
         "single": ("single", False),
@@ -202,7 +203,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
             "data": {
                 "train": str(folder / "train.h5"),
                 "normalise": False,
-                "cache": value_of(row, "data") == (17, 18),
+                "cache": value_of(row, "cache"),
                 "mixing": {key: getattr(mixing, key) for key in MixingConfig.model_fields} if mixing is not None else {},
                 "on_unreadable": "skip" if value_of(row, "data") else "stop",
                 "max_unreadable": 0.5,

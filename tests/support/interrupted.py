@@ -34,6 +34,7 @@ from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.build import Parts, build_trainer
 from hpctrain.experiment.checkpoint_search import AUTO
 from hpctrain.experiment.checkpoints import RunCheckpoints
+from hpctrain.experiment.data_cache import give_levels
 from hpctrain.experiment.images import Images, make_loader
 from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.rollback import rollback
@@ -213,6 +214,7 @@ class PartOfRun:
             file = unreadable_file.open_broken(path, task.unreadable)
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
             loader = make_loader(session, Images(file, pipeline), replica.tiles, batch=config.batch, shuffle=True)
+            give_levels(session, config.data.cache, [loader])
             assert isinstance(file.pixels, MappedReader)
             file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())
         killed = self.course is not None and self._ends_by("kill") and session.world.rank == self.course.rank % session.world.size
