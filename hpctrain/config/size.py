@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 #: in place of a size: chosen at the start
 AUTO: Literal["auto"] = "auto"
 
-_TEXT = re.compile(r"(\d+\.?\d*|\.\d+)(?:([kmgt])(i?)b?|b)?")
+_TEXT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e\+?\d{1,2})?)(?:([kmgt])(i?)b?|b)?")
 _MOST = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -31,7 +31,7 @@ def parse_size(text: str) -> int:
 
 
 def _size(value: Any) -> Any:
-    if value is None or value == AUTO:
+    if value == AUTO:
         return value
     try:
         size = math.nan if isinstance(value, bool) else parse_size(value) if isinstance(value, str) else float(value)

@@ -138,6 +138,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "unreadable": (0, 4, 5, 18),
         "unreadable-last": (17, 18),
     },
+    "cache": {"no": {"memory": 0}, "all": {"memory": "1MB"}, "some": {"memory": 1_800}},  # of a file
     "checkpoint": {  # layout, asynchronous
         "none": None,
         "single": ("single", False),
@@ -208,7 +209,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
             "data": {
                 "train": str(folder / "train.h5"),
                 "normalise": False,
-                "cache": value_of(row, "data") == (17, 18),
+                "cache": value_of(row, "cache"),
                 "mixing": {key: getattr(mixing, key) for key in MixingConfig.model_fields} if mixing is not None else {},
                 "sizes": [{"from_epoch": epoch, "size": size} for epoch, size in value_of(row, "image_sizes") or ()],
                 "on_unreadable": "skip" if value_of(row, "data") else "stop",

@@ -33,6 +33,7 @@ from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.build import Parts, build_trainer
 from hpctrain.experiment.checkpoint_search import AUTO
 from hpctrain.experiment.checkpoints import RunCheckpoints
+from hpctrain.experiment.data_cache import give_levels
 from hpctrain.experiment.images import Images, make_loader
 from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.rollback import rollback
@@ -201,6 +202,7 @@ class PartOfRun:
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
             images = Images(file, pipeline, sizes=task.image_sizes)
             loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True)
+            give_levels(session, config.data.cache, [loader])
             assert isinstance(file.pixels, MappedReader)
             file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())
         killed = self.course is not None and self._ends_by("kill") and session.world.rank == self.course.rank % session.world.size
