@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpctrain.cli.data_check import check
 from hpctrain.cli.failure import Commands
+from hpctrain.cli.progress import progress
 
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 
@@ -68,7 +68,10 @@ def info(file: Path) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def verify(file: Path) -> None:
-    """Compare a data file with its checksums."""
+    """Compare a data file with its checksums.
+
+    It says whether the file is as it was written; `check` says which samples are not, and more.
+    """
     from hpctrain.data.format import ImageFile
 
     opened = ImageFile.open(file)
@@ -76,9 +79,17 @@ def verify(file: Path) -> None:
     click.echo(f"{file}: {len(opened)} images, all checksums agree")
 
 
+data.add_command(check)
+
+
 @data.group()
 def convert() -> None:
     """Convert images into one data file, OUT."""
+
+
+def _keep_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "Store the picture files as they are, in place of pixels; they are decoded when they are read, to the same pixels."
+    return click.option("--keep-jpeg", "keep_files", is_flag=True, help=text)(command)
 
 
 def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,6 +151,7 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @click.option(
     "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
 )
+@_keep_option
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
 @_names_option
 @_threads_option
@@ -150,6 +162,7 @@ def convert_npz(
     size: int | None,
     fit: Any,
     channels: str,
+    keep_files: bool,
     limit: int | None,
     names_file: Path | None,
     threads: int | None,
@@ -157,18 +170,22 @@ def convert_npz(
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command goes on where it was interrupted.
     """
     from hpctrain.data.convert import npz
+    from hpctrain.data.files import require_new
 
-    with _progress(f"converting {file.name}", None) as advance:
+    require_new(out, overwrite)  # before a large file is read
+    packed = npz.load(file)
+    with progress(f"converting {file.name}", len(packed.labels[:limit])) as advance:
         npz.convert(
-            file,
+            packed,
             out,
             _class_names(names_file),
             size=None if size is None else (size, size),
             fit=fit,
             channels=int(channels),
+            keep_files=keep_files,
             threads=threads,
             limit=limit,
             overwrite=overwrite,
@@ -187,6 +204,7 @@ def convert_npz(
 @click.option(
     "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
 )
+@_keep_option
 @click.option("--skip-unreadable", is_flag=True, help="Leave out images that cannot be decoded, and list them.")
 @_names_option
 @_threads_option
@@ -197,6 +215,7 @@ def convert_folder(
     size: int,
     fit: Any,
     channels: str,
+    keep_files: bool,
     skip_unreadable: bool,
     names_file: Path | None,
     threads: int | None,
@@ -204,20 +223,21 @@ def convert_folder(
 ) -> None:
     """Convert a tree of JPEG and PNG files.
 
-    The tree is DIRECTORY/<class>/<name>.jpg, .jpeg or .png.
+    The tree is DIRECTORY/<class>/<name>.jpg, .jpeg or .png. The same command goes on where it was interrupted.
     """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)  # before many directories are listed
     tree = folder.scan(directory, _class_names(names_file))
-    with _progress(f"converting {directory.name}", len(tree.files)) as advance:
+    with progress(f"converting {directory.name}", len(tree.files)) as advance:
         skipped = folder.convert(
             tree,
             out,
             size=(size, size),
             fit=fit,
             channels=int(channels),
+            keep_files=keep_files,
             skip_unreadable=skip_unreadable,
             threads=threads,
             overwrite=overwrite,
@@ -239,15 +259,3 @@ def _class_names(names_file: Path | None) -> Sequence[str] | None:
 
 def _numbers(values: Any) -> str:
     return " ".join(f"{value:.4f}" for value in values.tolist())
-
-
-@contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -46,4 +46,5 @@ def in_order_of(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile
     label_of = {name: label for label, name in enumerate(names)}
     mapped = np.array([label_of[name] for name in file.class_names], np.int64)
     moments = file.mean, file.std
-    return ImageFile(file.path, file.images, mapped[file.labels], names, moments, file.manifest, file.pixels, file.fit)
+    labels = mapped[file.labels]
+    return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, file.fit, file.sums)

@@ -65,7 +65,7 @@ class ImageForm:
     """The form that pictures of any size are brought to, before they are augmented and normalised.
 
     Args:
-        shape: (H, W, C). fit: "crop" or "squash", see `convert.common.decode`.
+        shape: (H, W, C). fit: "crop" or "squash", see `decoder.decode`.
     """
 
     shape: tuple[int, int, int]

@@ -3,82 +3,84 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import h5py
 import numpy as np
 
 from hpctrain.data.files import system_errors_as
-from hpctrain.data.stored import FIT, FORMAT, VERSION, check_labels, check_names, chunks, digest_of, names_digest
+from hpctrain.data.stored import (
+    ENCODED_VERSION,
+    FIT,
+    FORM,
+    FORMAT,
+    VERSION,
+    check_labels,
+    check_names,
+    digest_of,
+    names_digest,
+    sum_of,
+)
+from hpctrain.data.unfinished import BLOCK_OFFSET, UnfinishedFile
 from hpctrain.errors import DataError
-from hpctrain.storage.atomic_write import publish
-from hpctrain.storage.guarded_file import GuardedFile
+from hpctrain.log import get_logger
+from hpctrain.storage.store_file import StoreFile
 
 #: HDF5 keeps checksums of its own structures from this version of its format on
 _LIBVER = ("v110", "v110")
 _PAGE_BYTES = 4096
 
 
-class ImageFileWriter:
+class DataFileWriter:
     """Writes a data file in chunks; the file appears, complete and on disk, only when the block ends without an error.
 
-    Use as a context manager. At most `count` samples of `shape` (H, W, C) may be appended; fewer are allowed (unreadable
-    images were skipped), which costs one copy.
+    Use as a context manager. An error leaves nothing. An interruption (KeyboardInterrupt, a kill) leaves the beginning, if
+    `source` is given, and the next writer with the same `path` and `source` goes on behind it.
 
     Args:
-        path: the file to make or replace; its directory is made where it is missing.
-        class_names: what label 0, 1, ... means. fit: how pictures are brought to this shape ("crop", "squash"), to be remembered.
+        path: the file to make or replace; its directory is made where it is missing. count: samples at most.
+        shape: (H, W, C) of every image. class_names: what label 0, 1, ... means.
+        fit: how pictures are brought to this shape ("crop", "squash"), to be remembered.
+        source: names all that the file is made of and how; None: nothing is kept of an interrupted one.
+
+    Attributes:
+        shape: as given. done: items of the source that are dealt with. skipped: names of those that were left out.
     """
 
     def __init__(
-        self, path: str | Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], fit: str | None = None
+        self,
+        path: str | Path,
+        count: int,
+        shape: tuple[int, int, int],
+        class_names: Sequence[str],
+        fit: str | None = None,
+        source: str | None = None,
     ) -> None:
-        self._path = Path(path)
-        if count < 1:
-            raise DataError(f"{self._path} would hold no image; a data file needs at least one.")
-        if min(shape) < 1:
-            raise DataError(f"{self._path} would hold images of shape {shape}; height, width and channels are at least 1.")
-        if not class_names:
-            raise DataError(f"{self._path} would have no class; name at least one.")
+        self._path, self._count, self.shape = Path(path), count, shape
         self._names, self._fit = [str(name) for name in class_names], fit
-        check_names(self._path, self._names)
-        self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        self._labels = np.zeros(count, np.int64)
-        self._written = 0
+        _check(self._path, count, shape, self._names)
+        self.done = 0
+        self.skipped: list[str] = []
+        self._labels: list[np.ndarray] = []
+        self._sums: list[int] = []
         self._histogram = np.zeros((shape[2], 256), np.int64)
         self._digest = hashlib.sha256()
         with self._system_errors():
             if self._path.is_dir():
                 raise DataError(f"{self._path} is a directory; give a file to write, such as {self._path / 'train.h5'}.")
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _NewFile(self._temporary, (count, *shape))
+            self._file = UnfinishedFile(self._path, source)
+            for record, block in self._file.kept():
+                self._account(record, block)
+        if self.done:
+            get_logger(__name__).info("going on with %s behind the first %d of %d images", self._file.path, self.done, count)
 
-    def append(self, images: np.ndarray, labels: np.ndarray) -> None:
-        """Add images (n, H, W, C) uint8 with labels (n,).
-
-        Raises:
-            DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
-        """
-        shape, stop = self._file.images.shape[1:], self._written + len(images)
-        if images.shape[1:] != shape or images.dtype != np.uint8:
-            raise DataError(f"{self._path} holds uint8 images of shape {shape}, not {images.dtype} of {images.shape[1:]}.")
-        assert len(labels) == len(images), "one label per image"
-        assert stop <= len(self._labels), "more samples than announced"
-        check_labels(self._path, labels, len(self._names), first=self._written)
-        images = np.ascontiguousarray(images)
-        with self._system_errors():
-            self._file.write(slice(self._written, stop), images)
-        self._labels[self._written : stop] = labels
-        self._digest.update(images.data)
-        for channel in range(shape[2]):
-            self._histogram[channel] += np.bincount(images[..., channel].reshape(-1), minlength=256)
-        self._written = stop
-
-    def __enter__(self) -> ImageFileWriter:
+    def __enter__(self) -> DataFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -86,9 +88,31 @@ class ImageFileWriter:
             if kind is None:
                 with self._system_errors():
                     self._finish()
+            elif self._file.keeps and not issubclass(kind, Exception):
+                self._file.close()
         finally:
-            self._file.abandon()
-            self._temporary.unlink(missing_ok=True)
+            self._file.discard()
+
+    @property
+    def _written(self) -> int:
+        """Samples so far."""
+        return len(self._sums)
+
+    def _add(self, block: memoryview, labels: np.ndarray, skipped: Sequence[str], **more: Any) -> None:
+        """Append the stored bytes of some samples."""
+        assert self._written + len(labels) <= self._count, "more samples than announced"
+        check_labels(self._path, labels, len(self._names), first=self._written)
+        record = {"labels": labels.tolist(), "skipped": list(skipped), **more}
+        with self._system_errors():
+            self._file.append(block, record)
+        self._account(record, np.frombuffer(block, np.uint8))
+
+    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
+        """Take note of a chunk, which is in the file."""
+        self._labels.append(np.array(record["labels"], np.int64))
+        self.done += len(record["labels"]) + len(record["skipped"])
+        self.skipped += record["skipped"]
+        self._digest.update(block.data)
 
     def _system_errors(self) -> AbstractContextManager[None]:
         return system_errors_as(f"The data file {self._path} cannot be written")
@@ -96,77 +120,128 @@ class ImageFileWriter:
     def _finish(self) -> None:
         if self._written == 0:
             raise DataError(f"{self._path} would hold no image; a data file needs at least one.")
-        if self._written < len(self._labels):
-            self._shorten()
-        mean, std = _moments(self._histogram)
-        self._file.add_digest("images", self._digest.hexdigest())
+        with StoreFile(self._file.path, keep=True) as stored:
+            # Large objects start on a page, so that the map needs no more pages than the images have.
+            aligned = {"alignment_threshold": _PAGE_BYTES, "alignment_interval": _PAGE_BYTES}
+            with h5py.File(stored, "w", libver=_LIBVER, **aligned) as file:
+                self._describe(file)
+                mean, std = _moments(self._histogram)
+                _put(file, "labels", np.concatenate(self._labels).astype("<i8"))
+                _put(file, "mean", mean.astype("<f8"))
+                _put(file, "std", std.astype("<f8"))
+                _put(file, "sums", np.array(self._sums, "<u4"))
+                encoded = [name.encode() for name in self._names]
+                text = h5py.string_dtype("utf-8", max(1, *map(len, encoded)))
+                file.create_dataset("class_names", data=np.array(encoded, text)).attrs["sha256"] = np.bytes_(
+                    names_digest(self._names)
+                )
+                file.attrs["format"] = np.bytes_(FORMAT)
+            stored.finish()
+        self._file.publish()
+
+    def _describe(self, file: h5py.File) -> None:
+        """Make the dataset of the samples, and say what they are."""
+        raise NotImplementedError
+
+    def _block(self, file: h5py.File, name: str, shape: tuple[int, ...]) -> h5py.Dataset:
+        """The dataset of the samples, whose bytes are in the file already."""
+        created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        created.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        created.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        created.set_obj_track_times(False)
+        space = h5py.h5s.create_simple(shape)
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, created))
+        if dataset.id.get_offset() != BLOCK_OFFSET:
+            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page behind the structures"
+            dataset[...] = np.frombuffer(self._file.read(0, self._file.size), np.uint8).reshape(shape)
+            self._file.clear()
+        dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())
         if self._fit is not None:
-            self._file.images.attrs[FIT] = np.bytes_(self._fit)
-        self._add("labels", self._labels[: self._written].astype("<i8"))
-        self._add("mean", mean.astype("<f8"))
-        self._add("std", std.astype("<f8"))
-        encoded = [name.encode() for name in self._names]
-        text = h5py.string_dtype("utf-8", max(1, *map(len, encoded)))
-        self._file.add("class_names", np.array(encoded, text))
-        self._file.add_digest("class_names", names_digest(self._names))
-        self._file.finish()
-        publish(self._temporary, self._path)
-
-    def _add(self, name: str, values: np.ndarray) -> None:
-        self._file.add(name, values)
-        self._file.add_digest(name, digest_of(values))
-
-    def _shorten(self) -> None:
-        """Copy the written images into a file of its true size (a contiguous dataset cannot shrink)."""
-        path = self._temporary.with_suffix(".short")
-        try:
-            short = _NewFile(path, (self._written, *self._file.images.shape[1:]))
-            for piece in chunks(short.images.shape):
-                short.write(piece, self._file.images[piece])
-            self._file.abandon()
-            self._file = short
-            os.replace(path, self._temporary)
-        finally:
-            path.unlink(missing_ok=True)
+            dataset.attrs[FIT] = np.bytes_(self._fit)
+        return dataset
 
 
-class _NewFile:
-    """An HDF5 file in the making; its methods raise the OSError of the first write that the system refused.
+class ImageFileWriter(DataFileWriter):
+    """Writes a data file of pixels; see `DataFileWriter`."""
 
-    Attributes:
-        images: (N, H, W, C) uint8, contiguous.
-    """
+    def __enter__(self) -> ImageFileWriter:
+        return self
 
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self._guarded = GuardedFile(path)
-        # Large objects start on a page, so that the map needs no more pages than the images have.
-        self._file = h5py.File(
-            self._guarded, "w", libver=_LIBVER, alignment_threshold=_PAGE_BYTES, alignment_interval=_PAGE_BYTES
-        )
-        self.images = self._file.create_dataset("images", shape, np.uint8)
+    def append(self, images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
+        """Add images (n, H, W, C) uint8 with labels (n,).
 
-    def write(self, samples: slice, images: np.ndarray) -> None:
-        self.images[samples] = images
-        if self._guarded.error is not None:
-            raise self._guarded.error
+        Args:
+            skipped: names of pictures of the source that are left out with these.
 
-    def add(self, name: str, values: np.ndarray) -> None:
-        self._file.create_dataset(name, data=values)
+        Raises:
+            DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
+        """
+        if images.shape[1:] != self.shape or images.dtype != np.uint8:
+            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+        assert len(labels) == len(images), "one label per image"
+        self._add(np.ascontiguousarray(images).reshape(-1).data, labels, skipped)
 
-    def add_digest(self, name: str, digest: str) -> None:
-        self._file[name].attrs["sha256"] = np.bytes_(digest)
+    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
+        super()._account(record, block)
+        images = block.reshape(-1, *self.shape)
+        self._sums += [sum_of(image) for image in images]
+        self._histogram += histogram(images)
 
-    def finish(self) -> None:
-        """Say what the file is, and bring it to the disk."""
-        self._file.attrs["format"] = np.bytes_(FORMAT)
-        self._file.attrs["version"] = VERSION
-        self._file.close()
-        self._guarded.close()
+    def _describe(self, file: h5py.File) -> None:
+        self._block(file, "images", (self._written, *self.shape))
+        file.attrs["version"] = VERSION
 
-    def abandon(self) -> None:
-        """Let go of the file, which is of no more use; does nothing after `finish`."""
-        self._file.close()
-        self._guarded.abandon()
+
+class EncodedFileWriter(DataFileWriter):
+    """Writes a data file of picture files; see `DataFileWriter`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._sizes: list[int] = []
+        self._pixel_sums: list[int] = []
+        super().__init__(*arguments, **options)
+
+    def __enter__(self) -> EncodedFileWriter:
+        return self
+
+    def append(
+        self,
+        contents: Sequence[bytes],
+        images: np.ndarray,
+        labels: np.ndarray,
+        skipped: Sequence[str] = (),
+    ) -> None:
+        """Add the contents of picture files, with the images (n, H, W, C) uint8 that they decode to and labels (n,).
+
+        Args:
+            skipped: names of pictures of the source that are left out with these.
+
+        Raises:
+            DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
+        """
+        if images.shape[1:] != self.shape or images.dtype != np.uint8:
+            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+        assert len(labels) == len(images) == len(contents), "one label and one file per image"
+        images = np.ascontiguousarray(images)
+        more = {
+            "sizes": [len(content) for content in contents],
+            "pixel_sums": [sum_of(image) for image in images],
+            "histogram": histogram(images).tolist(),
+        }
+        self._add(memoryview(b"".join(contents)), labels, skipped, **more)
+
+    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
+        super()._account(record, block)
+        ends = np.cumsum([0, *record["sizes"]])
+        self._sums += [sum_of(block[start:stop]) for start, stop in itertools.pairwise(ends)]
+        self._sizes += record["sizes"]
+        self._pixel_sums += record["pixel_sums"]
+        self._histogram += np.array(record["histogram"], np.int64)
+
+    def _describe(self, file: h5py.File) -> None:
+        self._block(file, "blob", (self._file.size,)).attrs[FORM] = np.array(self.shape, "<i8")
+        _put(file, "offsets", np.cumsum([0, *self._sizes]).astype("<i8"))
+        _put(file, "pixel_sums", np.array(self._pixel_sums, "<u4"))
+        file.attrs["version"] = ENCODED_VERSION
 
 
 def write(
@@ -181,6 +256,27 @@ def write(
     with ImageFileWriter(path, count, shape, class_names, fit) as writer:
         for images, labels in chunks:
             writer.append(images, labels)
+
+
+def histogram(images: np.ndarray) -> np.ndarray:
+    """(C, 256) int64: how often each value is in each channel of images (n, H, W, C) uint8."""
+    channels = range(images.shape[3])
+    return np.stack([np.bincount(images[..., channel].reshape(-1), minlength=256) for channel in channels]).astype(np.int64)
+
+
+def _check(path: Path, count: int, shape: tuple[int, int, int], names: Sequence[str]) -> None:
+    if count < 1:
+        raise DataError(f"{path} would hold no image; a data file needs at least one.")
+    if min(shape) < 1:
+        raise DataError(f"{path} would hold images of shape {shape}; height, width and channels are at least 1.")
+    if not names:
+        raise DataError(f"{path} would have no class; name at least one.")
+    check_names(path, names)
+
+
+def _put(file: h5py.File, name: str, values: np.ndarray) -> None:
+    """A dataset with its checksum."""
+    file.create_dataset(name, data=values).attrs["sha256"] = np.bytes_(digest_of(values))
 
 
 def _moments(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,9 @@ from typing import cast
 
 import numpy as np
 
-from hpctrain.data.convert.common import Fit, decode, in_order
+from hpctrain.data.convert.common import in_order
 from hpctrain.data.convert.folder import images_below
+from hpctrain.data.decoder import Fit, decode
 from hpctrain.data.facts import ImageForm
 from hpctrain.data.files import system_errors_as
 from hpctrain.errors import DataError, ShapeError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,18 @@ from hpctrain.errors import DataError
 
 FORMAT = "hpctrain-images"
 VERSION = 2
+#: of files that hold picture files in place of pixels
+ENCODED_VERSION = 3
 _CHUNK_BYTES = 16 << 20
 _LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
 #: attribute of the images: how pictures were brought to their size
 FIT = "fit"
-#: the datasets of a data file that have a checksum: all of them
+#: attribute of the picture files: (H, W, C) that each is brought to
+FORM = "form"
+#: the datasets of a file of pixels that have a checksum: all but "sums", which earlier versions of hpctrain did not write
 DATASETS = ("images", "labels", "class_names", "mean", "std")
+_ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
+_SUMS = "sums"
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,19 @@ class StoredImages:
     Attributes:
         shape, dtype: as the file says. offset: of the first byte in the file; None where they do not lie in one block.
         stored_bytes: that the file keeps for them.
+        offsets: (N + 1,) of each picture file in the block, and of the block's end; None: the block holds pixels.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int | None
     stored_bytes: int
+    offsets: np.ndarray | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """That its samples have."""
+        return int(np.prod(self.shape, dtype=object)) if self.offsets is None else int(self.offsets[-1])
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,10 @@ class Stored:
 
     Attributes:
         labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
-        digests: sha256 of each of `DATASETS`, in hexadecimal.
+        digests: sha256 of each dataset, in hexadecimal; of a file of picture files also "images", which stands for what the
+            pictures decode to.
         fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
+        sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
     """
 
     images: StoredImages
@@ -55,6 +71,8 @@ class Stored:
     class_names: tuple[str, ...]
     digests: Mapping[str, str]
     fit: str | None = None
+    sums: np.ndarray | None = None
+    pixel_sums: np.ndarray | None = None
 
 
 def text(value: object) -> str:
@@ -68,22 +86,50 @@ def read(file: h5py.File) -> Stored:
     Raises:
         Exception: whatever h5py raises where the file is damaged.
     """
-    images = file["images"]
+    encoded = "blob" in file
+    block = file["blob" if encoded else "images"]
     names = np.asarray(file["class_names"][()]).tolist()
     labels, mean, std = (np.asarray(file[name][()]) for name in ("labels", "mean", "std"))
+    offsets, pixel_sums = (np.asarray(file[name][()]) if encoded else None for name in ("offsets", "pixel_sums"))
+    fit = text(block.attrs[FIT]) if FIT in block.attrs else None
+    shape = block.shape
+    if offsets is not None:
+        shape = (max(0, len(offsets) - 1), *(int(size) for size in block.attrs[FORM]))
+    datasets = _ENCODED_DATASETS if encoded else DATASETS + ((_SUMS,) if _SUMS in file else ())
+    digests = {name: text(file[name].attrs["sha256"]) for name in datasets}
+    if encoded:
+        digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {fit}".encode()).hexdigest()
     return Stored(
-        StoredImages(images.shape, images.dtype, images.id.get_offset(), images.id.get_storage_size()),
+        StoredImages(shape, block.dtype, block.id.get_offset(), block.id.get_storage_size(), offsets),
         labels,
         mean,
         std,
         tuple(name.decode() for name in names),
-        {name: text(file[name].attrs["sha256"]) for name in DATASETS},
-        text(images.attrs[FIT]) if FIT in images.attrs else None,
+        digests,
+        fit,
+        np.asarray(file[_SUMS][()]) if _SUMS in file else None,
+        pixel_sums,
     )
 
 
 def check(path: Path, contents: Stored) -> None:
     """Make sure that all of it fits together, and that everything but the images has its checksum.
+
+    Raises:
+        DataError: names what is wrong.
+    """
+    check_structure(path, contents)
+    check_names(path, contents.class_names)
+    check_labels(path, contents.labels, len(contents.class_names))
+    check_statistics(str(path), contents.mean, contents.std)
+    wrong = changed_datasets(contents)
+    if wrong:
+        raise changed(path, wrong)
+    check_place(path, contents.images)
+
+
+def check_structure(path: Path, contents: Stored) -> None:
+    """Make sure that there are as many of everything as there are samples.
 
     Raises:
         DataError: names what is wrong.
@@ -99,11 +145,11 @@ def check(path: Path, contents: Stored) -> None:
         raise DataError(
             f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels."
         )
-    check_names(path, contents.class_names)
-    check_labels(path, labels, len(contents.class_names))
-    check_statistics(str(path), contents.mean, contents.std)
-    _check_digests(path, contents)
-    _check_place(path, images)
+    for sums in (contents.sums, contents.pixel_sums):
+        if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
+            raise DataError(f"{path} does not hold one checksum for each of {len(labels)} images; convert it again.")
+    if images.offsets is not None:
+        _check_offsets(path, images.offsets)
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
@@ -170,25 +216,44 @@ def digest_of(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
 
 
+def sum_of(values: np.ndarray) -> int:
+    """crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
 def names_digest(names: Sequence[str]) -> str:
     """sha256 of class names."""
     return hashlib.sha256(json.dumps(list(names), ensure_ascii=False).encode()).hexdigest()
 
 
-def _check_digests(path: Path, contents: Stored) -> None:
+def changed_datasets(contents: Stored) -> list[str]:
+    """The names of datasets, all but the images, that do not have their checksum."""
     actual = {
         "labels": digest_of(contents.labels.astype("<i8", copy=False)),
         "mean": digest_of(contents.mean.astype("<f8", copy=False)),
         "std": digest_of(contents.std.astype("<f8", copy=False)),
         "class_names": names_digest(contents.class_names),
     }
-    wrong = [name for name, digest in actual.items() if contents.digests[name] != digest]
-    if wrong:
-        raise changed(path, wrong)
+    for name, values in ((_SUMS, contents.sums), ("pixel_sums", contents.pixel_sums)):
+        if values is not None:
+            actual[name] = digest_of(values.astype("<u4", copy=False))
+    if contents.images.offsets is not None:
+        actual["offsets"] = digest_of(contents.images.offsets.astype("<i8", copy=False))
+    return [name for name, digest in actual.items() if contents.digests[name] != digest]
 
 
-def _check_place(path: Path, images: StoredImages) -> None:
-    needed = int(np.prod(images.shape, dtype=object))
+def _check_offsets(path: Path, offsets: np.ndarray) -> None:
+    if offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
+
+
+def check_place(path: Path, images: StoredImages) -> None:
+    """Make sure that the images are where they are said to be.
+
+    Raises:
+        DataError: the file has fewer bytes than they need.
+    """
+    needed = images.needed_bytes
     if images.stored_bytes != needed or images.offset is None:
         raise DataError(
             f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, it has {images.stored_bytes}."

@@ -7,8 +7,8 @@ import platform
 from collections.abc import Collection, Sequence
 
 from hpctrain.config.schema import Config
+from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageFile
-from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.unreadable import ReadPolicy, pauses_within
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.session import Session
@@ -28,7 +28,7 @@ def set_policy(session: Session, file: ImageFile) -> None:
     config, world = session.config, session.world
     skips = config.data.on_unreadable == SKIP
     check_skip(config, session.groups.split_size)
-    if isinstance(file.pixels, MappedReader):
+    if isinstance(file.pixels, BlockReader):
         rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
         most = math.ceil(config.data.max_unreadable * len(file)) if skips else None
         file.pixels.policy = ReadPolicy(most, f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds))
@@ -101,4 +101,4 @@ def _samples(numbers: Collection[int]) -> str:
 
 
 def _replaced(file: ImageFile) -> dict[int, int]:
-    return dict(file.pixels.replaced) if isinstance(file.pixels, MappedReader) else {}
+    return dict(file.pixels.replaced) if isinstance(file.pixels, BlockReader) else {}

@@ -12,12 +12,15 @@ class Hdf5Target(io.RawIOBase):
 
     A subclass says where the file ends (`_end`), and reads and writes at `_at`.
 
+    Args:
+        keep: leave the bytes in place that a file of this name has.
+
     Raises:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    def __init__(self, path: Path, *, keep: bool = False) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o666)
         self._at = 0
 
     def seekable(self) -> bool:

@@ -19,10 +19,14 @@ _BLOCK = 1 << 22
 
 
 class StoreFile(Hdf5Target):
-    """The file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written."""
+    """The file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    Args:
+        keep: arrays that lie in a file of this name already stay where they are, if HDF5 puts nothing else there.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = False) -> None:
+        super().__init__(path, keep=keep)
         self._written: list[tuple[int, bytes]] = []
         self._size = 0
 

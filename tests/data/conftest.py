@@ -1,12 +1,15 @@
 """Small data files, and real images where they are at hand."""
 
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from hpctrain.data import format as data_format
+from hpctrain.data.convert.packing import PictureForm, pack
 from hpctrain.data.format import ImageFile
 from tests.support.write_fixtures import write_data_version_1
 
@@ -24,6 +27,40 @@ def make_file(tmp_path):
         return ImageFile.open(path), images, labels
 
     return make
+
+
+@pytest.fixture
+def make_encoded(tmp_path):
+    """make_encoded(count, (H, W, C), classes): a data file of picture files, and one of the pixels that they decode to."""
+
+    def make(count=13, shape=(7, 9, 3), classes=5):
+        sources = picture_contents(count)
+        labels = np.arange(count) % classes
+        names = [f"class {i}" for i in range(classes)]
+        files = []
+        for name, keep in (("encoded.h5", True), ("pixels.h5", False)):
+            form = PictureForm(shape[:2], "crop", shape[2], keep)
+            pictures = [form.picture(content, int(label)) for content, label in zip(sources, labels, strict=True)]
+            with form.writer(tmp_path / name, count, shape, names, "made up") as writer:
+                pack(writer, pictures, lambda count: None)
+            files.append(ImageFile.open(tmp_path / name))
+        return files[0], files[1]
+
+    return make
+
+
+def picture_contents(count, seed=5):
+    """JPEG and PNG files of several kinds and sizes."""
+    random = np.random.default_rng(seed)
+    contents = []
+    for number in range(count):
+        height, width = random.integers(8, 40, 2)
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+        kind = ("RGB", "L", "CMYK", "P")[number % 4]
+        file = io.BytesIO()
+        image.convert(kind).save(file, "PNG" if kind == "P" else "JPEG")
+        contents.append(file.getvalue())
+    return contents
 
 
 @pytest.fixture

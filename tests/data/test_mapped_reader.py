@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import mapped_reader
+from hpctrain.data import block_reader
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
@@ -24,7 +24,7 @@ AT_ONCE = (0.0,)  # pauses
 def way(request, monkeypatch):
     """Both ways to read: the second is that of systems that forbid the first."""
     if request.param == "read from the file":
-        monkeypatch.setattr(mapped_reader, "_copy", lambda *arguments: mapped_reader.ctypes.set_errno(errno.EPERM) or -1)
+        monkeypatch.setattr(block_reader, "_copy", lambda *arguments: (block_reader.ctypes.set_errno(errno.EPERM), -1)[1])
     return request.param
 
 
@@ -42,7 +42,7 @@ class BadDisk:
     def __init__(self, monkeypatch, file, bad, error=errno.EIO, times=10**9):
         self.bad, self.error, self.left, self.file, self.calls = bad, error, dict.fromkeys(bad, times), file, 0
         self.preadv = os.preadv
-        monkeypatch.setattr(mapped_reader, "_copy", lambda *arguments: mapped_reader.ctypes.set_errno(errno.EFAULT) or -1)
+        monkeypatch.setattr(block_reader, "_copy", lambda *arguments: (block_reader.ctypes.set_errno(errno.EFAULT), -1)[1])
         monkeypatch.setattr(os, "preadv", self)
 
     def __call__(self, descriptor, buffers, at):
@@ -73,9 +73,9 @@ def test_what_is_read_is_what_an_array_gives(make_file, way, data):
 
 def test_more_pieces_than_a_call_takes(make_file, monkeypatch, way):
     file, images, _ = make_file(count=9, shape=SHAPE)
-    monkeypatch.setattr(mapped_reader, "_PIECES_AT_ONCE", 4)
+    monkeypatch.setattr(block_reader, "_PIECES_AT_ONCE", 4)
     assert np.array_equal(file.pixels[:, 3:30, 5:9], images[:, 3:30, 5:9])
-    monkeypatch.setattr(mapped_reader, "_BYTES_AT_ONCE", SIZE * 2 + 1)
+    monkeypatch.setattr(block_reader, "_BYTES_AT_ONCE", SIZE * 2 + 1)
     assert np.array_equal(file.pixels[:], images)
 
 
@@ -154,7 +154,7 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
     file, images, labels = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(3, " (on node7)", AT_ONCE)
     disk = BadDisk(monkeypatch, file, bad)
-    monkeypatch.setattr(mapped_reader.get_logger("hpctrain"), "propagate", True)
+    monkeypatch.setattr(block_reader.get_logger("hpctrain"), "propagate", True)
     caplog.set_level("INFO", logger="hpctrain")
     instead = {}
     for sample in bad:
@@ -201,7 +201,7 @@ def test_pauses_are_made_for_the_first_of_them_only(make_file, monkeypatch):
     file, _, _ = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(9, "", (1.0, 2.0))
     slept = []
-    monkeypatch.setattr(mapped_reader.time, "sleep", slept.append)
+    monkeypatch.setattr(block_reader.time, "sleep", slept.append)
     BadDisk(monkeypatch, file, {3, 4, 5, 6})
     file.pixels[:]
     assert slept == [1.0, 2.0]

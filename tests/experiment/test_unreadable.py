@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.job, pytest.mark.slow]
 #: samples 5 and 6 of the data file, of 72 bytes each, cannot be read
 _DISK = """
 import errno
-from hpctrain.data import mapped_reader
+from hpctrain.data import block_reader, mapped_reader
 preadv = os.preadv
 opened = {}
 initialise = mapped_reader.MappedReader.__init__
@@ -21,7 +21,7 @@ def remember(self, path, images, offset):
     initialise(self, path, images, offset)
     opened["offset"] = offset
 mapped_reader.MappedReader.__init__ = remember
-mapped_reader._copy = lambda *arguments: -1
+block_reader._copy = lambda *arguments: -1
 def broken(descriptor, buffers, at):
     if (at - opened.get("offset", at)) // 72 in (5, 6):
         raise OSError(errno.EIO, "Input/output error")

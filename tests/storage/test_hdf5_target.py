@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.storage.guarded_file import GuardedFile
 from hpctrain.storage.hdf5_target import Hdf5Target
 from hpctrain.storage.store_file import StoreFile
 
-KINDS: tuple[type[Hdf5Target], ...] = (GuardedFile, StoreFile)
+KINDS: tuple[type[Hdf5Target], ...] = (StoreFile,)
 MOVES = st.lists(
     st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), st.integers(0, 40), st.binary(min_size=1, max_size=20)),
     max_size=8,

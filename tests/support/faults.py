@@ -101,12 +101,12 @@ once(TrainingStep, "run", flip, in_step_2)
 _CHECKS = ("checks.every_steps=1", "checkpoint.every_steps=1")
 _DISK = """
 import errno
-from hpctrain.data import mapped_reader
+from hpctrain.data import block_reader
 from hpctrain.data.loader import Loader
 def no_disk(*arguments):
     raise OSError(errno.EIO, "Input/output error")
 def broken(make, *rest):
-    mapped_reader._copy = lambda *arguments: -1
+    block_reader._copy = lambda *arguments: -1
     os.preadv = no_disk
     return make(*rest)
 once(Loader, "_make", broken, lambda self, slot, epoch, step, begin: step == 1)

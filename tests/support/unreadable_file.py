@@ -38,10 +38,10 @@ class BrokenReader(MappedReader):
         super().__init__(path, images, offset)
         self._refused, self._image_bytes = list(unreadable), int(np.prod(images.shape[1:]))
 
-    def _gather(self, sources: np.ndarray, targets: np.ndarray, out: np.ndarray) -> int:
-        refused = np.flatnonzero(np.isin(sources // self._image_bytes, self._refused))
-        end = refused[0] if len(refused) else len(sources)
-        return super()._gather(sources[:end], targets[:end], out)
+    def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
+        refused = np.flatnonzero(np.isin(wanted[0] // self._image_bytes, self._refused))
+        end = refused[0] if len(refused) else wanted.shape[1]
+        return super()._gather(wanted[:, :end], out)
 
     def _read_piece(self, at: int, out: memoryview) -> None:
         if (at - self._offset) // self._image_bytes in self._refused:

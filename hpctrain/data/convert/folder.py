@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from hpctrain.data import format as data_format
-from hpctrain.data.convert.common import (
-    Advance,
-    Fit,
-    chunks,
-    decode,
-    default_threads,
-    in_order,
-    listed,
-    no_progress,
-)
+from hpctrain.data.convert.common import Advance, default_threads, in_order, listed, no_progress
+from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
+from hpctrain.data.decoder import Fit
 from hpctrain.data.files import require_directory, require_new, system_errors_as
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
@@ -86,6 +75,7 @@ def convert(
     size: tuple[int, int],
     fit: Fit = "crop",
     channels: int = 3,
+    keep_files: bool = False,
     skip_unreadable: bool = False,
     threads: int | None = None,
     overwrite: bool = False,
@@ -93,36 +83,46 @@ def convert(
 ) -> list[str]:
     """Write the tree as one data file with images of `size` (H, W); give the files that were skipped.
 
+    Goes on where an interrupted conversion of the same files ended.
+
+    Args:
+        keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
+
     Raises:
         DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left; `out` exists.
     """
     require_new(out, overwrite)
+    form = PictureForm(size, fit, channels, keep_files)
 
-    def one(item: tuple[Path, int]) -> tuple[np.ndarray, int] | str:
+    def one(item: tuple[Path, int]) -> DecodedPicture | str:
         path, label = item
         try:
-            return decode(path, size, fit, channels), label
+            return form.picture(path, label)
         except DataError as error:
             _log.warning("%s: %s", path, error)
             return str(path)
 
-    unreadable: list[str] = []
-    results = in_order(one, tree.files, default_threads() if threads is None else threads)
-    readable = _readable(results, unreadable)
-    first = next(readable, None)
-    if first is None:
-        raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
-    with data_format.ImageFileWriter(out, len(tree.files), (*size, channels), tree.class_names, fit) as writer:
-        for images, labels in chunks(itertools.chain([first], readable), advance):
-            # After the first bad file nothing more is kept, but the rest is read, so that all bad ones are named at once.
-            if skip_unreadable or not unreadable:
-                writer.append(images, labels)
+    source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
+    with form.writer(out, len(tree.files), (*size, channels), tree.class_names, source) as writer:
+        advance(writer.done)
+        results = in_order(one, tree.files[writer.done :], default_threads() if threads is None else threads)
+        found = pack(writer, results, advance, skip=skip_unreadable)
+        unreadable = writer.skipped if skip_unreadable else found
+        if len(unreadable) == len(tree.files):
+            raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
         if unreadable and not skip_unreadable:
             raise DataError(
                 f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; mend or remove them, or give "
                 "--skip-unreadable."
             )
     return unreadable
+
+
+def _item(path: Path, label: int) -> list[object]:
+    """What tells a file from another, or from one of its name that was changed."""
+    with system_errors_as(f"The image {path} cannot be read"):
+        status = path.stat()
+    return [str(path), label, status.st_size, status.st_mtime_ns]
 
 
 def images_below(directory: Path) -> list[Path]:
@@ -134,12 +134,3 @@ def images_below(directory: Path) -> list[Path]:
 
 def _is_image(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and path.is_file() and not path.name.startswith(".")
-
-
-def _readable(results: Iterator[tuple[np.ndarray, int] | str], unreadable: list[str]) -> Iterator[tuple[np.ndarray, int]]:
-    """Only the decoded ones; the names of the others are added to `unreadable`."""
-    for result in results:
-        if isinstance(result, str):
-            unreadable.append(result)
-        else:
-            yield result

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import lzma
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from hpctrain.data import format as data_format
-from hpctrain.data.convert.common import (
-    Advance,
-    Fit,
-    chunks,
-    decode,
-    default_threads,
-    in_order,
-    no_progress,
-    numbered_names,
-)
+from hpctrain.data.convert.common import Advance, default_threads, in_order, no_progress, numbered_names
+from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
+from hpctrain.data.decoder import Fit
 from hpctrain.data.files import require_file, require_new
+from hpctrain.data.stored import digest_of
 from hpctrain.errors import DataError
 
 
-def load(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64.
+@dataclass(frozen=True)
+class PackedFiles:
+    """Picture files one behind another: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
+
+    path: Path
+    blob: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray
+
+    def content(self, index: int) -> bytes:
+        """The bytes of a picture file."""
+        return self.blob[self.offsets[index] : self.offsets[index + 1]].tobytes()
+
+
+def load(path: Path) -> PackedFiles:
+    """All of an .npz.
 
     Raises:
         DataError: missing, truncated, without these arrays or with others, or with offsets that do not rise from 0 to the
@@ -54,17 +61,18 @@ def load(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
         raise DataError(f"In {path} the offsets do not fit {blob.size} bytes and {labels.shape} labels: N + 1 from 0 to the end.")
-    return blob, offsets, labels
+    return PackedFiles(path, blob, offsets, labels)
 
 
 def convert(
-    path: Path,
+    source: Path | PackedFiles,
     out: Path,
     class_names: Sequence[str] | None = None,
     *,
     size: tuple[int, int] | None = None,
     fit: Fit = "crop",
     channels: int = 3,
+    keep_files: bool = False,
     threads: int | None = None,
     limit: int | None = None,
     overwrite: bool = False,
@@ -72,35 +80,43 @@ def convert(
 ) -> None:
     """Decode all images (the first `limit`) and write them as one data file; without `size` all must be as large as the first.
 
+    Goes on where an interrupted conversion of the same files ended.
+
+    Args:
+        keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
+
     Raises:
         DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.
     """
     require_new(out, overwrite)
-    blob, offsets, labels = load(path)
-    labels = labels[:limit]
+    packed = load(source) if isinstance(source, Path) else source
+    path, labels = packed.path, packed.labels[:limit]
     if not labels.size:
         raise DataError(f"{path} holds no image; at least one is needed.")
     names = numbered_names(labels) if class_names is None else class_names
+    form = PictureForm(size, fit, channels, keep_files)
 
-    def one(index: int) -> tuple[np.ndarray, int]:
+    def one(index: int) -> DecodedPicture:
         try:
-            return decode(blob[offsets[index] : offsets[index + 1]].tobytes(), size, fit, channels), int(labels[index])
+            return form.picture(packed.content(index), int(labels[index]))
         except DataError as error:
             raise DataError(f"In {path}, image {index}: {error}") from error
 
-    samples = in_order(one, range(len(labels)), default_threads() if threads is None else threads)
-    first = next(samples)
-    rest = _of_shape(itertools.chain([first], samples), first[0].shape, path)
-    height, width, depth = first[0].shape
-    kept_fit = None if size is None else fit
-    data_format.write(out, len(labels), (height, width, depth), names, chunks(rest, advance), kept_fit)
+    height, width, depth = shape = one(0).pixels.shape
 
+    def of_shape(index: int) -> DecodedPicture:
+        picture = one(index)
+        if picture.pixels.shape != shape:
+            raise DataError(
+                f"Image {index} of {path} is {picture.pixels.shape}, the first one {shape}; give --size to resize them all."
+            )
+        return picture
 
-def _of_shape(samples: Iterator[tuple[np.ndarray, int]], shape: tuple[int, ...], path: Path) -> Iterator[tuple[np.ndarray, int]]:
-    for index, (image, label) in enumerate(samples):
-        if image.shape != shape:
-            raise DataError(f"Image {index} of {path} is {image.shape}, the first one {shape}; give --size to resize them all.")
-        yield image, label
+    items = [digest_of(array) for array in (packed.blob, packed.offsets, labels)]
+    with form.writer(out, len(labels), (height, width, depth), names, form.source(items, names)) as writer:
+        advance(writer.done)
+        rest = range(writer.done, len(labels))
+        pack(writer, in_order(of_shape, rest, default_threads() if threads is None else threads), advance)
 
 
 @contextmanager

@@ -1,0 +1,241 @@
+"""Stored bytes of samples, read so that what a disk refuses is an exception that names the sample.
+
+A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
+ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system copies
+out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could not go
+on. What is missing then is read from the file, again after some pauses, which tells the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from hpctrain.data.extents import Extents
+from hpctrain.data.unreadable import ReadPolicy, UnreadableError
+from hpctrain.log import get_logger
+
+_PIECES_AT_ONCE = 1024  # the system takes no more
+_CHUNK_BYTES = 16 << 20
+_BYTES_AT_ONCE = 1 << 30  # of a call; it ends at 2 GiB
+# A file system that was mounted again, or a server that was started again, may need the file opened again.
+_LOST = (errno.ESTALE, errno.ENOTCONN, errno.EBADF, errno.ENODEV, errno.EIO)
+_REFUSED = (errno.EPERM, errno.ENOSYS)
+
+
+class BlockReader:
+    """Reads bytes of samples, which lie in one block of a file. One thread at a time.
+
+    Args:
+        path: of the file, which is held open. block: a map of the block, flat. extents: of the samples in it.
+
+    Attributes:
+        extents: as given. policy: what becomes of samples that cannot be read.
+        replaced: by sample that could not be read, the one that is read in its place.
+    """
+
+    def __init__(self, path: Path, block: np.memmap, extents: Extents) -> None:
+        self.extents = extents
+        self.policy = ReadPolicy()
+        self.replaced: dict[int, int] = {}
+        self._path, self._map, self._offset = path, block, extents.first
+        self._unreadable: set[int] = set()
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._identity = _identity(os.fstat(self._descriptor))
+        self._gathers = True
+
+    def stored(self, sample: int) -> bytes:
+        """The stored bytes of a sample, as they are, whatever stands in for it.
+
+        Raises:
+            UnreadableError: they cannot be read.
+        """
+        number = np.array([sample], np.int64)
+        sizes = self.extents.sizes(number)
+        out = np.empty(int(sizes[0]), np.uint8)
+        failed = self.fetch(number, self.extents.starts(number)[:, None], np.zeros((1, 1), np.int64), sizes, out, patient=True)
+        if failed:
+            raise UnreadableError(self.sentence(sample, failed[0]))
+        return out.tobytes()
+
+    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, Mapping[int, str]]]:
+        """All samples in order, in chunks of about 16 MiB: numbers (n,), stored bytes, flat, and why some could not be read."""
+        first, count = 0, self.extents.count
+        while first < count:
+            begin = int(self.extents.starts(np.array([first], np.int64))[0])
+            last = self.extents.samples_of(begin, min(self.extents.size_bytes, begin + _CHUNK_BYTES))[-1]
+            samples = np.arange(first, last + 1)
+            starts = self.extents.starts(samples)
+            sizes = self.extents.sizes(samples)
+            out = np.empty(int(sizes.sum()), np.uint8)
+            failed = self.fetch(samples, starts[:, None], (starts - starts[0])[:, None], sizes, out, patient=True)
+            yield samples, out, {first + number: why for number, why in failed.items()}
+            first = last + 1
+
+    def fetch(
+        self,
+        samples: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        sizes: np.ndarray,
+        out: np.ndarray,
+        *,
+        patient: bool,
+    ) -> Mapping[int, str]:
+        """Read pieces of samples (n,) into `out`, flat; those that cannot be read, by their number here, with the reason.
+
+        Args:
+            sources, targets: (n, pieces) int64, of the pieces' first bytes in the block and in `out`. sizes: (n,) int64, bytes
+                of each piece of a sample. patient: read what fails again after some pauses.
+        """
+        pieces = sources.shape[1]
+        flat = np.stack([sources.reshape(-1), targets.reshape(-1), np.repeat(sizes, pieces)])
+        failed: dict[int, str] = {}
+        done = self._gather(flat, out)
+        while done < sources.size:
+            number = done // pieces
+            if int(samples[number]) in self._unreadable:
+                failed[number] = "it could not be read before"
+            else:
+                size = int(sizes[number])
+                places = [(source, out[at : at + size]) for source, at in zip(sources[number], targets[number], strict=True)]
+                why = self._read_file(places, patient)
+                if why is not None:
+                    failed[number], patient = why, False
+            done = (number + 1) * pieces
+            done += self._gather(flat[:, done:], out)
+        return failed
+
+    def _complete(self, samples: np.ndarray, attempt: Callable[[np.ndarray, np.ndarray, bool], Mapping[int, str]]) -> None:
+        """Read until every sample, or one that stands in for it, is there.
+
+        Args:
+            attempt: reads samples (m,) to the places (m,) of a batch; it is told whether to be patient, and gives those that
+                cannot be read, by their number, with the reason.
+
+        Raises:
+            UnreadableError: a sample cannot be read, and none may stand in for it.
+        """
+        pending, patient = np.arange(len(samples)), True
+        while len(pending):
+            actual = self._standing(samples[pending])
+            failed = attempt(actual, pending, patient)
+            for position, why in failed.items():
+                self._replace(int(samples[pending[position]]), int(actual[position]), why)
+            pending, patient = pending[list(failed)], False
+
+    def _standing(self, samples: np.ndarray) -> np.ndarray:
+        """The samples that are read for these."""
+        if not self.replaced:
+            return samples
+        return np.array([self.replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
+
+    def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
+        """Copy pieces out of the map as far as that is possible; give how many.
+
+        Args:
+            wanted: (3, pieces) int64: where each begins in the block and in `out`, and its bytes.
+        """
+        sources, targets, sizes = wanted
+        at_once = max(1, min(_PIECES_AT_ONCE, _BYTES_AT_ONCE // max(1, int(sizes.max(initial=1)))))
+        for begin in range(0, len(sources) if self._gathers else 0, at_once):
+            part = slice(begin, begin + at_once)
+            pieces = np.empty((2, len(sources[part]), 2), np.uint64)
+            pieces[0, :, 0], pieces[1, :, 0] = out.ctypes.data + targets[part], self._map.ctypes.data + sources[part]
+            pieces[:, :, 1] = sizes[part]
+            count = pieces.shape[1]
+            copied = _copy(os.getpid(), pieces[0].ctypes.data, count, pieces[1].ctypes.data, count, 0)
+            ends = np.cumsum(sizes[part])
+            if copied < ends[-1]:
+                self._gathers = copied >= 0 or ctypes.get_errno() not in _REFUSED
+                return int(begin + np.searchsorted(ends, max(0, copied), "right"))
+        return len(sources) if self._gathers else 0
+
+    def _read_file(self, pieces: list[tuple[int, np.ndarray]], patient: bool) -> str | None:
+        """Read the pieces (in bytes of the block) of one sample from the file; None, or the reason why that cannot be done."""
+        pauses = self.policy.pauses_seconds if patient else ()
+        why = None
+        for pause in (*pauses, None):
+            try:
+                for start, piece in pieces:
+                    self._read_piece(self._offset + int(start), piece.data)
+                return None
+            except EOFError as error:
+                return str(error)
+            except OSError as error:
+                why = error.strerror or str(error)
+                lost = error.errno in _LOST
+            if pause is not None:
+                time.sleep(pause)
+                if lost:
+                    self._open_again()
+        return f"{why}, in {len(pauses) + 1} attempts" if pauses else why
+
+    def _read_piece(self, at: int, out: memoryview) -> None:
+        while len(out):
+            count = os.preadv(self._descriptor, [out], at)
+            if not count:
+                raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, and was longer when it was opened")
+            out, at = out[count:], at + count
+
+    def _open_again(self) -> None:
+        """Open the path again, if it is the same file still."""
+        with contextlib.suppress(OSError):
+            opened = os.open(self._path, os.O_RDONLY)
+            if _identity(os.fstat(opened)) != self._identity:
+                os.close(opened)
+                return
+            self._close()
+            self._descriptor = opened
+            self._close = weakref.finalize(self, os.close, opened)
+
+    def sentence(self, sample: int, why: str) -> str:
+        """That a sample cannot be read."""
+        return f"Sample {sample} of the data file {self._path} cannot be read: {why}{self.policy.place}."
+
+    def _replace(self, sample: int, actual: int, why: str) -> None:
+        """Let another sample stand in for `sample`, for which `actual` could not be read.
+
+        Raises:
+            UnreadableError: that is not allowed, or there were too many.
+        """
+        policy = self.policy
+        named = f"ample {actual} of the data file {self._path} cannot be read: {why}"
+        if policy.most is None:
+            raise UnreadableError(self.sentence(actual, why))
+        self._unreadable.add(actual)
+        count = self.extents.count
+        if len(self._unreadable) > policy.most or len(self._unreadable) == count:
+            raise UnreadableError(
+                f"S{named}; with it there are {len(self._unreadable)} such samples, and data.max_unreadable allows for "
+                f"{policy.most}{policy.place}."
+            )
+        others = ((sample + distance) % count for distance in range(1, count))
+        if not self.replaced:
+            get_logger(__name__).info(f"s{named}; others stand in for such samples{policy.place}")
+        self.replaced[sample] = next(other for other in others if other not in self._unreadable)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _system_copy() -> Callable[..., int]:
+    """The system's copy from one process to another, which here are the same."""
+    copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    address, number = ctypes.c_void_p, ctypes.c_ulong
+    copy.argtypes, copy.restype = [ctypes.c_int, address, number, address, number, number], ctypes.c_ssize_t
+    return cast(Callable[..., int], copy)
+
+
+_copy = _system_copy()

@@ -1,0 +1,242 @@
+"""A data file looked at from end to end: every damage with the samples that it concerns, duplicates, and empty classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.block_reader import BlockReader
+from hpctrain.data.format import ImageFile, read_contents
+from hpctrain.data.stored import (
+    Stored,
+    changed_datasets,
+    check_names,
+    check_place,
+    check_statistics,
+    check_structure,
+    sum_of,
+)
+from hpctrain.errors import DataError
+
+#: called with the number of samples that were just looked at
+Advance = Callable[[int], None]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class FileFinding:
+    """Something about a data file that its owner should know.
+
+    Attributes:
+        kind: "changed", "unreadable", "undecodable", "decoder", "label", "contents", "duplicate", "duplicate across classes" or
+            "empty class". damage: the file is not as it was written, or cannot be trained from.
+        sentence: for people. samples: that it concerns; empty where it concerns none by number.
+    """
+
+    kind: str
+    damage: bool
+    sentence: str
+    samples: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """The outcome for a file. images, classes: how many it has."""
+
+    path: Path
+    images: int
+    classes: int
+    findings: tuple[FileFinding, ...]
+
+    @property
+    def damaged(self) -> bool:
+        """True where a finding is damage."""
+        return any(finding.damage for finding in self.findings)
+
+
+def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: None) -> CheckedFile:
+    """Read all of a data file and say what is wrong or strange in it.
+
+    Args:
+        threads: that decode picture files at once.
+
+    Raises:
+        DataError: missing, not readable, or so damaged that its samples cannot be found.
+    """
+    contents = read_contents(path)
+    check_structure(path, contents)
+    check_place(path, contents.images)
+    check_names(path, contents.class_names)
+    findings = list(_of_contents(path, contents))
+    samples = _Samples(ImageFile.of(path, contents), contents, threads)
+    findings += samples.look(advance)
+    findings += _duplicates(samples)
+    findings += _empty_classes(contents)
+    return CheckedFile(path, len(contents.labels), len(contents.class_names), tuple(findings))
+
+
+def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
+    """What is wrong with everything but the images."""
+    changed = changed_datasets(contents)
+    if changed:
+        yield FileFinding("changed", True, f"{', '.join(changed)} changed since the file was written")
+    classes = len(contents.class_names)
+    wrong = np.flatnonzero((contents.labels < 0) | (contents.labels >= classes)).tolist()
+    if wrong:
+        label = int(contents.labels[wrong[0]])
+        sentence = f"{_numbers(wrong)} a label outside 0..{classes - 1}, the first of them {label}"
+        yield FileFinding(
+            "label", True, sentence.replace(" a label", " has a label" if len(wrong) == 1 else " have labels"), tuple(wrong)
+        )
+    try:
+        check_statistics("it", contents.mean, contents.std)
+    except DataError as error:
+        yield FileFinding("contents", True, str(error).rstrip("."))
+
+
+class _Samples:
+    """The samples of a file, each read once.
+
+    Attributes:
+        pixel_sums: (N,) crc32 of the pixels. sound: (N,) which samples could be read and are as they were written.
+    """
+
+    def __init__(self, file: ImageFile, contents: Stored, threads: int) -> None:
+        assert isinstance(file.pixels, BlockReader), "a file"
+        self.file, self.reader = file, file.pixels
+        changed = changed_datasets(contents)
+        self._sums = None if "sums" in changed else contents.sums
+        self._known_pixels = None if "pixel_sums" in changed else contents.pixel_sums
+        self._decodes = contents.pixel_sums is not None
+        self._threads = threads
+        self.pixel_sums = np.zeros(len(file), np.uint32)
+        self.sound = np.ones(len(file), bool)
+
+    def look(self, advance: Advance) -> Iterator[FileFinding]:
+        """Read all; what is wrong with them."""
+        digest = hashlib.sha256()
+        unreadable: dict[int, str] = {}
+        changed: list[int] = []
+        undecodable: dict[int, str] = {}
+        others: list[int] = []
+        for numbers, block, failed in self.reader.blocks():
+            digest.update(block.data)
+            unreadable |= failed
+            ends = np.cumsum(self.reader.extents.sizes(numbers)).tolist()
+            stored = dict(zip(numbers.tolist(), map(slice, [0, *ends], ends), strict=False))
+            sums = {sample: sum_of(block[place]) for sample, place in stored.items() if sample not in failed}
+            wrong = [] if self._sums is None else [sample for sample, value in sums.items() if value != self._sums[sample]]
+            changed += wrong
+            self.sound[[*failed, *wrong]] = False
+            if self._decodes:
+                self._decode({sample: block[stored[sample]].tobytes() for sample in sums}, undecodable, others)
+            else:
+                self.pixel_sums[list(sums)] = list(sums.values())
+            advance(len(numbers))
+        if unreadable:
+            yield FileFinding("unreadable", True, _with_reason(unreadable, "cannot be read"), tuple(unreadable))
+        if changed:
+            verb = "has" if len(changed) == 1 else "have"
+            yield FileFinding("changed", True, f"{_numbers(changed)} {verb} changed since the file was written", tuple(changed))
+        elif not unreadable and digest.hexdigest() != self._expected():
+            yield FileFinding(
+                "changed", True, "images changed since the file was written; which, a file without checksums cannot say"
+            )
+        if undecodable:
+            yield FileFinding("undecodable", True, _with_reason(undecodable, "cannot be decoded"), tuple(undecodable))
+        if others:
+            verb = "decodes" if len(others) == 1 else "decode"
+            sentence = (
+                f"{_numbers(others)} {verb} to other pixels with the libraries of this machine than where the file was made"
+            )
+            yield FileFinding("decoder", True, sentence, tuple(others))
+
+    def _expected(self) -> str:
+        return self.file.manifest["blob" if self._decodes else "images"]
+
+    def _decode(self, contents: dict[int, bytes], undecodable: dict[int, str], others: list[int]) -> None:
+        """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
+        from hpctrain.data.convert.common import in_order
+        from hpctrain.data.convert.packing import PictureForm
+
+        height, width, channels = self.file.shape
+        form = PictureForm((height, width), "squash" if self.file.fit == "squash" else "crop", channels)
+
+        def one(sample: int) -> int | str:
+            try:
+                return sum_of(form.picture(contents[sample], 0).pixels)
+            except DataError as error:
+                return str(error)
+
+        for sample, result in zip(contents, in_order(one, contents, self._threads), strict=True):
+            if isinstance(result, str):
+                undecodable[sample] = result
+                self.sound[sample] = False
+                continue
+            self.pixel_sums[sample] = result
+            if self.sound[sample] and self._known_pixels is not None and result != self._known_pixels[sample]:
+                others.append(sample)
+
+
+def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
+    """Groups of samples of the same pixels; those of several classes by themselves."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for sample in np.flatnonzero(samples.sound).tolist():
+        groups[int(samples.pixel_sums[sample])].append(sample)
+    labels = samples.file.labels
+    within: list[list[int]] = []
+    across: list[list[int]] = []
+    for group in groups.values():
+        for same in _same(samples, group) if len(group) > 1 else ():
+            (within if len(set(labels[same].tolist())) == 1 else across).append(same)
+    for kind, found, where in (
+        ("duplicate", within, "within a class"),
+        ("duplicate across classes", across, "in different classes"),
+    ):
+        if found:
+            shown = "; ".join(", ".join(map(str, same[:_SHOWN])) for same in found[:_SHOWN])
+            more = f"; and {len(found) - _SHOWN} more groups" if len(found) > _SHOWN else ""
+            count = sum(map(len, found))
+            sentence = f"{count} samples {where} have the same image as others: {shown}{more}"
+            yield FileFinding(kind, False, sentence, tuple(sample for same in found for sample in same))
+
+
+def _same(samples: _Samples, candidates: Sequence[int]) -> list[list[int]]:
+    """Those of the candidates that have the same pixels, in groups of two and more."""
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for sample in candidates:
+        groups[hashlib.sha256(np.ascontiguousarray(samples.reader[sample]).data).digest()].append(sample)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _empty_classes(contents: Stored) -> Iterator[FileFinding]:
+    labels, classes = contents.labels, len(contents.class_names)
+    counts = np.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+    empty = [f"{label} ({contents.class_names[label]})" for label in np.flatnonzero(counts == 0).tolist()]
+    if empty:
+        shown = ", ".join(empty[:_SHOWN]) + (f", and {len(empty) - _SHOWN} more" if len(empty) > _SHOWN else "")
+        noun, verb = ("class", "has") if len(empty) == 1 else ("classes", "have")
+        yield FileFinding("empty class", False, f"{noun} {shown} {verb} no sample")
+
+
+def _numbers(samples: Iterable[int]) -> str:
+    """ "sample 3" or "samples 3, 5, ..., and 7 more"."""
+    numbers = list(samples)
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (f", and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")
+    return f"sample{'' if len(numbers) == 1 else 's'} {shown}"
+
+
+def _with_reason(why: dict[int, str], what: str) -> str:
+    first = next(iter(why.values())).rstrip(".")
+    return f"{_numbers(why)} {what}: {first}"
