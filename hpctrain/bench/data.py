@@ -44,7 +44,7 @@ class StageRate:
 
 @dataclass(frozen=True)
 class DataRates:
-    """What a configuration's training images take on their way to a batch.
+    """The speed of a configuration's training images on their way to a batch.
 
     images: of a measured batch. decodes: reading takes pictures apart, too. stages: the rates of all of them, those that run in
     one thread only once. model: whose step needs `needed` images a second with `step_threads` threads; None: no step was timed.
@@ -129,7 +129,7 @@ def _decodes(file: ImageFile) -> bool:
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
 ) -> dict[tuple[str, int], Stage]:
-    """What is timed, by stage and threads; "prepare" is augmentation and normalisation together.
+    """The work that is timed, by stage and threads; "prepare" is augmentation and normalisation together.
 
     plain: pipelines that only normalise.
     """

@@ -24,7 +24,7 @@ class RandomResizedCrop(Augmentation):
     Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
     widened where it shrinks.
 
-    What shrinks, Pillow resizes, which widens the filter; then OpenCV what grows: there it is the same filter.
+    Pillow resizes each way that shrinks, and widens the filter; then OpenCV each way that grows, where it is the same filter.
 
     Args:
         size: Side of the result, in pixels.
