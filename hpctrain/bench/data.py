@@ -79,7 +79,7 @@ class DataRates:
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:
-        """What limits a training whose batches are made by so many threads."""
+        """A sentence on the stage that limits a training whose batches are made by so many threads."""
         made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
         stage = self.slowest(threads)
         if self.needed is None:
