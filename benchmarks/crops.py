@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def of_ours(images: np.ndarray, side: int = SIDE) -> Work:
 def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     """torchvision's on the images of a batch, one after another."""
     import torch
-    from torchvision.transforms import v2
 
     from tests.support.torchvision_models import transforms
 
+    v2 = import_module("torchvision.transforms.v2")  # after the line above, which loads what it wants
     torch.set_num_threads(1)
     crop, flip, normalise = transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
     pictures = transforms.Compose([crop, flip, transforms.ToTensor(), normalise])

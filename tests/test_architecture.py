@@ -78,7 +78,6 @@ MODULES_WITHOUT_A_TEST = {
     "hpctrain.data.augmentations.trivial_augment_wide",
     "hpctrain.experiment.build",
     "hpctrain.experiment.compute_only",
-    "hpctrain.experiment.images",
     "hpctrain.experiment.model",
     "hpctrain.experiment.options_schema",
     "hpctrain.experiment.oversubscription",

@@ -44,7 +44,7 @@ class StageRate:
 
 @dataclass(frozen=True)
 class DataRates:
-    """What a configuration's training images take on their way to a batch.
+    """The speed of a configuration's training images on their way to a batch.
 
     images: of a measured batch. decodes: reading takes pictures apart, too. stages: the rates of all of them, those that run in
     one thread only once. model: whose step needs `needed` images a second with `step_threads` threads; None: no step was timed.
@@ -79,7 +79,7 @@ class DataRates:
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:
-        """What limits a training whose batches are made by so many threads."""
+        """A sentence on the stage that limits a training whose batches are made by so many threads."""
         made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
         stage = self.slowest(threads)
         if self.needed is None:
@@ -129,7 +129,7 @@ def _decodes(file: ImageFile) -> bool:
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
 ) -> dict[tuple[str, int], Stage]:
-    """What is timed, by stage and threads; "prepare" is augmentation and normalisation together.
+    """The work that is timed, by stage and threads; "prepare" is augmentation and normalisation together.
 
     plain: pipelines that only normalise.
     """

@@ -38,7 +38,7 @@ class WaitsOfRanks:
 
     @property
     def share(self) -> float:
-        """Of the time of steps; 0 where there was none."""
+        """Share of the time of steps; 0 where there was none."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property

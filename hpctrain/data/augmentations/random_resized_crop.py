@@ -24,8 +24,7 @@ class RandomResizedCrop(Augmentation):
     Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
     widened where it shrinks.
 
-    A window that is enlarged both ways is OpenCV's, others are Pillow's, which widens the filter: it is the same filter where
-    neither shrinks.
+    Pillow resizes each way that shrinks, and widens the filter; then OpenCV each way that grows, where it is the same filter.
 
     Args:
         size: Side of the result, in pixels.
@@ -76,7 +75,7 @@ class RandomResizedCrop(Augmentation):
         top, left, height, width = self._box(size, u)
         rows, columns = relative(source, ((top, 0), (left, 0)))
         (above, below), across = region[0], slice(*region[1])
-        if self._enlarges(height, width):
+        if min(height, width) <= self.size:
             window = np.zeros((height, width, part.shape[2]), np.uint8)
             window[rows, columns] = part
             whole_result = np.empty((self.size, self.size, part.shape[2]), np.uint8)
@@ -89,14 +88,14 @@ class RandomResizedCrop(Augmentation):
         high[rows] = _resized(wide, part.shape[0], self.size)[:, across]
         out[...] = _resized(high, self.size, out.shape[1])[above:below]
 
-    def _enlarges(self, height: int, width: int) -> bool:
-        return height <= self.size and width <= self.size
-
     def _resize(self, window: np.ndarray, out: np.ndarray) -> None:
-        if self._enlarges(*window.shape[:2]):
+        height, width = window.shape[:2]
+        if max(height, width) > self.size:
+            window = _resized(window, min(height, self.size), min(width, self.size))
+        if min(height, width) < self.size:
             opencv.enlarge(window, out)
         else:
-            out[...] = _resized(window, self.size, self.size)
+            out[...] = window
 
     def _box(self, size: tuple[int, int], u: np.ndarray) -> tuple[int, int, int, int]:
         top, left, height, width = self.boxes(*size, u[None])[0].tolist()
@@ -141,9 +140,11 @@ def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """The same for (h, w, 3), or one channel (h, w)."""
-    stored = Image.fromarray(np.ascontiguousarray(image))
-    narrowed = stored.resize((width, stored.height), Image.Resampling.BILINEAR)
-    return np.asarray(narrowed.resize((width, height), Image.Resampling.BILINEAR))
+    made = Image.fromarray(np.ascontiguousarray(image))
+    for size in ((width, image.shape[0]), (width, height)):
+        if made.size != size:
+            made = made.resize(size, Image.Resampling.BILINEAR)
+    return np.asarray(made)
 
 
 def _filtered(interval: Interval, size: int, resized: int) -> Interval:
