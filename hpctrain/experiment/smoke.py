@@ -177,7 +177,7 @@ def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
     """A sentence on the sizes by epoch, where there are any."""
     if not config.data.sizes:
         return ()
-    sizes, stand_ins = (" and ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
+    sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
     return (f"training images of {stand_ins} px, an epoch each, in place of {sizes}",)
 
 
