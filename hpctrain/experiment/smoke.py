@@ -19,6 +19,7 @@ from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import ConfigError, HpctrainError
 from hpctrain.experiment.automatic import stand_in
+from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.images import check_shapes, evaluation_images, open_images, training_shape
 from hpctrain.experiment.planned_run import Image
 from hpctrain.experiment.start_search import StartedJob
@@ -176,7 +177,7 @@ def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
     """A sentence on the sizes by epoch, where there are any."""
     if not config.data.sizes:
         return ()
-    sizes, stand_ins = (" and ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
+    sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
     return (f"training images of {stand_ins} px, an epoch each, in place of {sizes}",)
 
 
@@ -193,7 +194,7 @@ def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
         shapes = [{name: spec.shape for name, spec in stand_in(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
         return False
-    return shapes[0] == shapes[1]
+    return shapes[0] == shapes[1] and not any(size_faults(small))
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:

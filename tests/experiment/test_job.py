@@ -10,7 +10,7 @@ import pytest
 
 import hpctrain
 from hpctrain.data import format as data_format
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.job import Stopped
 from hpctrain.models import interchange
 from hpctrain.storage import weights_file
@@ -139,3 +139,22 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
                 continue
             np.testing.assert_array_equal(parameter.data, first.network.parameters[name].data)
         assert not np.array_equal(replica.network.parameters["fc.weight"].data, by_seed)
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 9, 7, 3), np.uint8)
+    data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcde"), [(pixels, LABELS)])
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.residual(), (9, 7, 3), backend="numpy")
+        loader = job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])
+        for epoch, shape in enumerate([(6, 5, 3), (9, 7, 3)]):
+            for batch in loader.epoch(epoch):
+                assert batch.x.shape[1:] == shape
+                replica.step(batch, 0.1)
+        assert replica.settle() is not None
+        with pytest.raises(ConfigError, match="the smallest value is 1"):
+            job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (0, 7)])
+        plain = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
+        with pytest.raises(ShapeError, match="another size of this training or its evaluation: Layer fc1"):
+            job.loader(plain, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])

@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from hpctrain.data.loader import Loader
 from tests.support import combinations
 from tests.support.combinations import Tally, drawn, run
 from tests.support.dimensions import VALUES, line, parsed
@@ -66,3 +67,10 @@ def test_a_wrong_result_is_a_failure_with_its_line(monkeypatch: pytest.MonkeyPat
     tally.add(row)
     (failure,) = tally.failures
     assert failure.startswith(line(row))
+
+
+def test_images_that_keep_the_first_epochs_size_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = parsed(["net=narrow", "data=file", "image_sizes=smaller-first", "steps=6"])
+    assert run(row) <= combinations.TOLERANCE
+    monkeypatch.setattr(Loader, "_take_size", lambda self, epoch: None)
+    assert run(row) > combinations.TOLERANCE
