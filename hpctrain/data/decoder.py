@@ -99,7 +99,7 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert(mode)
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
