@@ -98,7 +98,7 @@ def chains() -> dict[str, Callable[[Sequence[bytes]], object]]:
 
 
 def works(contents: Sequence[bytes]) -> dict[str, Work]:
-    """What is measured on the same files."""
+    """All that is measured on the same files."""
 
     def each(decode: Decode) -> Work:
         return lambda: [decode(content) for content in contents]

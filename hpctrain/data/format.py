@@ -104,7 +104,7 @@ class ImageFile:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all samples in the file; 0 of images that are made up."""
+        """Bytes of all samples in the file; 0 of images that are made up."""
         return self.pixels.extents.size_bytes if isinstance(self.pixels, BlockReader) else 0
 
     def __len__(self) -> int:
