@@ -41,7 +41,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
     """
     from hpctrain.data import fetch as sources
 
-    for path in sources.fetch(out, overwrite=overwrite).values():
+    for path in sources.fetch(out, overwrite=overwrite, bar=progress).values():
         click.echo(path)
 
 
@@ -58,6 +58,8 @@ def info(file: Path) -> None:
     per_class = np.bincount(opened.labels, minlength=len(opened.class_names))
     megabytes = len(opened) * height * width * channels / 1e6
     click.echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
+    if "blob" in opened.manifest:
+        click.echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
     click.echo(f"mean     {_numbers(opened.mean)}")
     click.echo(f"std      {_numbers(opened.std)}")
     click.echo(f"classes  {len(opened.class_names)}")

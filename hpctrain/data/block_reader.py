@@ -200,7 +200,7 @@ class BlockReader:
             self._close = weakref.finalize(self, os.close, opened)
 
     def sentence(self, sample: int, why: str) -> str:
-        """That a sample cannot be read."""
+        """The sentence for a sample that cannot be read."""
         return f"Sample {sample} of the data file {self._path} cannot be read: {why}{self.policy.place}."
 
     def _replace(self, sample: int, actual: int, why: str) -> None:

@@ -87,7 +87,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
 
 
 def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
-    """What is wrong with everything but the images."""
+    """Findings about everything but the images."""
     changed = changed_datasets(contents)
     if changed:
         yield FileFinding("changed", True, f"{', '.join(changed)} changed since the file was written")

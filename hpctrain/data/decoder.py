@@ -25,7 +25,8 @@ except ImportError:  # no wheel for this machine
 Fit = Literal["crop", "squash"]
 
 _JPEG = b"\xff\xd8\xff"
-#: of the parts of a JPEG file that may say which side is up
+_MARKER, _START_OF_SCAN, _APP1, _APP2 = 0xFF, 0xDA, 0xE1, 0xE2
+#: how the segments of a JPEG file begin that may say which side is up
 _ABOUT_SIDES = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0")
 _SEVERAL_PICTURES = b"MPF\0"
 _PLAIN_COLOURS = ("YCbCr", "Gray")
@@ -63,9 +64,12 @@ def versions() -> str:
 
 def _jpeg(content: bytes, channels: int) -> np.ndarray | None:
     """The pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None where it is another file, or one for Pillow to judge."""
-    if simplejpeg is None or not content.startswith(_JPEG) or _SEVERAL_PICTURES in content:
+    if simplejpeg is None or not content.startswith(_JPEG):
         return None
-    if any(mark in content for mark in _ABOUT_SIDES):
+    applications = _applications(content)
+    if applications is None or any(data.startswith(_SEVERAL_PICTURES) for data in applications):
+        return None
+    if any(data.startswith(_ABOUT_SIDES) for data in applications):
         with Image.open(io.BytesIO(content)) as opened:
             if opened.getexif().get(ExifTags.Base.Orientation, 1) != 1:
                 return None
@@ -78,6 +82,20 @@ def _jpeg(content: bytes, channels: int) -> np.ndarray | None:
         return pixels
     except ValueError:  # damaged; Pillow says how, or bears it
         return None
+
+
+def _applications(content: bytes) -> list[bytes] | None:
+    """How the segments APP1 and APP2 in front of a JPEG file's data begin; None where it has no plain sequence of segments."""
+    found: list[bytes] = []
+    place = 2
+    while place + 4 <= len(content) and content[place] == _MARKER:
+        marker = content[place + 1]
+        if marker == _START_OF_SCAN:
+            return found
+        if marker in (_APP1, _APP2):
+            found.append(content[place + 4 : place + 40])
+        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    return None
 
 
 def _opened(content: bytes) -> Image.Image:
@@ -99,7 +117,7 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert(mode)
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:

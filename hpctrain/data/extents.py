@@ -23,12 +23,12 @@ class Extents:
 
     @classmethod
     def fixed(cls, first: int, count: int, stride: int) -> Extents:
-        """Of samples that all have `stride` bytes, as pixels do."""
+        """Extents of samples that all have `stride` bytes, as pixels do."""
         return cls(first, count, stride)
 
     @classmethod
     def rising(cls, first: int, offsets: np.ndarray) -> Extents:
-        """Of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
+        """Extents of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
         return cls(first, len(offsets) - 1, None, offsets)
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class Extents:
 
     @property
     def size_bytes(self) -> int:
-        """Of the block."""
+        """Bytes of the block."""
         return int(self.offsets[-1]) if self.offsets is not None else self.count * (self.stride or 0)
 
     @property

@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpctrain.data.convert import idx
-from hpctrain.data.convert.common import no_progress
+from hpctrain.data.convert.common import Advance, no_progress
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
@@ -65,6 +67,17 @@ SPLITS: Mapping[str, Split] = {
 Source = Callable[[Path, Mapping[str, Split]], Path | None]
 
 
+#: shows progress: description, total and what is counted -> what is told of each few more
+Bar = Callable[[str, int, str], AbstractContextManager[Advance]]
+_BYTES_AT_ONCE = 1 << 18
+
+
+@contextmanager
+def no_bar(description: str, total: int, noun: str) -> Iterator[Advance]:
+    """A `Bar` that shows nothing."""
+    yield no_progress
+
+
 def fetch(
     out: Path,
     sources: Sequence[Source] | None = None,
@@ -72,24 +85,27 @@ def fetch(
     names: Sequence[str] = CLASS_NAMES,
     *,
     overwrite: bool = False,
+    bar: Bar = no_bar,
 ) -> dict[str, Path]:
     """Make sure that out/train.h5 and out/test.h5 exist; give their paths by split. Does nothing where both are there.
 
     Args:
         sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
             package manager, the data set's own site.
-        overwrite: make both again, whatever is there.
+        overwrite: make both again, whatever is there. bar: shows how far downloads and conversions are.
 
     Raises:
         DataError: no source has the files (says how to get them), a file is not the one it should be, or there are files of
             these names that are not Fashion-MNIST.
     """
     with system_errors_as(f"Fashion-MNIST cannot be written to {out}"):
-        return _fetch(out, DEFAULT_SOURCES if sources is None else sources, splits, names, overwrite)
+        if sources is None:
+            sources = (*LOCAL_SOURCES, partial(download, bar=bar))
+        return _fetch(out, sources, splits, names, overwrite, bar)
 
 
 def _fetch(
-    out: Path, sources: Sequence[Source], splits: Mapping[str, Split], names: Sequence[str], overwrite: bool
+    out: Path, sources: Sequence[Source], splits: Mapping[str, Split], names: Sequence[str], overwrite: bool, bar: Bar
 ) -> dict[str, Path]:
     paths = {split: out / f"{split}.h5" for split in splits}
     missing = {split: splits[split] for split, path in paths.items() if overwrite or not _is_there(path, names)}
@@ -100,7 +116,7 @@ def _fetch(
         directory = source(out, missing)
         if directory is not None:
             for split, files in missing.items():
-                _convert(directory, files, paths[split], names)
+                _convert(directory, files, paths[split], names, bar)
             return paths
     raise DataError(
         f"Fashion-MNIST was not found; install Debian's package with `apt-get install {PACKAGE}`, or put the four IDX files "
@@ -130,7 +146,7 @@ def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
     return None
 
 
-def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | None:
+def download(out: Path, splits: Mapping[str, Split], url: str = URL, bar: Bar = no_bar) -> Path | None:
     """Fetch the gzipped files from the data set's own site into the output directory; None where it cannot be reached.
 
     Raises:
@@ -141,7 +157,7 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
             _log.info("downloading %s/%s.gz", url, name)
             try:
                 with urllib.request.urlopen(f"{url}/{name}.gz", timeout=_TIMEOUT_SECONDS) as response:
-                    packed = response.read()
+                    packed = _read(response, name, bar)
             except (OSError, http.client.HTTPException) as error:
                 _log.warning("cannot download %s/%s.gz: %s", url, name, error)
                 return None
@@ -150,7 +166,25 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL) -> Path | N
     return out
 
 
-DEFAULT_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package, download)
+LOCAL_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package)
+
+
+def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
+    """All that a site sends.
+
+    Raises:
+        http.client.HTTPException: it ends too early.
+    """
+    parts: list[bytes] = []
+    total = int(response.headers.get("Content-Length") or 0)
+    with bar(f"downloading {name}.gz", total, "bytes") as advance:
+        while part := response.read(_BYTES_AT_ONCE):
+            parts.append(part)
+            advance(len(part))
+    content = b"".join(parts)
+    if len(content) < total:
+        raise http.client.IncompleteRead(content, total - len(content))
+    return content
 
 
 def _is_there(path: Path, names: Sequence[str]) -> bool:
@@ -181,7 +215,7 @@ def _find(directory: Path, name: str) -> Path | None:
     return next((path for path in (directory / name, directory / f"{name}.gz") if path.is_file()), None)
 
 
-def _convert(directory: Path, files: Split, out: Path, names: Sequence[str]) -> None:
+def _convert(directory: Path, files: Split, out: Path, names: Sequence[str], bar: Bar) -> None:
     arrays = []
     for name, digest in ((files.images, files.images_sha256), (files.labels, files.labels_sha256)):
         path = _find(directory, name)
@@ -189,7 +223,8 @@ def _convert(directory: Path, files: Split, out: Path, names: Sequence[str]) -> 
         content = idx.read_bytes(path)
         _check(content, digest, str(path))
         arrays.append(idx.parse(content, str(path)))
-    idx.write(arrays[0], arrays[1], out, names, no_progress, str(directory))
+    with bar(f"converting {files.images}", len(arrays[1]), "images") as advance:
+        idx.write(arrays[0], arrays[1], out, names, advance, str(directory))
     _log.info("wrote %s: %d images", out, len(arrays[1]))
 
 

@@ -102,6 +102,11 @@ class ImageFile:
         height, width, channels = self.images.shape[1:]
         return height, width, channels
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all samples in the file; 0 of images that are made up."""
+        return self.pixels.extents.size_bytes if isinstance(self.pixels, BlockReader) else 0
+
     def __len__(self) -> int:
         return len(self.labels)
 

@@ -48,7 +48,7 @@ class StoredImages:
 
     @property
     def needed_bytes(self) -> int:
-        """That its samples have."""
+        """Bytes of all samples."""
         return int(np.prod(self.shape, dtype=object)) if self.offsets is None else int(self.offsets[-1])
 
 

@@ -173,7 +173,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is not whole."""
+    """The content of a line; None where it is not whole."""
     if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(line[9:-1]):
         return None
     record: dict[str, Any] = json.loads(line[9:])

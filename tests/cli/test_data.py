@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hpctrain.cli.data import data
 from hpctrain.data import fetch as fetching
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
+from tests.support.picture_files import write_pictures
 
 
 def run(*arguments, fails_with=None):
@@ -108,8 +110,93 @@ def test_convert_folder_lists_what_it_skips(tmp_path):
 
 def test_fetch_prints_the_files(tmp_path, monkeypatch):
     paths = {"train": tmp_path / "train.h5", "test": tmp_path / "test.h5"}
-    monkeypatch.setattr(fetching, "fetch", lambda out, overwrite: paths if out == tmp_path and not overwrite else {})
+    monkeypatch.setattr(fetching, "fetch", lambda out, overwrite, bar: paths if out == tmp_path and not overwrite else {})
     assert run("fetch", "fashion-mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("fit", ["crop", "squash"])
+def test_kept_picture_files_are_the_images_that_pixels_would_be(tmp_path, fit, channels):
+    """Every kind of picture that users have: turned by EXIF, grey, with a palette, transparent, CMYK, 16 bits."""
+    write_pictures(tmp_path / "tree")
+    inputs = ("convert", "folder", tmp_path / "tree", "--size", 12, "--fit", fit, "--channels", channels)
+    run(*inputs, tmp_path / "pixels.h5")
+    run(*inputs, tmp_path / "files.h5", "--keep-jpeg")
+    pixels, files = ImageFile.open(tmp_path / "pixels.h5"), ImageFile.open(tmp_path / "files.h5")
+    assert np.array_equal(files.pixels[:], pixels.images)
+    assert (files.mean.tobytes(), files.std.tobytes()) == (pixels.mean.tobytes(), pixels.std.tobytes())
+    assert (files.class_names, files.labels.tolist()) == (pixels.class_names, pixels.labels.tolist())
+    sources = sorted((tmp_path / "tree").rglob("*.*"))
+    assert [files.pixels.stored(number) for number in range(len(files))] == [path.read_bytes() for path in sources]
+    assert f"stored   as picture files, {files.stored_bytes / 1e6:.1f} MB" in run("info", tmp_path / "files.h5")
+    run("verify", tmp_path / "files.h5")
+    run("check", tmp_path / "files.h5")
+
+
+def test_kept_picture_files_of_an_npz(tmp_path, inputs):
+    (path,), _ = inputs["npz"]
+    run("convert", "npz", path, tmp_path / "files.h5", "--keep-jpeg")
+    file = ImageFile.open(tmp_path / "files.h5")
+    assert file.pixels.stored(0) == (tmp_path / "tree" / "ant" / "a.png").read_bytes()
+    assert (file.shape, file.fit) == ((4, 4, 3), None)
+    assert not file.pixels[:].any()
+
+
+@pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])
+def test_broken_pictures_are_named_or_left_out(tmp_path, keep):
+    write_pictures(tmp_path / "tree")
+    broken = tmp_path / "tree" / "bee" / "turned.jpg"
+    broken.write_bytes(broken.read_bytes()[:-30])
+    convert = ("convert", "folder", tmp_path / "tree", tmp_path / "out.h5", "--size", 12, *keep)
+    run(*convert, fails_with=r"1 image \(.*bee/turned\.jpg\) cannot be decoded")
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert "skipped" in run(*convert, "--skip-unreadable")
+    assert len(ImageFile.open(tmp_path / "out.h5")) == 13
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])
+def test_a_conversion_that_is_killed_goes_on(tmp_path, keep):
+    """kill -9 once a part of it is in the journal; then a changed picture, which is noticed."""
+    random = np.random.default_rng(0)
+    (tmp_path / "tree" / "ant").mkdir(parents=True)
+    for number in range(24):
+        Image.fromarray(random.integers(0, 256, (60, 60, 3), np.uint8)).save(tmp_path / "tree" / "ant" / f"{number:02}.jpg")
+    code = "import hpctrain.data.convert.packing as packing; packing._CHUNK_ITEMS = 4; "
+    code += "from hpctrain.cli.data import data; data()"
+    slow = "import time, hpctrain.data.convert.packing as packing; decode = packing.decode; "
+    slow += "packing.decode = lambda *arguments: (time.sleep(0.05), decode(*arguments))[1]; "
+
+    def command(out, before=""):
+        arguments = ["convert", "folder", tmp_path / "tree", tmp_path / out, "--size", 50, "--threads", 1, *keep]
+        return [sys.executable, "-c", before + code, *map(str, arguments)]
+
+    def finish(out):
+        return subprocess.run(command(out), check=True, capture_output=True, text=True, timeout=120).stderr
+
+    def kill_in_the_middle():
+        running, journal = subprocess.Popen(command("a.h5", slow)), tmp_path / "a.h5.partial.journal"
+        end = time.monotonic() + 60
+        while not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
+            assert running.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        running.kill()
+        running.wait()
+
+    finish("whole.h5")
+    kill_in_the_middle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5.partial", "a.h5.partial.journal", "tree", "whole.h5"]
+    finish("a.h5")
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "tree", "whole.h5"]
+
+    (tmp_path / "a.h5").unlink()
+    kill_in_the_middle()
+    Image.new("RGB", (60, 60)).save(tmp_path / "tree" / "ant" / "00.jpg")
+    assert "was begun from other images or options; it is begun again" in finish("a.h5")
+    assert not ImageFile.open(tmp_path / "a.h5").pixels[0].any()
 
 
 @pytest.fixture

@@ -169,6 +169,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["."], ". is a directory"),
     ],
     "data verify": [(["nowhere.h5"], "There is no data file nowhere.h5"), (["file"], "The data file file")],
+    "data check": [(["nowhere.h5"], "There is no data file nowhere.h5"), (["file"], "The data file file")],
     "data convert idx": [
         (["nowhere", "nowhere", "out.h5"], "There is no IDX file nowhere"),
         (["file", "file", "out.h5"], "file"),

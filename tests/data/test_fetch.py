@@ -1,9 +1,11 @@
 """Fashion-MNIST: the order of sources, checks of what they give, and nothing done twice. The network is never used."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
+import io
 import os
 import struct
 import threading
@@ -150,6 +152,30 @@ def test_download_keeps_the_files_and_converts_them(tmp_path, site):
     assert len(ImageFile.open(paths["train"])) == 9
     names = [f"{split}-{kind}.gz" for split in ("test", "train") for kind in ("images", "labels")]
     assert sorted(os.listdir(out)) == sorted([*names, "test.h5", "train.h5"])
+
+
+def test_downloads_and_conversions_tell_how_far_they_are(tmp_path, site):
+    splits, url = site
+    told = {}
+
+    @contextlib.contextmanager
+    def bar(description, total, noun):
+        yield lambda count: told.update({description: (told.get(description, (0,))[0] + count, total, noun)})
+
+    fetch(tmp_path / "out", [functools.partial(fetching.download, url=url, bar=bar)], splits, "abc", bar=bar)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "site").iterdir()}
+    expected = {f"downloading {name}": (size, size, "bytes") for name, size in sizes.items()}
+    expected |= {f"converting {split}-images": (count, count, "images") for split, count in (("train", 9), ("test", 4))}
+    assert told == expected
+
+
+def test_a_download_that_ends_early_is_no_source(tmp_path, site, monkeypatch):
+    splits, url = site
+    send = http.server.SimpleHTTPRequestHandler.copyfile
+    monkeypatch.setattr(
+        QuietHandler, "copyfile", lambda self, source, out: send(self, io.BytesIO(source.read()[:-5]), out), False
+    )
+    assert fetching.download(tmp_path, splits, url) is None
 
 
 def test_a_wrong_download_is_refused_and_not_kept(tmp_path, site):

@@ -119,7 +119,7 @@ def convert(
 
 
 def _item(path: Path, label: int) -> list[object]:
-    """What tells a file from another, or from one of its name that was changed."""
+    """Facts that tell a file from another, or from one of its name that was changed."""
     with system_errors_as(f"The image {path} cannot be read"):
         status = path.stat()
     return [str(path), label, status.st_size, status.st_mtime_ns]

@@ -22,7 +22,7 @@ _CHUNK_ITEMS = 4096
 
 @dataclass(frozen=True)
 class PictureForm:
-    """What becomes of pictures.
+    """The form that pictures get in a data file.
 
     Attributes:
         size: (H, W) that they are brought to; None: they all have one. fit: "crop" or "squash", how. channels: 1 or 3.
