@@ -168,7 +168,7 @@ def _room(descriptor: int) -> int:
 
 
 def _identity(file: ImageFile) -> dict[str, object]:
-    """What a data file is known by: its images' checksum, size and time."""
+XXits images' checksum, size and time."""
     status = os.stat(file.path)
     return {
         "images": file.manifest["images"],

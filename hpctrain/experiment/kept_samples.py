@@ -1,4 +1,4 @@
-"""What is kept of a data file at which level, in plain data and in sentences for the start of a run."""
+"""The samples of a data file that are kept at each level, in plain data and in sentences for the start of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.data.format import ImageFile
 
 @dataclass(frozen=True)
 class KeptSamples:
-    """What a node keeps of a file.
+    """The samples of a file that a node keeps.
 
     Attributes:
         memory, memory_bytes: samples from the first on. denied: why ranks do not share that memory; empty: they do.
@@ -35,7 +35,7 @@ class KeptSamples:
 
 
 def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
-    """What is kept of a file; nothing where nothing is."""
+    """The levels of a file, a sentence each."""
     again = ", the others are read again in each epoch" if kept.covered < len(file) else ""
     if kept.memory:
         where = "in memory of each node"
