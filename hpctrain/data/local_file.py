@@ -168,7 +168,7 @@ def _room(descriptor: int) -> int:
 
 
 def _identity(file: ImageFile) -> dict[str, object]:
-XXits images' checksum, size and time."""
+    """The marks of a data file: its images' checksum, their shape, its size and time."""
     status = os.stat(file.path)
     return {
         "images": file.manifest["images"],
