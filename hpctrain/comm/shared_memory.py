@@ -33,7 +33,7 @@ class SharedMemory:
         self._order = threading.Lock()
 
     def fence(self) -> None:
-        """What was read or written before is so before what comes after, for all ranks.
+        """All reads and writes before it come before those behind it, for all ranks.
 
         One lock may let both sides into its block, where they can change places; of two locks, one after the other, the first
         keeps the one side before its end, and the second the other side behind its begin.

@@ -95,6 +95,20 @@ class CacheConfig(Section):
         description="Memory of a node in which its ranks share samples, as a number of bytes or such as 64GB; 0 switches it off, "
         "auto takes at most half of what is free at the start.",
     )
+    local: Text | None = Field(
+        default=None,
+        description="Directory of each node, such as $TMPDIR, for a local copy of samples that memory does not hold; null makes "
+        "none.",
+    )
+    local_limit: Size = Field(
+        default=AUTO,
+        description="Largest size of the local copy of a file, as a number of bytes or such as 500GB; auto takes at most 90 % of "
+        "what is free in the directory.",
+    )
+    keep: bool = Field(
+        default=False,
+        description="Leave the local copy on the node, of all samples, for a later run on the same data file; false removes it.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -20,14 +20,14 @@ from hpctrain.data.unreadable import stand_ins
 
 _ABSENT, _BEING_READ, _THERE = range(3)
 _ALIGNMENT_BYTES = 64
-# Read between two looks at what others have read in the meantime.
+# Read at once; then comes a look at what others have read in the meantime.
 _BYTES_AT_ONCE = 4 << 20
 #: that a rank waits for a sample that another one reads: much longer than a disk takes, much shorter than a deadline
 PATIENCE_SECONDS = 30.0
 _PAUSE_SECONDS = 1e-3
 
 
-class Place(NamedTuple):
+class NodeRank(NamedTuple):
     """A rank among those of its node, from 0: each begins with other samples of a batch that several of them need."""
 
     rank: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 #: of a rank that shares its memory with no other
-ALONE = Place(0, 1)
+ALONE = NodeRank(0, 1)
 
 
 def bytes_for(held: int, image_bytes: int) -> int:
@@ -73,7 +73,7 @@ class SampleMemory:
         memory: SharedMemory,
         held: int,
         counts: ReadCounts,
-        place: Place = ALONE,
+        place: NodeRank = ALONE,
         *,
         patience_seconds: float = PATIENCE_SECONDS,
         sleep: Callable[[float], None] = time.sleep,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import ValidationError
@@ -13,12 +12,15 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import share
 from hpctrain.config.data_section import CacheConfig
 from hpctrain.config.size import AUTO
-from hpctrain.data.format import ImageArray, ImageFile
+from hpctrain.data.format import ImageFile, ReadImages
 from hpctrain.data.loader import Loader
+from hpctrain.data.local_copy import LocalSamples
+from hpctrain.data.local_file import LocalFile, LocalRequest, open_local
 from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.sample_memory import ALONE, Place, SampleMemory, bytes_for, held_in
+from hpctrain.data.sample_memory import ALONE, NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.errors import ConfigError
+from hpctrain.experiment.kept_samples import KeptSamples, sentences
 from hpctrain.experiment.session import StartedRank
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.rules import rule
@@ -32,24 +34,22 @@ _UNKNOWN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept of a file: samples of it, in so many bytes of a node. denied: why ranks do not share them, if they do not."""
-
-    samples: int = 0
-    n_bytes: int = 0
-    denied: str = ""
-
-
-@dataclass(frozen=True)
 class DataCache:
     """The levels of a job's data files.
 
     Attributes:
         counts: of this rank. notes: sentences on what is kept, for the start of a run.
+        local_files: that this rank is to leave for a later run.
     """
 
     counts: ReadCounts
     notes: tuple[str, ...]
+    local_files: tuple[LocalFile, ...] = ()
+
+    def keep(self) -> None:
+        """Leave local copies for a later run, where that is asked for. Once all ranks have read; not collective."""
+        for local in self.local_files:
+            local.keep()
 
 
 def cache_of(value: object) -> CacheConfig:
@@ -82,16 +82,19 @@ def give_levels(
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
     files = [loader for loader in loaders if isinstance(loader.file.pixels, MappedReader)]
-    kept: list[Kept] = []
+    kept: list[KeptSamples] = []
+    local_files: list[LocalFile] = []
     for loader in files:
-        level, of_file = _level(node, loader.file, budget, counts)
+        level, of_file, local = _levels(node, loader.file, config, budget, counts)
         loader.read_through(level)
-        budget -= of_file.n_bytes
+        budget -= of_file.memory_bytes
         kept.append(of_file)
+        local_files += [local] if node.rank == 0 else []
     of_ranks = rank.world.allgather_object(kept)
-    least = [min(of_file, key=lambda kept: kept.samples) for of_file in zip(*of_ranks, strict=True)]
-    notes = [_note(loader.file, of_file) for loader, of_file in zip(files, least, strict=True) if config.memory]
-    return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)))
+    least = [min(of_file, key=lambda kept: (kept.covered, kept.memory)) for of_file in zip(*of_ranks, strict=True)]
+    off = config.memory == 0 and config.local is None
+    notes = [text for loader, of_file in zip(files, least, strict=True) for text in sentences(loader.file, of_file) if not off]
+    return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:
@@ -108,27 +111,35 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
     )
 
 
-def _level(node: Communicator, file: ImageFile, budget: int, counts: ReadCounts) -> tuple[ImageArray, Kept]:
-    """The images of a file through memory, and what of them is kept there. Collective."""
+def _levels(
+    node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
+) -> tuple[ReadImages, KeptSamples, LocalFile]:
+    """The images of a file through its levels, what of them is kept, and the local copy, if there is one. Collective."""
     assert isinstance(file.pixels, MappedReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
-    source, held = CountedImages(file.pixels, counts), held_in(budget, samples, image_bytes)
+    held = held_in(budget, samples, image_bytes)
+    level: ReadImages = CountedImages(file.pixels, counts)
+    local = _local(node, file, config, held)
+    if held or local.copy is not None:
+        file.pixels.reads_by_calls()
+    kept = KeptSamples(local_denied=local.denied)
+    if local.copy is not None:
+        level = LocalSamples(level, local.copy, counts)
+        copy = local.copy
+        kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=local.n_bytes, found=local.found)
     if not held:
-        return source, Kept()
-    file.pixels.reads_by_calls()
-    memory = share(node, bytes_for(held, image_bytes))
-    place, kept_bytes = Place(node.rank, node.size), bytes_for(held, image_bytes)
+        return level, kept, local
+    memory_bytes, place = bytes_for(held, image_bytes), NodeRank(node.rank, node.size)
+    memory = share(node, memory_bytes)
     if memory.denied:  # pages that are not touched take no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
-    return SampleMemory(source, memory, held, counts, place), Kept(held, kept_bytes, memory.denied)
+    kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
+    return SampleMemory(level, memory, held, counts, place), kept, local
 
 
-def _note(file: ImageFile, kept: Kept) -> str:
-    """What is kept of a file, in a sentence."""
-    share_of_all = f"{math.floor(100 * kept.samples / len(file))} % of the samples stay"
-    which = "all samples stay" if kept.samples == len(file) else share_of_all
-    rest = "" if kept.samples == len(file) else ", the others are read again in each epoch"
-    where = "in memory of each node"
-    if kept.denied:
-        where = f"in memory of each rank, as the ranks of a node cannot share it ({kept.denied})"
-    return f"data {file.path}: {which} {where} ({kept.n_bytes / 1e9:.3g} GB){rest}"
+def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile:
+    """The local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
+    if config.local is None or (held == len(file) and not config.keep):
+        return LocalFile()
+    limit = None if config.local_limit == AUTO else config.local_limit
+    return open_local(node, file, LocalRequest(config.local, limit, 0 if config.keep else held, config.keep))

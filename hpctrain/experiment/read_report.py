@@ -38,10 +38,12 @@ class ReadReport:
             self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
 
     def finish(self, position: Position) -> None:
-        """Say what all ranks have read, and record samples that could not be read."""
+        """Say what all ranks have read, record samples that could not be read, and keep local copies."""
         line = read_line(self._total())
         if line is not None:
             self._reporter.say(line)
+        if self._cache is not None:
+            self._cache.keep()
         self._gaps.finish(position)
 
     def _total(self) -> dict[str, int]:

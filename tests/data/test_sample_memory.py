@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.sample_memory import Place, SampleMemory, bytes_for, held_in
+from hpctrain.data.sample_memory import NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.data.unreadable import UnreadableError
 
 SHAPE = (5, 7, 3)
@@ -60,7 +60,7 @@ class Node:
         self.sources = [Source(self.bad if rank == 0 else ()) for rank in range(self.ranks)]
         self.counts = [ReadCounts() for _ in range(self.ranks)]
         self.levels = [
-            SampleMemory(CountedImages(source, counts), memory, self.held, counts, Place(rank, self.ranks))
+            SampleMemory(CountedImages(source, counts), memory, self.held, counts, NodeRank(rank, self.ranks))
             for rank, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
 

@@ -80,6 +80,8 @@ TEXTS = {
         "docs/predict.md",
         "most often taken for",
     ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
+    ("docs/data.md", "61 % of the samples stay in memory"): "a line of a run; tests/experiment/test_data_cache.py has its form",
+    ("docs/data.md", "samples read: 120,000 from"): "the same",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",

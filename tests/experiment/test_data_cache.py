@@ -42,6 +42,14 @@ schedule: constant
 """
 #: limits of memory: none, two fifths of the samples, more than all
 LIMITS = {"off": 0, "some": 85 * SIZE, "all": 1 << 20}
+#: sections `data.cache` with a local copy, and the samples that are read from the file in the first epoch and in each later one
+LOCAL: dict[str, tuple[dict[str, Any], int]] = {
+    "local": ({"memory": 0}, 0),
+    "local in part": ({"memory": 0, "local_limit": 100 * SIZE}, N - 100),
+    "both": ({"memory": 85 * SIZE}, 0),
+    "both in part": ({"memory": 85 * SIZE, "local_limit": 50 * SIZE}, N - 84 - 50),
+    "kept": ({"memory": 85 * SIZE, "keep": True}, 0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +83,8 @@ def stream(
                 session.world.allgather_object(None)  # virtual ranks take turns, and go on together as in a training
                 if len(batches) < BATCHES:
                     batches.append([batch.x.tobytes(), batch.y.tobytes()])
+        session.world.allgather_object(None)
+        levels.keep()
         return batches, levels.counts.values()
 
     results = work_virtual(ranks, folder / "cached.yaml", (), work, per_node)
@@ -111,6 +121,26 @@ def test_the_batches_are_the_same_bits(
     assert read["file_bytes"] == read["file_samples"] * SIZE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("levels", LOCAL)
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2)])
+def test_a_local_copy_gives_the_same_bits(
+    folder: Path, tmp_path: Path, expected: str, ranks: int, per_node: int | None, levels: str, prefetch: int
+) -> None:
+    section, again = LOCAL[levels]
+    cache = {**section, "local": str(tmp_path)}
+    for found in range(2):
+        digest, read = stream(folder, ranks, cache, per_node=per_node, prefetch=prefetch)
+        assert digest == expected
+        assert read["file_samples"] + read["memory_samples"] + read["local_samples"] == 2 * N
+        if found and section.get("keep") and per_node is None:
+            assert read["file_samples"] == 0
+        elif per_node is None:
+            assert read["file_samples"] == N + again
+    assert len(list(tmp_path.iterdir())) == 2 * bool(section.get("keep"))
+
+
 def test_mixed_images_read_each_sample_once_more_or_less(folder: Path) -> None:
     """A sample is another one's partner in the same step; ranks may then read it at once, and both get it right."""
     mixing = Mixing(1.0, 1.0, seed=3)
@@ -141,6 +171,14 @@ def test_the_share_that_is_kept_is_told(folder: Path) -> None:
     )
     both = notes(folder, 2, {"memory": 300 * SIZE}, loaders=2)  # the second file has what the first leaves
     assert [note.split(" stay")[0] for note in both] == ["data train.h5: all samples", "data train.h5: 46 % of the samples"]
+
+
+def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
+    cache = {"memory": 85 * SIZE, "local": f"{tmp_path}/file/below"}
+    (tmp_path / "file").write_bytes(b"")
+    memory, local = notes(folder, 2, cache)
+    assert memory.endswith("GB), the others are read again in each epoch")
+    assert local == f"data train.h5: there is no local copy, as {tmp_path}/file/below cannot be used: Not a directory"
 
 
 def test_more_than_a_node_has_is_cut_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
