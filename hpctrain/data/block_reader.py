@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -41,11 +41,14 @@ class BlockReader:
     Attributes:
         extents: as given. policy: what becomes of samples that cannot be read.
         replaced: by sample that could not be read, the one that is read in its place.
+        decodes: whether the stored bytes are picture files. threads: that decode at once, which may be set between two calls.
     """
+
+    decodes: ClassVar[bool] = False
 
     def __init__(self, path: Path, block: np.memmap, extents: Extents) -> None:
         self.extents = extents
-        self.policy = ReadPolicy()
+        self.policy, self.threads = ReadPolicy(), 1
         self.replaced: dict[int, int] = {}
         self._path, self._map, self._offset = path, block, extents.first
         self._unreadable: set[int] = set()
@@ -53,6 +56,13 @@ class BlockReader:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._identity = _identity(os.fstat(self._descriptor))
         self._gathers = True
+
+    def reads_by_calls(self) -> None:
+        """Read each sample by a system call of its own from now on, not out of the map.
+
+        For samples that are read once: a parallel file system serves a call for all bytes of a sample, and a map page by page.
+        """
+        self._gathers = False
 
     def stored(self, sample: int) -> bytes:
         """The stored bytes of a sample, as they are, whatever stands in for it.

@@ -33,6 +33,8 @@ class EncodedReader(BlockReader):
         fit: "crop" or "squash", how. threads: that decode at once, without the interpreter's lock for most of the time.
     """
 
+    decodes = True
+
     def __init__(
         self,
         path: Path,
@@ -50,6 +52,7 @@ class EncodedReader(BlockReader):
         self._size, self._fit = (form[0], form[1]), cast(Fit, fit)
         self._to_compare = _COMPARED_SAMPLES
         self._pool: ThreadPoolExecutor | None = None
+        self._pool_threads = 0
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned.
@@ -114,7 +117,8 @@ class EncodedReader(BlockReader):
         """Results in the order of the numbers."""
         if self.threads == 1 or len(numbers) < 2:
             return map(function, numbers)
-        if self._pool is None:
+        if self._pool is None or self._pool_threads != self.threads:
+            self._pool_threads = self.threads
             self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="hpctrain-decode")
             weakref.finalize(self, self._pool.shutdown, wait=False)
         return self._pool.map(function, numbers)

@@ -110,6 +110,16 @@ class ImageFile:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def stored_digest(self) -> str:
+        """sha256 of the images as they are stored: pixels, or picture files."""
+        return self.manifest["blob" if "blob" in self.manifest else "images"]
+
+    def decode_by(self, threads: int) -> None:
+        """From now on so many threads decode pictures, where the file holds picture files."""
+        if isinstance(self.pixels, BlockReader):
+            self.pixels.threads = threads
+
     def take_labels(self, samples: np.ndarray, out: np.ndarray) -> None:
         """The labels of samples (n,), written to `out` (n,): of those that were read in their places where they could not be."""
         if isinstance(self.pixels, BlockReader) and (replaced := self.pixels.replaced):
@@ -155,7 +165,7 @@ class ImageFile:
                 raise UnreadableError(self.pixels.sentence(sample, why))
             digest.update(block.data)
         name = "blob" if "blob" in self.manifest else "images"
-        if digest.hexdigest() != self.manifest[name]:
+        if digest.hexdigest() != self.stored_digest:
             raise changed(self.path, [name])
 
 

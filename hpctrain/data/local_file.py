@@ -168,10 +168,10 @@ def _room(descriptor: int) -> int:
 
 
 def _identity(file: ImageFile) -> dict[str, object]:
-    """The marks of a data file: its images' checksum, their shape, its size and time."""
+    """The marks of a data file: the checksum of what it stores, the images' shape, its size and time."""
     status = os.stat(file.path)
     return {
-        "images": file.manifest["images"],
+        "images": file.stored_digest,
         "bytes": status.st_size,
         "time_ns": status.st_mtime_ns,
         "shape": list(file.images.shape),

@@ -22,13 +22,6 @@ class MappedReader(BlockReader):
         super().__init__(path, images, Extents.fixed(offset, images.shape[0], int(np.prod(images.shape[1:]))))
         self.shape = images.shape
 
-    def reads_by_calls(self) -> None:
-        """Read each sample by a system call of its own from now on, not out of the map.
-
-        For samples that are read once: a parallel file system serves a call for all bytes of a sample, and a map page by page.
-        """
-        self._gathers = False
-
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Whole images of samples (n,), written to `out` (n, H, W, C), which is contiguous and is returned.
 

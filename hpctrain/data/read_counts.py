@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageArray
 from hpctrain.data.unreadable import stand_ins
 
@@ -69,7 +70,8 @@ class CountedImages:
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
         """Pixels of a sample or of several, of whole images or of a region, as of an array."""
         pixels: np.ndarray = self._images[index]
-        self._counts.add(self._origin, len(pixels) if pixels.ndim == len(self.shape) else 1, pixels.nbytes)
+        samples = np.arange(self.shape[0])[index[0] if isinstance(index, tuple) else index].reshape(-1)
+        self._counts.add(self._origin, len(samples), self._bytes_of(samples, pixels))
         return pixels
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -78,5 +80,11 @@ class CountedImages:
             np.take(self._images, samples, axis=0, out=out, mode="clip")
         else:
             self._images.take(samples, out)
-        self._counts.add(self._origin, len(samples), out.nbytes)
+        self._counts.add(self._origin, len(samples), self._bytes_of(samples, out))
         return out
+
+    def _bytes_of(self, samples: np.ndarray, pixels: np.ndarray) -> int:
+        """What was read to make these pixels."""
+        if isinstance(self._images, BlockReader) and self._images.decodes:
+            return int(self._images.extents.sizes(samples).sum())
+        return pixels.nbytes

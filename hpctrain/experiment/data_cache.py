@@ -12,11 +12,11 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import share
 from hpctrain.config.data_section import CacheConfig
 from hpctrain.config.size import AUTO
+from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageFile, ReadImages
 from hpctrain.data.loader import Loader
 from hpctrain.data.local_copy import LocalSamples
 from hpctrain.data.local_file import LocalFile, LocalRequest, open_local
-from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.read_counts import CountedImages, ReadCounts
 from hpctrain.data.sample_memory import ALONE, NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.errors import ConfigError
@@ -81,7 +81,7 @@ def give_levels(
     """
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
-    files = [loader for loader in loaders if isinstance(loader.file.pixels, MappedReader)]
+    files = [loader for loader in loaders if isinstance(loader.file.pixels, BlockReader)]
     kept: list[KeptSamples] = []
     local_files: list[LocalFile] = []
     for loader in files:
@@ -115,7 +115,7 @@ def _levels(
     node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
 ) -> tuple[ReadImages, KeptSamples, LocalFile]:
     """The images of a file through its levels, what of them is kept, and the local copy, if there is one. Collective."""
-    assert isinstance(file.pixels, MappedReader)
+    assert isinstance(file.pixels, BlockReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
     held = held_in(budget, samples, image_bytes)
     level: ReadImages = CountedImages(file.pixels, counts)

@@ -168,8 +168,9 @@ def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, b
     """
     config, groups = session.config, session.groups
     set_policy(session, images.file)
-    threads = config.data.threads
-    images.pipeline.share_out(default_threads(session.threads.cores) if threads == "auto" else threads)
+    threads = default_threads(session.threads.cores) if config.data.threads == "auto" else config.data.threads
+    images.pipeline.share_out(threads)
+    images.file.decode_by(threads)
     return Loader(
         images.file,
         Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),

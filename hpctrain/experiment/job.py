@@ -20,15 +20,15 @@ from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
-from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes
-from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.errors import ConfigError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.data_cache import cache_of, give_levels
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.initial_weights import put_weights
+from hpctrain.experiment.loader_arguments import check_shape, mixing_of
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Choice, named, optimizer_of
 from hpctrain.experiment.progress import set_progress
@@ -44,7 +44,6 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.job import Candidate
-from hpctrain.registry import check_options
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
@@ -264,7 +263,7 @@ class Job(StartedRank):
         """
 
         def make() -> tuple[Loader, CacheConfig]:
-            mixed, levels = _mixing(mixing, seed, replica), cache_of(cache)
+            mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
             file = reference = ImageFile.open(str(path))
             if like is not None:
                 reference = ImageFile.open(str(like))
@@ -274,9 +273,10 @@ class Job(StartedRank):
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
             )
             pipeline.share_out(threads)
+            file.decode_by(threads)
             by_epoch = None if sizes is None else ImageSizes(tuple(sizes))
             if by_epoch is None:
-                _check_shape(pipeline.output_shape(*file.shape), replica)
+                check_shape(pipeline.output_shape(*file.shape), replica)
             else:
                 check_image_shapes(replica.network, by_epoch.shapes(pipeline, file.shape))
             sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
@@ -308,10 +308,10 @@ class Job(StartedRank):
         """
 
         def make() -> ArrayLoader:
-            _check_shape(images.shape[1:], replica)
+            check_shape(images.shape[1:], replica)
             sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
             floating = images.astype(replica.network.parameter_dtype, copy=False)
-            return ArrayLoader(floating, labels, sampler, **replica.place, mixing=_mixing(mixing, seed, replica))
+            return ArrayLoader(floating, labels, sampler, **replica.place, mixing=mixing_of(mixing, seed, replica))
 
         return raise_on_all_ranks(self.world, make)
 
@@ -351,28 +351,6 @@ class Job(StartedRank):
             CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
         """
         return self.checkpoints.load(replica, Path(path))
-
-
-def _check_shape(shape: tuple[int, ...], replica: Replica) -> None:
-    expected = replica.network.image_shape
-    if tuple(shape) != tuple(expected):
-        raise ShapeError(f"Images come out as {tuple(shape)}, but the replica takes {expected} (H, W, C); make it for those.")
-
-
-def _mixing(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
-    """The mixing of a loader's images.
-
-    Raises:
-        ConfigError: an option that there is not, a value outside its range, or a loss that takes one label of each sample.
-    """
-    if options is None:
-        return None
-    mixing = Mixing(**check_options(Mixing, "the mixing of images", options, reserved=("seed",)), seed=seed)
-    if mixing.mixes and not replica.network.kernels.arithmetic.on_host:
-        raise ConfigError(
-            'The loss of backend "cuda" takes one label of each sample so far, so it takes no mixed images; leave mixing out.'
-        )
-    return mixing
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:

@@ -37,7 +37,7 @@ def first_batches(path, ranks, threads, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"cache": True}, {"prefetch": 0}], ids=["plain", "cache", "no prefetch"])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=["plain", "no prefetch"])
 def test_batches_are_the_same(make_encoded, options):
     files = make_encoded(count=45, shape=(20, 18, 3))
     reference = first_batches(files[1].path, 1, 1)
