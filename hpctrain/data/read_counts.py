@@ -84,7 +84,7 @@ class CountedImages:
         return out
 
     def _bytes_of(self, samples: np.ndarray, pixels: np.ndarray) -> int:
-        """What was read to make these pixels."""
+        """The size of what was read to make these pixels."""
         if isinstance(self._images, BlockReader) and self._images.decodes:
             return int(self._images.extents.sizes(samples).sum())
         return pixels.nbytes

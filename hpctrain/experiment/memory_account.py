@@ -50,7 +50,7 @@ def finish(world: Communicator, backend: Backend, reporter: Reporter, step: int)
 
 
 def line(peak: PeakMemory, ranks: int) -> str:
-    """The account in words, within 80 columns."""
+    """The account in words."""
     of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
     on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
     return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"

@@ -17,6 +17,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.data.stored import digest_of
 from hpctrain.data.unreadable import ReadPolicy, UnreadableError
 from hpctrain.errors import DataError
+from tests.support.cached import cached
 
 
 def damage(path, sample, keeps_sum=False):
@@ -91,7 +92,7 @@ def test_others_stand_in_for_damaged_pictures(make_encoded, cache, prefetch):
     instead = np.arange(13)
     instead[[4, 5]] = 6
     pipeline = Pipeline([], 3, np.zeros(3), np.ones(3), "float64")
-    loader = Loader(encoded, Sampler(13, 4, seed=3), pipeline, prefetch=prefetch, cache=cache)
+    loader = Loader(encoded, Sampler(13, 4, seed=3), pipeline, prefetch=prefetch, pixels=cached(encoded, cache=cache))
     for batch in loader.epoch(0):
         read = instead[batch.sample_ids]
         np.testing.assert_allclose(batch.x, pixels.images[read] / 255, rtol=1e-12)

@@ -13,6 +13,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes, first_fault
 from hpctrain.errors import ConfigError, ShapeError
+from tests.support.cached import cached, in_memory
 
 SIZES = ImageSizes(((0, 5), (2, 7), (3, 4)))
 CROPPED = [("random_resized_crop", {"size": 9, "scale": [0.5, 1.0]}), ("flip", {})]
@@ -63,7 +64,7 @@ def test_sizes_that_are_out_of_order_are_refused(steps, sentence):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_each_epoch_is_that_of_a_pipeline_of_its_size(make_file, specs, cache, prefetch):
     file, _, _ = make_file(shape=(9, 9, 3))
-    loader = make_loader(file, specs=specs, cache=cache, prefetch=prefetch)
+    loader = make_loader(file, specs=specs, pixels=cached(file, cache=cache), prefetch=prefetch)
     for epoch in (0, 1, 2, 3, 2):
         side = SIZES.at(epoch)
         pipeline = Pipeline(specs, 5, file.mean, file.std, "float64").resized(side)
@@ -97,7 +98,8 @@ def test_tiles_are_those_of_the_size(make_file, cache):
         rows = (even_interval(image_shape[0], 2, rank) for rank in range(2))
         return [((0, sum(counts)), (start - 1, stop + 1), (0, image_shape[1]), (0, 3)) for start, stop in rows]
 
-    loaders = [make_loader(file, rank=rank, ranks=2, split_size=2, tiles=tiles, cache=cache) for rank in range(2)]
+    options = {"split_size": 2, "tiles": tiles, "pixels": cached(file, cache=cache)}
+    loaders = [make_loader(file, rank=rank, ranks=2, **options) for rank in range(2)]
     for epoch in range(4):
         whole, side = images(make_loader(file, prefetch=0), epoch), SIZES.at(epoch)
         for rank, loader in enumerate(loaders):
@@ -109,13 +111,13 @@ def test_tiles_are_those_of_the_size(make_file, cache):
 
 def test_a_file_in_memory_is_read_once_for_all_sizes(make_file, monkeypatch):
     file, _, _ = make_file(shape=(9, 9, 3))
-    loader = make_loader(file, cache=True)
     reads = []
-    read_all = Loader._read_all
-    monkeypatch.setattr(Loader, "_read_all", lambda self, region: reads.append(region) or read_all(self, region))
+    take = file.pixels.take
+    monkeypatch.setattr(file.pixels, "take", lambda samples, out: reads.extend(samples.tolist()) or take(samples, out))
+    loader = make_loader(file, pixels=in_memory(file))
     for epoch in range(4):
         images(loader, epoch)
-    assert reads == [((0, 9), (0, 9))]
+    assert sorted(reads) == list(range(len(file)))
 
 
 def test_sizes_that_a_crop_cannot_make_are_refused(make_file):

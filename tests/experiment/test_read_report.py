@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.experiment.data_report import read_line
-
 from hpctrain.data.read_counts import Origin, ReadCounts
+from hpctrain.experiment.read_report import read_line
 
 
 def test_each_origin_that_gave_samples_is_told() -> None:
