@@ -95,6 +95,11 @@ class CacheConfig(Section):
         description="Memory of a node in which its ranks share samples, as a number of bytes or such as 64GB; 0 switches it off, "
         "auto takes at most half of what is free at the start.",
     )
+    fill: Literal["first_epoch", "start"] = Field(
+        default="first_epoch",
+        description="Time at which memory is filled: in the first_epoch each node reads samples as they come up; at the start all are "
+        "read before the first step, each by one rank of the job, and sent to the other nodes.",
+    )
     local: Text | None = Field(
         default=None,
         description="Directory of each node, such as $TMPDIR, for a local copy of samples that memory does not hold; null makes "

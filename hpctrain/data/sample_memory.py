@@ -64,7 +64,7 @@ class SampleMemory:
         patience_seconds: that this rank waits for what another one reads, at most.
 
     Attributes:
-        replaced: as of the source.
+        replaced: as of the source. held: as given. image_bytes: of one image.
     """
 
     def __init__(
@@ -80,14 +80,19 @@ class SampleMemory:
     ) -> None:
         self.shape = source.shape
         self.replaced = stand_ins(source)
-        self._source, self._memory, self._held, self._counts, self._place = source, memory, held, counts, place
+        self._source, self._memory, self.held, self._counts, self._place = source, memory, held, counts, place
         self._patience_seconds, self._sleep = patience_seconds, sleep
         self._states = memory.array[:held]
-        self._image_bytes = int(np.prod(self.shape[1:]))
+        self.image_bytes = int(np.prod(self.shape[1:]))
         begin = _states_bytes(held)
-        self._pixels = memory.array[begin : begin + held * self._image_bytes].reshape(held, *self.shape[1:])
+        self._pixels = memory.array[begin : begin + held * self.image_bytes].reshape(held, *self.shape[1:])
         self._kept = self._pixels.view()
         self._kept.flags.writeable = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of the node have the memory in common."""
+        return not self._memory.denied
 
     @property
     def full(self) -> bool:
@@ -132,9 +137,27 @@ class SampleMemory:
         begin = len(missing) * self._place.rank // self._place.ranks
         self._bring(samples, np.roll(missing, -begin), None)
 
+    def read_ahead(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
+        """Read samples from `first` on and keep them; errors as of the source.
+
+        Args:
+            images: (n, H, W, C) uint8, to which they are written, too. kept: (n,) uint8, becomes 1 where they are kept.
+        """
+        samples = np.arange(first, first + len(images))
+        images[...] = self._load(samples)
+        kept[...] = self._is_kept(samples)
+
+    def put(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
+        """Keep samples from `first` on that another node has read; arguments as of `read_ahead`."""
+        good = np.flatnonzero(kept)
+        self._pixels[first + good] = images[good]
+        self._memory.fence()
+        self._states[first + good] = _THERE
+        self._counts.add(Origin.NODES, len(good), len(good) * self.image_bytes)
+
     def _is_kept(self, samples: np.ndarray) -> np.ndarray:
         """Whether memory has a place for samples, (n,) bool."""
-        kept: np.ndarray = samples < self._held
+        kept: np.ndarray = samples < self.held
         if self.replaced:
             kept &= ~np.isin(samples, list(self.replaced))
         return kept
@@ -150,7 +173,7 @@ class SampleMemory:
         """Copy what is in memory to its places of `out`."""
         if out is not None and len(places):
             out[places] = self._kept[samples[places]]
-            self._counts.add(Origin.MEMORY, len(places), len(places) * self._image_bytes)
+            self._counts.add(Origin.MEMORY, len(places), len(places) * self.image_bytes)
 
     def _stream(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
         """Read from the source what is not kept."""
@@ -164,7 +187,7 @@ class SampleMemory:
 
     def _bring(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
         """Read samples from the source and keep them, or wait for those that other ranks are reading."""
-        at_once = max(1, _BYTES_AT_ONCE // max(1, self._image_bytes))
+        at_once = max(1, _BYTES_AT_ONCE // max(1, self.image_bytes))
         waited_seconds = 0.0
         while len(places):
             states = self._states[samples[places]]

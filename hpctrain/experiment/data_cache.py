@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from hpctrain.data.read_counts import CountedImages, ReadCounts
 from hpctrain.data.sample_memory import ALONE, NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.kept_samples import KeptSamples, sentences
+from hpctrain.experiment.memory_filling import fill
 from hpctrain.experiment.session import StartedRank
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.rules import rule
@@ -83,10 +85,12 @@ def give_levels(
     budget, shortage = _budget(node, config, auto_share)
     files = [loader for loader in loaders if isinstance(loader.file.pixels, BlockReader)]
     kept: list[KeptSamples] = []
+    levels: list[ReadImages] = []
     local_files: list[LocalFile] = []
     for loader in files:
         level, of_file, local = _levels(node, loader.file, config, budget, counts)
         loader.read_through(level)
+        levels.append(level)
         budget -= of_file.memory_bytes
         kept.append(of_file)
         local_files += [local] if node.rank == 0 else []
@@ -94,7 +98,25 @@ def give_levels(
     least = [min(of_file, key=lambda kept: (kept.covered, kept.memory)) for of_file in zip(*of_ranks, strict=True)]
     off = config.memory == 0 and config.local is None
     notes = [text for loader, of_file in zip(files, least, strict=True) for text in sentences(loader.file, of_file) if not off]
+    if config.fill == "start":
+        notes += [note for loader, level in zip(files, levels, strict=True) for note in _filled(rank, loader.file, level)]
     return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
+
+
+def _filled(rank: StartedRank, file: ImageFile, level: ReadImages) -> Iterator[str]:
+    """Fill the memory of all nodes, and say so. Collective.
+
+    Raises:
+        DataError: as `fill`.
+    """
+    memory = level if isinstance(level, SampleMemory) else None
+    if not all(rank.world.allgather_object(memory is not None)):  # on some node there is no room for a single sample
+        return
+    assert memory is not None
+    begun = time.perf_counter()
+    samples = fill(rank, memory, shared=memory.is_shared)
+    seconds = time.perf_counter() - begun
+    yield f"data {file.path}: memory was filled with {samples:,} samples in {seconds:.1f} s, each read once by the job"
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:

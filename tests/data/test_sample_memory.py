@@ -164,6 +164,20 @@ def test_a_rank_waits_for_another_that_reads_and_then_reads_by_itself() -> None:
     assert sum(pauses) == pytest.approx(0.05)
 
 
+def test_samples_that_are_read_ahead_are_put_into_memory_of_other_nodes() -> None:
+    here, there = Node(2, 9, bad=(4,)), Node(1, 9)
+    images, kept = np.empty((6, *SHAPE), np.uint8), np.empty(6, np.uint8)
+    here.levels[0].read_ahead(2, images, kept)
+    assert kept.tolist() == [1, 1, 0, 1, 1, 1]
+    there.levels[0].put(2, images, kept)
+    values = there.counts[0].values()
+    assert (values["nodes_samples"], values["nodes_bytes"], values["file_samples"]) == (5, 5 * SIZE, 0)
+    for node in (here, there):
+        level, source = node.levels[-1], node.sources[-1]
+        assert np.array_equal(taken(level, list(range(N))), PIXELS)
+        assert sorted(source.taken) == [0, 1, 4, *range(8, N)]
+
+
 def test_what_is_read_cannot_be_written_to() -> None:
     node = Node(1, N)
     assert not node.levels[0][3].flags.writeable

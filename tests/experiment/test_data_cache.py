@@ -123,6 +123,23 @@ def test_the_batches_are_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("limit", ["some", "all"])
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2), (3, 2), (4, 1), (6, 2), (5, 3)])
+def test_memory_that_is_filled_at_the_start_has_each_sample_read_once_by_the_job(
+    folder: Path, expected: str, ranks: int, per_node: int | None, limit: str, prefetch: int
+) -> None:
+    cache = {"memory": LIMITS[limit], "fill": "start"}
+    digest, read = stream(folder, ranks, cache, per_node=per_node, prefetch=prefetch)
+    assert digest == expected
+    held, nodes = {"some": 84, "all": N}[limit], -(-ranks // (per_node or ranks))
+    assert read["file_samples"] == held + 2 * (N - held)
+    assert read["file_bytes"] == read["file_samples"] * SIZE
+    assert read["nodes_samples"] == (nodes - 1) * held
+    assert read["memory_samples"] == 2 * held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("levels", LOCAL)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2)])
 def test_a_local_copy_gives_the_same_bits(

@@ -138,7 +138,12 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "unreadable": (0, 4, 5, 18),
         "unreadable-last": (17, 18),
     },
-    "cache": {"no": {"memory": 0}, "all": {"memory": "1MB"}, "some": {"memory": 1_800}},  # of a file
+    "cache": {
+        "no": {"memory": 0},
+        "all": {"memory": "1MB"},
+        "some": {"memory": 1_800},
+        "filled": {"memory": 1_800, "fill": "start"},
+    },  # of a file
     "checkpoint": {  # layout, asynchronous
         "none": None,
         "single": ("single", False),
