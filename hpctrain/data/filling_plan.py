@@ -1,4 +1,4 @@
-"""Who reads which samples of a file, and who receives them, where a job fills the memory of all its nodes at once."""
+"""The samples of a file that each rank reads, and those that it receives, where a job fills the memory of all its nodes at once."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TAG = 411
 def fill(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> int:
     """Fill the memory of every node; give the number of samples that all of them hold then, but for unreadable ones. Collective.
 
-    A sample that cannot be read, and for which others may stand in, is left to whoever needs it.
+    A sample that cannot be read, and for which others may stand in, is left to the ranks that need it.
 
     Args:
         memory: empty. shared: whether the ranks of this node have it in common.
