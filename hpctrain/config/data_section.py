@@ -95,10 +95,11 @@ class CacheConfig(Section):
         description="Memory of a node in which its ranks share samples, as a number of bytes or such as 64GB; 0 switches it off, "
         "auto takes at most half of what is free at the start.",
     )
-    fill: Literal["first_epoch", "start"] = Field(
-        default="first_epoch",
-        description="Time at which memory is filled: in the first_epoch each node reads samples as they come up; at the start all are "
-        "read before the first step, each by one rank of the job, and sent to the other nodes.",
+    fill: Literal["auto", "first_epoch", "start"] = Field(
+        default="auto",
+        description="Time at which memory is filled: in the first_epoch each node reads samples as they come up; at the start "
+        "all are read before the first step, each by one rank of the job, and sent to the other nodes; auto takes start where "
+        "there are several nodes.",
     )
     local: Text | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""The samples of a file that each rank reads, and those that it receives, where a job fills the memory of all its nodes at once."""
+"""The samples of a file that each rank reads, and those that it receives, where a job fills the memory of all nodes at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class FillingPlan:
-    """Samples 0 .. samples - 1 in chunks, one after another; in each round every rank reads one and sends it to the other memories.
+    """Samples 0 .. samples - 1 in chunks, one after another; in a round every rank reads one and sends it to the other memories.
 
     It follows from numbers that every rank knows, so nobody asks anybody.
 

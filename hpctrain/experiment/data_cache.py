@@ -98,7 +98,7 @@ def give_levels(
     least = [min(of_file, key=lambda kept: (kept.covered, kept.memory)) for of_file in zip(*of_ranks, strict=True)]
     off = config.memory == 0 and config.local is None
     notes = [text for loader, of_file in zip(files, least, strict=True) for text in sentences(loader.file, of_file) if not off]
-    if config.fill == "start":
+    if config.fill == "start" or (config.fill == "auto" and len(set(rank.grid.node_of)) > 1):
         notes += [note for loader, level in zip(files, levels, strict=True) for note in _filled(rank, loader.file, level)]
     return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
 
