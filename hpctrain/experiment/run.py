@@ -73,6 +73,7 @@ def run_training(
     parts, start = _parts(session, resume, schedule_from)
     position = Position() if start is None else start.position
     directory = _directory(session, parts, start, memory)
+    begun = position.global_step  # training moves the position on
     memory.begins(directory, position)
     steps = memory.steps_left(steps, position)
     reporter = _reporter(session, directory, style, position.global_step)
@@ -96,7 +97,7 @@ def run_training(
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
-        if outcome.position != position:  # else nothing was trained, and the last account stays
+        if outcome.position.global_step != begun:  # else nothing was trained, and the last account stays
             memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
         data.finish(outcome.position)
         reads.finish(outcome.position)

@@ -296,6 +296,7 @@ def test_a_killed_and_resumed_run_has_each_step_once(
     records = _without_times(run.metrics())
     assert records == _without_times(_run(folder, "whole").metrics())
     assert [record["step"] for record in records if record["kind"] == "interval"] == list(range(1, 11))
+    assert [record["step"] for record in records if record["kind"] == "memory"] == [10]
     again = _train(job, ranks, folder, *options, *resume)  # nothing to train: evaluated once more, in place of the last time
     assert again.code == 0, again.output
     assert _without_times(run.metrics()) == records
