@@ -9,6 +9,7 @@ from hpctrain.experiment.build import Parts
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.unreadable import UnreadableReport
 from hpctrain.train.metrics import Reporter
+from hpctrain.train.progress_text import folded
 from hpctrain.train.snapshot import Position
 
 _WORDS: Mapping[str, str] = {
@@ -39,8 +40,7 @@ class ReadReport:
 
     def finish(self, position: Position) -> None:
         """Say what all ranks have read, record samples that could not be read, and keep local copies."""
-        line = read_line(self._total())
-        if line is not None:
+        for line in read_lines(self._total()):
             self._reporter.say(line)
         if self._cache is not None:
             self._cache.keep()
@@ -52,11 +52,11 @@ class ReadReport:
         return summed(self._world.allgather_object(self._cache.counts.values()))
 
 
-def read_line(total: Mapping[str, int]) -> str | None:
-    """The counts of a run in a line; None where nothing was read from a file."""
+def read_lines(total: Mapping[str, int]) -> list[str]:
+    """The counts of a run in words, in lines of 80 columns; none where nothing was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
         if total.get(f"{name}_samples")
     ]
-    return f"samples read: {', '.join(parts)}" if parts else None
+    return folded([f"samples read: {parts[0]}", *parts[1:]], between=", ") if parts else []

@@ -278,7 +278,7 @@ def test_a_run_says_and_records_what_it_read(job: Callable[..., Outcome], folder
     assert outcome.code == 0, outcome.output
     assert outcome.stdout.count("train.h5: all samples stay in memory of each node") == 1
     file, memory = 2 * N, 4 * N  # of training, and of evaluation, which reads the same file for itself
-    assert f"samples read: {file} from the data files (0.000121 GB), {memory} from memory of the nodes" in outcome.stdout
+    assert f"samples read: {file} from the data files (0.000121 GB),\n  {memory} from memory of the nodes" in outcome.stdout
     [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
     records = [record for line in metrics.read_text().splitlines() if (record := json.loads(line))["kind"] == "reads"]
     assert [(record["epoch"], record["file_samples"], record["memory_samples"]) for record in records] == [
