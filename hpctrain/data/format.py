@@ -30,7 +30,7 @@ from typing import Protocol
 import h5py
 import numpy as np
 
-from hpctrain.data import format_version_1, stored
+from hpctrain.data import stored
 from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.extents import Extents
 from hpctrain.data.files import require_file, system_errors_as
@@ -196,6 +196,8 @@ def _read(path: Path) -> Stored:
     if not start.startswith(_SIGNATURE):
         raise _damaged(path)
     if start[-1:] < b"\2":  # the superblock's version: HDF5's old format, of our version 1
+        from hpctrain.data import format_version_1
+
         with format_version_1.OldFile(path) as old:
             _check_format(path, old.header(), (1,))
             return old.contents()

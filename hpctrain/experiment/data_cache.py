@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,16 +17,16 @@ from hpctrain.config.size import AUTO
 from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageFile, ReadImages
 from hpctrain.data.loader import Loader
-from hpctrain.data.local_copy import LocalSamples
-from hpctrain.data.local_file import LocalFile, LocalRequest, open_local
 from hpctrain.data.read_counts import CountedImages, ReadCounts
 from hpctrain.data.sample_memory import ALONE, NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.kept_samples import KeptSamples, sentences
-from hpctrain.experiment.memory_filling import fill
 from hpctrain.experiment.session import StartedRank
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.rules import rule
+
+if TYPE_CHECKING:  # loaded where there are local copies only: each module is a file that every rank opens at its start
+    from hpctrain.data.local_file import LocalFile
 
 #: of the free memory of a node, that `auto` takes at most
 AUTO_SHARE = 0.5
@@ -93,7 +94,7 @@ def give_levels(
         levels.append(level)
         budget -= of_file.memory_bytes
         kept.append(of_file)
-        local_files += [local] if node.rank == 0 else []
+        local_files += [local] if local is not None and node.rank == 0 else []
     of_ranks = rank.world.allgather_object(kept)
     least = [min(of_file, key=lambda kept: (kept.covered, kept.memory)) for of_file in zip(*of_ranks, strict=True)]
     off = config.memory == 0 and config.local is None
@@ -109,6 +110,8 @@ def _filled(rank: StartedRank, file: ImageFile, level: ReadImages) -> Iterator[s
     Raises:
         DataError: as `fill`.
     """
+    from hpctrain.experiment.memory_filling import fill  # which jobs of one node do without
+
     memory = level if isinstance(level, SampleMemory) else None
     if not all(rank.world.allgather_object(memory is not None)):  # on some node there is no room for a single sample
         return
@@ -135,19 +138,21 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
 
 def _levels(
     node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
-) -> tuple[ReadImages, KeptSamples, LocalFile]:
+) -> tuple[ReadImages, KeptSamples, LocalFile | None]:
     """The images of a file through its levels, what of them is kept, and the local copy, if there is one. Collective."""
     assert isinstance(file.pixels, BlockReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
     held = held_in(budget, samples, image_bytes)
     level: ReadImages = CountedImages(file.pixels, counts)
     local = _local(node, file, config, held)
-    if held or local.copy is not None:
+    copy = None if local is None else local.copy
+    if held or copy is not None:
         file.pixels.reads_by_calls()
-    kept = KeptSamples(local_denied=local.denied)
-    if local.copy is not None:
-        level = LocalSamples(level, local.copy, counts)
-        copy = local.copy
+    kept = KeptSamples(local_denied="" if local is None else local.denied)
+    if local is not None and copy is not None:
+        from hpctrain.data.local_copy import LocalSamples
+
+        level = LocalSamples(level, copy, counts)
         kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=local.n_bytes, found=local.found)
     if not held:
         return level, kept, local
@@ -159,9 +164,11 @@ def _levels(
     return SampleMemory(level, memory, held, counts, place), kept, local
 
 
-def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile:
+def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile | None:
     """The local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
     if config.local is None or (held == len(file) and not config.keep):
-        return LocalFile()
+        return None
+    from hpctrain.data.local_file import LocalRequest, open_local
+
     limit = None if config.local_limit == AUTO else config.local_limit
     return open_local(node, file, LocalRequest(config.local, limit, 0 if config.keep else held, config.keep))

@@ -17,7 +17,14 @@ from hpctrain.storage.run_directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
 #: parts of the package that no training loads, and the commands, whose words are compared as the configuration that they give
-_ASIDE = ("backend/cuda/emulator/", "bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/", "virtual/")
+_ASIDE = (
+    *("backend/cuda/emulator/", "bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/", "virtual/"),
+    *(f"data/{name}.py" for name in ("check", "fetch", "pictures")),
+    *(f"experiment/{name}.py" for name in ("judgement", "options_schema", "prediction", "run_events", "run_state")),
+    *(f"experiment/{name}.py" for name in ("model_weights", "simulated_scaling", "smoke", "stored_run")),
+    *(f"launch/{name}.py" for name in ("supervised_command", "supervisor", "train_command")),
+    *("models/onnx_model.py", "planner/formulas.py", "storage/convert.py", "trace/step_lanes.py", "train/predictor.py"),
+)
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
 #: a kind of facts -> its name in a sentence, and what mends a difference

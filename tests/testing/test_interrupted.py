@@ -73,7 +73,7 @@ def _labels_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_changed_position(sums=RunningSums()), "end=steps"),
         (_changed_position(skipped=0), "end=steps on_nonfinite=skip-one checkpoint=single"),
-        (_changed_position(reorderings=()), "end=steps on_nonfinite=rollback checkpoint=single"),
+        (_changed_position(reorderings=()), "end=steps on_nonfinite=rollback checkpoint=sharded"),
         (_does_nothing(GradientAverager, "load_state"), "end=steps checkpoint=sharded"),
         (_does_nothing(GradientAverager, "load_state"), "end=steps averager=blocking"),
         (_does_nothing(LazyAverager, "load_counters"), "end=request averager=lazy lazy=all-layers"),
