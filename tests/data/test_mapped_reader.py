@@ -133,7 +133,7 @@ def test_a_file_system_that_comes_back_is_opened_again(make_file, monkeypatch, e
     keeps_it = os.dup(lost)  # the number is not given out again
     monkeypatch.setattr(os, "preadv", preadv)
     opened = os.open
-    monkeypatch.setattr(os, "open", lambda *arguments: os.dup2(opened(*arguments), 900))
+    monkeypatch.setattr(os, "open", lambda *arguments: os.dup2(opened(*arguments), 900 + error))  # a number of its own
     assert np.array_equal(file.pixels[:], images)
     os.close(keeps_it)
 
