@@ -38,15 +38,16 @@ def over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
     return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None))
 
 
-def finish(world: Communicator, backend: Backend, reporter: Reporter, step: int) -> None:
-    """Say and record the account. Collective over the world.
+def finish(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
+    """Say and record the account; the last one stays where nothing was trained. Collective over the world.
 
     Args:
-        step: of the run's end.
+        steps: at which the job began, and ended.
     """
-    peak = over_ranks(world, backend)
-    reporter.record("memory", facts(peak, step))
-    reporter.say(line(peak, world.size))
+    if steps[0] != steps[1]:
+        peak = over_ranks(world, backend)
+        reporter.record("memory", facts(peak, steps[1]))
+        reporter.say(line(peak, world.size))
 
 
 def line(peak: PeakMemory, ranks: int) -> str:

@@ -97,8 +97,7 @@ def run_training(
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
-        if outcome.position.global_step != begun:  # else nothing was trained, and the last account stays
-            memory_account.finish(session.world, parts.backend, reporter, outcome.position.global_step)
+        memory_account.finish(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
         data.finish(outcome.position)
         reads.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)

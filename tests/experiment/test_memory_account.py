@@ -50,12 +50,19 @@ def test_memory_of_gpus_is_that_of_the_fullest() -> None:
 def test_a_run_says_and_records_the_peak_of_its_process() -> None:
     heard = _Heard()
     before = resident_bytes()
-    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, 26))
+    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (20, 26)))
     ((kind, values),) = heard.records
     assert kind == "memory"
     assert (values["step"], values["rank"], "device_bytes" in values) == (26, 0, False)
     assert values["peak_bytes"] == values["mean_bytes"] >= before
     assert heard.lines == [f"peak memory {values['peak_bytes'] / 1e6:,.0f} MB"]
+
+
+def test_a_job_that_trained_nothing_has_no_account() -> None:
+    heard = _Heard()
+    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (26, 26)))
+    assert not heard.records
+    assert not heard.lines
 
 
 def test_the_line_names_the_rank_where_there_are_several() -> None:
