@@ -53,7 +53,7 @@ class ReadReport:
 
 
 def read_lines(total: Mapping[str, int]) -> list[str]:
-    """The counts of a run in words, in lines of 80 columns; none where nothing was read from a file."""
+    """The counts of a run in words, in short lines; none where nothing was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
