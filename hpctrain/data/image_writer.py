@@ -98,6 +98,10 @@ class DataFileWriter:
         """Samples so far."""
         return len(self._sums)
 
+    def _check_images(self, images: np.ndarray) -> None:
+        if images.shape[1:] != self.shape or images.dtype != np.uint8:
+            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+
     def _add(self, block: memoryview, labels: np.ndarray, skipped: Sequence[str], **more: Any) -> None:
         """Append the stored bytes of some samples."""
         assert self._written + len(labels) <= self._count, "more samples than announced"
@@ -176,8 +180,7 @@ class ImageFileWriter(DataFileWriter):
         Raises:
             DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
         """
-        if images.shape[1:] != self.shape or images.dtype != np.uint8:
-            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+        self._check_images(images)
         assert len(labels) == len(images), "one label per image"
         self._add(np.ascontiguousarray(images).reshape(-1).data, labels, skipped)
 
@@ -218,8 +221,7 @@ class EncodedFileWriter(DataFileWriter):
         Raises:
             DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
         """
-        if images.shape[1:] != self.shape or images.dtype != np.uint8:
-            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+        self._check_images(images)
         assert len(labels) == len(images) == len(contents), "one label and one file per image"
         images = np.ascontiguousarray(images)
         more = {

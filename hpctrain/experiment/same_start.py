@@ -25,6 +25,10 @@ _ASIDE = (
     *(f"launch/{name}.py" for name in ("supervised_command", "supervisor", "train_command")),
     *("models/onnx_model.py", "planner/formulas.py", "storage/convert.py", "trace/step_lanes.py", "train/predictor.py"),
 )
+#: modules that only a rank with a GPU loads
+_OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
+#: what the driver of NVIDIA's GPUs has on a node, and on Windows' Linux
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
 #: a kind of facts -> its name in a sentence, and what mends a difference
@@ -35,9 +39,10 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "program": ("another program", "give all nodes the same file"),
     "packages": ("other packages", "give all nodes the same environment"),
     "files": ("other files of hpctrain", "install the same version of it on all nodes"),
+    "GPU files": ("other files of hpctrain", "install the same version of it on all nodes"),
 }
 #: those of which files are compared by checksums, which say nothing to a reader
-_OF_FILES = ("program", "files")
+_OF_FILES = ("program", "files", "GPU files")
 
 
 def check_same_start(world: Communicator, config: Config | None, *, leads_node: bool = True) -> None:
@@ -73,7 +78,9 @@ def check_same_program(
 
 def _check(world: Communicator, asked: Mapping[str, Mapping[str, Any]], *, leads_node: bool) -> None:
     """Compare what was asked for, by kind, and the software."""
-    _compare(world, {**asked, "packages": software_versions(), "files": package_files(_PACKAGE) if leads_node else None})
+    files = package_files(_PACKAGE) if leads_node else None
+    of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
+    _compare(world, {**asked, "packages": software_versions(), "files": files, "GPU files": of_gpus})
 
 
 def check_same_replica(world: Communicator, arguments: Mapping[str, Any]) -> None:
@@ -95,10 +102,15 @@ def _compare(world: Communicator, facts: Mapping[str, Mapping[str, Any] | None])
             _raise_difference(kind, world.allgather_object(facts[kind]))
 
 
-def package_files(folder: Path) -> dict[str, int]:
-    """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it."""
+def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
+    """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it.
+
+    Args:
+        of_gpus: those that only ranks with a GPU load, or all others: each is a file that the first rank of a node opens.
+    """
     modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
-    return {name: zlib.crc32(path.read_bytes()) for name, path in modules.items() if not name.startswith(_ASIDE)}
+    compared = {name: path for name, path in modules.items() if not name.startswith(_ASIDE)}
+    return {name: zlib.crc32(path.read_bytes()) for name, path in compared.items() if name.startswith(_OF_GPUS) == of_gpus}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +9,10 @@ from hpctrain.backend.backend import make_backend
 from hpctrain.experiment import memory_account
 from hpctrain.experiment.memory_account import PeakMemory
 from hpctrain.launch.process_memory import resident_bytes
-from hpctrain.train.metrics import Reporter
 from hpctrain.virtual.run import run_virtual
+from tests.support.heard import Heard
 
 PEAK = PeakMemory(612_345_678, 3, 600_000_000.0)
-
-
-class _Heard(Reporter):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.records: list[tuple[str, Mapping[str, Any]]] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        self.records.append((kind, values))
 
 
 def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory]:
@@ -48,7 +35,7 @@ def test_memory_of_gpus_is_that_of_the_fullest() -> None:
 
 
 def test_a_run_says_and_records_the_peak_of_its_process() -> None:
-    heard = _Heard()
+    heard = Heard()
     before = resident_bytes()
     run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (20, 26)))
     ((kind, values),) = heard.records
@@ -59,7 +46,7 @@ def test_a_run_says_and_records_the_peak_of_its_process() -> None:
 
 
 def test_a_job_that_trained_nothing_has_no_account() -> None:
-    heard = _Heard()
+    heard = Heard()
     run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (26, 26)))
     assert not heard.records
     assert not heard.lines

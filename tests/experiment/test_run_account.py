@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,28 +11,16 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.experiment.automatic_choice import PredictedStep
 from hpctrain.experiment.run_account import RunAccount
-from hpctrain.train.metrics import Reporter
 from hpctrain.train.step_times import MeasuredStep
+from tests.support.heard import Heard
 
 MEASURED = MeasuredStep(0.5, 0.25, 20)
 PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
 
 
-class _Heard(Reporter):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.records: list[tuple[str, Mapping[str, Any]]] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        self.records.append((kind, values))
-
-
 def _heard(
     machine: str | None, choice: Any = None, *, on_host: bool = True, stopped: bool = False, steps: Any = MEASURED
-) -> _Heard:
+) -> Heard:
     """All that an account of one rank says; its operators were not sampled."""
     session: Any = SimpleNamespace(
         world=SingleCommunicator(),
@@ -48,7 +35,7 @@ def _heard(
     account = RunAccount(session, parts, ProgressMode.TEST)
     assert (account.sample is not None) == (machine is not None and choice is None)
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
-    heard = _Heard()
+    heard = Heard()
     account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)  # type: ignore[arg-type]
     return heard
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import hpctrain
+from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import same_start
@@ -62,6 +63,7 @@ def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kin
     calls = iter(range(2))
     values = [{"numpy": "1"}, {"numpy": "2"}] if kind == "software_versions" else [{"nn/x.py": 1}, {"nn/x.py": 2}]
     monkeypatch.setattr(same_start, kind, lambda *_: values[next(calls)])
+    monkeypatch.setattr(same_start, "_DRIVERS", ())
     sentences = _sentences([[], []])
     assert sentences[0] == sentences[1]
     assert sentences[0].startswith(words)
@@ -112,9 +114,30 @@ def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
 
 
 def test_parts_that_no_training_loads_are_not_read() -> None:
-    names = package_files(Path(hpctrain.__file__).parent)
-    assert {"nn/program.py", "experiment/run.py", "backend/cuda/cudnn_graphs.py", "version.py"} <= names.keys()
-    assert not any(name.startswith(("doctor/", "virtual/", "backend/cuda/emulator/")) for name in names)
+    names, of_gpus = (package_files(Path(hpctrain.__file__).parent, of_gpus=of_gpus) for of_gpus in (False, True))
+    assert {"nn/program.py", "experiment/run.py", "version.py"} <= names.keys()
+    assert {"backend/cuda/cudnn_graphs.py", "backend/kernels/cuda/conv2d.py"} <= of_gpus.keys()
+    assert not names.keys() & of_gpus.keys()
+    aside = ("doctor/", "virtual/", "backend/cuda/emulator/")
+    assert not any(name.startswith(aside) for name in (*names, *of_gpus))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: bool) -> None:
+    """Rank 1 is on a node without a GPU, and says nothing of them."""
+
+    def program(comm: Communicator) -> str:
+        files = {"backend/cuda/x.py": comm.rank if differ else 0}
+        facts = {"files": {"nn/x.py": 0}, "GPU files": None if comm.rank == 1 else files}
+        try:
+            same_start._compare(comm, facts)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
+    sentence += "install the same version of it on all nodes."
+    assert run_virtual(3, program) == [sentence if differ else ""] * 3
 
 
 @pytest.mark.job
