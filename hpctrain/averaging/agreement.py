@@ -11,8 +11,10 @@ from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate, measure_operation_seconds
 from hpctrain.comm.sixteen_bit import sums_over
+from hpctrain.comm.staged import StagedCommunicator
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
+from hpctrain.nn.parameter import FlatGroup
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
@@ -29,7 +31,9 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
-        return strategy.averager(setup, Agreement(streams=streams, sums=_sums(strategy, setup.comm, allreduces=True)))
+        sums = _sums(strategy, setup.comm, allreduces=True)
+        comm, sums = _reaching(setup.group, setup.comm, sums)
+        return strategy.averager(replace(setup, comm=comm), Agreement(streams=streams, sums=sums))
     comm = streams[Stream.GRADIENTS]
     usable = stored if strategy.accepts(stored) else None
     measures = any(comm.allgather_object(strategy.needs_link(usable)))  # the same on every rank, as measuring is collective
@@ -41,7 +45,18 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     check_same_schedule(comm, schedule)
     allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
     sums = _sums(strategy, comm, allreduces=allreduces)
-    return strategy.averager(setup, Agreement(schedule, streams, link, sums))
+    reaching = {stream: _reaching(setup.group, posted_on)[0] for stream, posted_on in streams.items()}
+    reaching[Stream.GRADIENTS], sums = _reaching(setup.group, comm, sums)
+    return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
+
+
+def _reaching(group: FlatGroup, comm: Communicator, sums: GradientSums | None = None) -> tuple[Communicator, GradientSums | None]:
+    """A communicator, and sums over its ranks, that take the arrays of the group, wherever these lie."""
+    mirrors = group.arithmetic.mirrors()
+    if mirrors is None or comm.size == 1:
+        return comm, sums
+    staged = StagedCommunicator(comm, mirrors)
+    return staged, None if sums is None else staged.sums_of(sums)
 
 
 def _sums(strategy: Strategy, comm: Communicator, *, allreduces: bool) -> GradientSums | None:

@@ -230,14 +230,16 @@ class OwnerOperations:
     def gather_parameters(self, progress: ProgressEngine) -> None:
         """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
         comm = self._comm
-        for piece in self._schedule.slices if comm.size > 1 else ():
+        for k, piece in enumerate(self._schedule.slices if comm.size > 1 else ()):
             # Of ranks that own the same part the first gives it.
             counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
             begin, end = piece.part(comm.rank, comm.size)
-            own = self._group.arithmetic.zeros(counts[comm.rank], self._group.dtype)
+            # The sum of the last step is in the gradient: its buffer is free, and none has to be made.
+            free = self._sums[k] if k in self._sums else self._group.arithmetic.zeros(end - begin, self._group.dtype)
+            sent = free[: counts[comm.rank]]
             if counts[comm.rank]:
-                self._group.arithmetic.copy(own, self._group.data[begin:end])
-            handle = comm.iallgather(own, self._group.data[piece.start : piece.stop], counts)
+                self._group.arithmetic.copy(sent, self._group.data[begin:end])
+            handle = comm.iallgather(sent, self._group.data[piece.start : piece.stop], counts)
             progress.wait_handle(handle, f"parameters of {piece.name}")
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:

@@ -23,7 +23,7 @@ from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.averaging.sufficient_factors import exchanging_layers
+from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
@@ -62,9 +62,8 @@ class ReduceScatterStrategy(Strategy):
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
         sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
-        self.exchanging = exchanging_layers(
-            group.layout, links, chosen.fc_exchange, group.nominal_batch, group.micro_batches, sent_share
-        )
+        exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
+        self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 

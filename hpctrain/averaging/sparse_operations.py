@@ -15,7 +15,7 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
-from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
 from hpctrain.comm.two_level import Levels, within_node
@@ -89,7 +89,7 @@ class SparseOperations(OwnerOperations):
             return super().start(operation, update)
         begin, end = self._bounds(operation.slice)
         gradient = self._sums.get(operation.slice, self._group.grad[begin:end])
-        return self._parts[operation.slice].send(gradient, update.number)
+        return self._parts[operation.slice].send(self._group.arithmetic.to_host(gradient), update.number)
 
     def _start_sum(self, k: int) -> Handle:
         if k not in self._parts:
@@ -111,12 +111,21 @@ class SparseOperations(OwnerOperations):
         begin, end = self._bounds(k)
         gradient = self._group.grad[begin:end]
         if k in self._parts:
-            self._parts[k].receive(gradient)
+            self._receive(k, gradient)
             return
         super()._finish_gradient(k)
         if k in self._left or k in self._velocities:
             values = self._group.arithmetic.to_host(gradient)
             self._group.arithmetic.from_host(gradient, self._corrected(k, values))
+
+    def _receive(self, k: int, gradient: Array) -> None:
+        """Write the sum of what all nodes sent; messages, and what is kept back, lie on the host."""
+        if self._group.arithmetic.on_host:
+            self._parts[k].receive(gradient)
+            return
+        total = np.empty(gradient.size, self._group.dtype)
+        self._parts[k].receive(total)
+        self._group.arithmetic.from_host(gradient, total)
 
     def _corrected(self, k: int, gradient: np.ndarray) -> np.ndarray:
         """The gradient of a dense slice with what was left of it, and the momentum that both give."""

@@ -32,6 +32,7 @@ class PlannedGroup:
         several_groups: the network has other groups beside this one, as some layers are split over a split group.
         momentum: of the optimiser; 0 where it has none.
         names: of all parameters of the network, in forward order; None: those of this group are all.
+        on_host: arrays lie where the host computes, so that it may take inputs and errors of layers without waiting.
     """
 
     layout: GroupLayout
@@ -43,6 +44,7 @@ class PlannedGroup:
     several_groups: bool = False
     momentum: float = 0.0
     names: Sequence[str] | None = None
+    on_host: bool = True
 
     @property
     def network_parameters(self) -> Sequence[str]:

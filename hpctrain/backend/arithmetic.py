@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from hpctrain.backend.mirrors import HostMirrors
 from hpctrain.boxes import Box
 
 Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
@@ -92,6 +93,10 @@ class Arithmetic(ABC):
     """
 
     on_host: ClassVar[bool] = False
+
+    def mirrors(self) -> HostMirrors | None:
+        """The one service by which transports between processes reach such arrays; None where they read them themselves."""
+        return None
 
     @abstractmethod
     def zeros(self, size: int, dtype: str) -> Array:

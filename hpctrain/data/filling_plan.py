@@ -27,6 +27,10 @@ class FillingPlan:
         """Rounds until all samples were read."""
         return -(-self.samples // (self.at_once * len(self.memory_of)))
 
+    def done_after(self, rounds: int) -> int:
+        """Samples that every memory holds after so many rounds."""
+        return min(self.samples, rounds * self.at_once * len(self.memory_of))
+
     def chunk(self, turn: int, rank: int) -> tuple[int, int]:
         """The first sample that a rank reads in a round, and the one behind its last; both are the same where it reads none."""
         first = min(self.samples, self._number(turn, rank) * self.at_once)

@@ -6,6 +6,7 @@ releases the interpreter's lock. Batches live in a ring of buffers that is made 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
+from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.boxes import Box, clip, relative, shape_of, size_of, whole
 from hpctrain.data.format import ImageArray, ImageFile
 from hpctrain.data.mixing import Mixing
@@ -47,7 +49,8 @@ class Batch:
     """One rank's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
 
     Attributes:
-        x: (N, H, W, C) normalised images: of the rank's own samples, or the tile that it reads of all images of its split group.
+        x: (N, H, W, C) normalised images: of the rank's own samples, or the tile that it reads of all images of its split group;
+            or the pixels that they are to be made of.
         y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the split group, in order.
         counts: samples of every rank, this one's included. global_count: their sum, by which the loss is divided.
         epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
@@ -56,7 +59,7 @@ class Batch:
         image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: that which the network was made for.
     """
 
-    x: np.ndarray
+    x: np.ndarray | PixelBatch
     y: np.ndarray
     sample_ids: np.ndarray
     counts: tuple[int, ...]
@@ -126,6 +129,8 @@ class Loader:
         pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
         mixing: of the images of a step with each other; None: they are not mixed.
         sizes: of images by epoch, to which the pipeline brings them; None: as the pipeline makes them, in all epochs.
+        leaves_pixels: batches are pixels and what is left to do to them, where the pipeline can say that, images are whole and
+            not mixed; else images all the same.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class Loader:
         pixels: ImageArray | None = None,
         mixing: Mixing | None = None,
         sizes: ImageSizes | None = None,
+        leaves_pixels: bool = False,
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
@@ -154,8 +160,10 @@ class Loader:
         self._any_size, self._sizes = pipeline, sizes
         self._pipeline = pipeline if sizes is None else pipeline.resized(sizes.at(0))
         self.image_shape = self._pipeline.output_shape(*file.shape)
+        self._pixel_shape = self._pipeline.stored_shape(*file.shape)
         self._prefetch = prefetch
         self._tiles, self._mixing = tiles, mixing
+        self._leaves_pixels = leaves_pixels and tiles is None and mixing is None and pipeline.can_defer
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images: ImageArray = file.pixels if pixels is None else pixels
         self._ring: list[_Slot] = []
@@ -207,6 +215,7 @@ class Loader:
         shape = pipeline.output_shape(*self.file.shape)
         if shape != self.image_shape:
             self._pipeline, self.image_shape = pipeline, shape
+            self._pixel_shape = pipeline.stored_shape(*self.file.shape)
             self._box_of, self._ring = {}, []
 
     def _allocate(self, first: int) -> None:
@@ -218,11 +227,11 @@ class Loader:
         boxes = self._box_of.values()
         samples = max(box[0][1] - box[0][0] for box in boxes if self._is_whole(box)) if any(map(self._is_whole, boxes)) else 0
         self._raw = np.empty((samples, *self.file.shape), np.uint8)
-        size = max(map(size_of, boxes))
+        size = samples * math.prod(self._pixel_shape) if self._leaves_pixels else max(map(size_of, boxes))
         self._ring = [self._slot(size) for _ in range(self._prefetch + 1)]
 
     def _slot(self, size: int) -> _Slot:
-        mixes, dtype = self._mixing is not None, self._pipeline.dtype
+        mixes, dtype = self._mixing is not None, np.dtype(np.uint8) if self._leaves_pixels else self._pipeline.dtype
         partners = np.empty(size if mixes else 0, dtype), np.empty(self.max_count if mixes else 0, np.int64)
         return _Slot(np.empty(size, dtype), np.empty(self.max_count, np.int64), *partners)
 
@@ -254,12 +263,24 @@ class Loader:
         first = sum(all_counts[: self.rank - share.split_rank])
         group_ids = batch_ids[first : first + sum(share.counts)]
         box = self._box_of[share.counts]
-        x = slot.x[: size_of(box)].reshape(shape_of(box))
-        self._fill(group_ids[slice(*box[0])], epoch, box, x)
+        x = self._pixels_of(slot, own_ids, epoch) if self._leaves_pixels else self._images_of(slot, group_ids, epoch, box)
         self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
         mixed = self._mix(slot, batch_ids[::-1], epoch, begin + step * self.sampler.batch, box, first)
         number = -(-begin // self.sampler.batch) + step
         return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed, self.image_shape)
+
+    def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
+        """The batch of `ids`, its pixels in a slot."""
+        shape = len(ids), *self._pixel_shape
+        pixels = slot.x[: math.prod(shape)].reshape(shape)
+        raw = _gathered(self._images, ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(ids)])
+        return self._pipeline.unfinished(raw, ids, epoch, pixels)
+
+    def _images_of(self, slot: _Slot, ids: np.ndarray, epoch: int, box: Box) -> np.ndarray:
+        """The elements of `box` of the images of a split group's samples, in a slot."""
+        x = slot.x[: size_of(box)].reshape(shape_of(box))
+        self._fill(ids[slice(*box[0])], epoch, box, x)
+        return x
 
     def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
         """The elements of `box` of the images of `ids`, as the pipeline makes them."""

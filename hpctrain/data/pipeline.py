@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend import counter_random
+from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.boxes import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.batch_threads import BatchThreads
+from hpctrain.data.deferred import can_defer, composed, filling, first_window, mirrored_box
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ConfigError, ShapeError
 
@@ -75,6 +77,22 @@ class Pipeline:
         for augmentation in self.augmentations:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
+
+    def stored_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        """(H, W, C) of the pixels of an `unfinished` batch, for images of (h, w, c)."""
+        for augmentation in self.augmentations[: first_window(self.augmentations)]:
+            h, w, c = augmentation.output_shape(h, w, c)
+        return h, w, c
+
+    @property
+    def can_defer(self) -> bool:
+        """A kernel set could do the last steps: batches may be `unfinished`."""
+        return can_defer(self.normalised)
+
+    @property
+    def keeps_pixels(self) -> bool:
+        """The pixels of `unfinished` batches are the images themselves."""
+        return not first_window(self.augmentations)
 
     def share_out(self, threads: int) -> None:
         """From now on so many threads make each batch, the calling one included; augmentations are called by all of them."""
@@ -176,10 +194,51 @@ class Pipeline:
         self._threads.run(len(images), max(images.nbytes, out.nbytes // out.itemsize) // max(1, len(images)), make)
         return out
 
-    def _augmented(self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray]) -> np.ndarray:
-        """Images behind all augmentations of uint8, in scratch of the thread; draws: of these images, for each augmentation."""
-        for position, (augmentation, u) in enumerate(zip(self.augmentations, draws, strict=True)):
-            result = self._buffer(thread, position, len(images), augmentation.output_shape(*images.shape[1:]))
+    def unfinished(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> PixelBatch:
+        """The same batch as a call makes of images (N, H, W, C), with windows and normalisation left to be done to its pixels.
+
+        Not unless `can_defer`.
+
+        Args:
+            out: uint8 (N, *stored_shape): is written, and holds the pixels; where the pipeline `keeps_pixels`, `images` itself.
+        """
+        count, first = len(images), first_window(self.augmentations)
+        draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
+
+        def make(thread: int, low: int, high: int) -> None:
+            part = slice(low, high)
+            self._augmented(thread, images[part], [u[part] for u in draws[:first]], out[part])
+
+        if first:
+            self._threads.run(count, max(images.nbytes, out.nbytes) // max(1, count), make)
+        else:
+            assert np.may_share_memory(out, images) or not images.size, "the pixels are the images themselves"
+        windows, size = composed(count, out.shape[1:3], zip(self.augmentations[first:], draws[first:], strict=True))
+        scale, shift = self._scale.astype(self.dtype), self._shift.astype(self.dtype)
+        return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch))
+
+    def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
+        """Set the boxes of images of `size` (H, W) that are filled with a number, and give that."""
+        step = filling(self.normalised)
+        if step is None:
+            return 0.0
+        assert step.fill is not None
+        for window, u in zip(windows, self._draws(self._first_normalised, step, sample_ids, epoch), strict=True):
+            if (box := step.box(size, u)) is not None:
+                window["filled"] = mirrored_box(box, size[1]) if self._mirrored else box
+        return step.fill
+
+    def _augmented(
+        self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray], out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Images behind the augmentations of uint8 for which there are draws, in `out`, or else in scratch of the thread.
+
+        draws: of these images, for each augmentation.
+        """
+        for position, (augmentation, u) in enumerate(zip(self.augmentations, draws, strict=False)):
+            result = out if position == len(draws) - 1 else None
+            if result is None:
+                result = self._buffer(thread, position, len(images), augmentation.output_shape(*images.shape[1:]))
             augmentation.apply(images, u, result)
             images = result
         return images

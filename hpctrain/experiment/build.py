@@ -12,10 +12,10 @@ from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.sizes import ImageSizes
-from hpctrain.errors import ConfigError, DataError, DivergedError
+from hpctrain.errors import DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.check import mixing_fault
 from hpctrain.experiment.data_cache import DataCache, give_levels
+from hpctrain.experiment.device_faults import check_device
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
@@ -66,26 +66,33 @@ class Parts:
         return tuple(loader.file for loader in (self.loader, self.test_loader) if loader is not None)
 
 
-def build(session: Session, known: DataFacts | None = None) -> Parts:
+def build(session: Session, known: DataFacts | None = None, *, stop_requested: Callable[[], bool] = lambda: False) -> Parts:
     """All objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
 
     Args:
         known: what the network was trained on before: its classes keep their order, and its images their normalisation.
+        stop_requested: this rank was asked to stop; what may take long is cut short then.
 
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
     parts = raise_on_all_ranks(session.world, lambda: _build(session, known))
     loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
-    cache = give_levels(session, session.config.data.cache, loaders)
+    cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
     return replace(parts, cache=cache, notes=(*parts.notes, *cache.notes))
+
+
+def _transport(session: Session, backend: Backend) -> tuple[str, ...]:
+    """Where arrays lie on devices, the way of messages between them."""
+    if backend.kernels.arithmetic.on_host or session.world.size == 1:
+        return ()
+    return ("transport staged: through the host's memory, as every MPI can",)
 
 
 def _build(session: Session, known: DataFacts | None) -> Parts:
     config = session.config
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
-    if config.data.mixing.mixes and backend.name == "cuda":  # which "auto" may have chosen
-        raise ConfigError(mixing_fault("cuda"))
+    check_device(config, backend.kernels)  # which "auto" may have chosen
     train, data = training_images(session, known)
     test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
     shapes = train.shapes(config.epochs)
@@ -94,10 +101,12 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
     replica = build_replica(session, backend, len(data.class_names), shapes[0])
     check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
     check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches)
-    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True)
+    kernels = replica.network.kernels
+    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels)
     test_loader = None
     if test is not None:
-        test_loader = make_loader(session, test, replica.tiles, batch=config.evaluate.batch or config.batch, shuffle=False)
+        batch = config.evaluate.batch or config.batch
+        test_loader = make_loader(session, test, replica.tiles, batch=batch, shuffle=False, kernels=kernels)
     schedule = SCHEDULES.create(
         config.schedule.name,
         config.schedule.options,
@@ -106,7 +115,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         steps_per_epoch=len(loader),
         warmup_epochs=config.schedule.warmup_epochs,
     )
-    notes = (*train.notes, *(test.notes if test is not None else ()))
+    notes = (*train.notes, *(test.notes if test is not None else ()), *_transport(session, backend))
     return Parts(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 

@@ -18,6 +18,7 @@ from hpctrain.data.pipeline import check_order
 from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.device_faults import device_faults
 from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
@@ -50,14 +51,6 @@ def refusal(path: KeyPath, name: str) -> str | None:
     return None
 
 
-def mixing_fault(kernels: str) -> str:
-    """The sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
-    return (
-        f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
-        f'data.mixing.mixup and data.mixing.cutmix to 0, or backend to "onednn" or "numpy".'
-    )
-
-
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each value that does not fit another one."""
     batch, epochs = config.batch, config.epochs
@@ -73,14 +66,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     fault = precision_fault(config.backend, config.dtype, config.precision)
     if fault is not None:
         yield ("precision",), fault
-    if config.backend == "cuda" and config.data.mixing.mixes:
-        yield ("data", "mixing"), mixing_fault("cuda")
-    if config.backend == "cuda" and config.grid.rows > 1:
-        yield (
-            ("backend",),
-            f"backend is cuda, which computes no split layers so far, and grid.rows is {config.grid.rows}; set grid.rows to 1, "
-            'or backend to "onednn" or "numpy".',
-        )
+    yield from device_faults(config)
     yield from size_faults(config)
     yield from _evaluation_faults(config)
     if 0 < epochs < config.schedule.warmup_epochs:

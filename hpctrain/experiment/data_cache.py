@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,12 @@ def cache_of(value: object) -> CacheConfig:
 
 
 def give_levels(
-    rank: StartedRank, config: CacheConfig, loaders: Sequence[Loader], *, auto_share: float = AUTO_SHARE
+    rank: StartedRank,
+    config: CacheConfig,
+    loaders: Sequence[Loader],
+    *,
+    auto_share: float = AUTO_SHARE,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> DataCache:
     """Put the configured levels between loaders and their files. Collective.
 
@@ -81,6 +86,7 @@ def give_levels(
 
     Args:
         loaders: in the order in which they are served where memory is short. auto_share: of the free memory of a node.
+        stop_requested: this rank was asked to stop; memory is not filled any further then.
     """
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
@@ -100,11 +106,15 @@ def give_levels(
     off = config.memory == 0 and config.local is None
     notes = [text for loader, of_file in zip(files, least, strict=True) for text in sentences(loader.file, of_file) if not off]
     if config.fill == "start" or (config.fill == "auto" and len(set(rank.grid.node_of)) > 1):
-        notes += [note for loader, level in zip(files, levels, strict=True) for note in _filled(rank, loader.file, level)]
+        notes += [
+            note
+            for loader, level in zip(files, levels, strict=True)
+            for note in _filled(rank, loader.file, level, stop_requested)
+        ]
     return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
 
 
-def _filled(rank: StartedRank, file: ImageFile, level: ReadImages) -> Iterator[str]:
+def _filled(rank: StartedRank, file: ImageFile, level: ReadImages, stop_requested: Callable[[], bool]) -> Iterator[str]:
     """Fill the memory of all nodes, and say so. Collective.
 
     Raises:
@@ -117,9 +127,10 @@ def _filled(rank: StartedRank, file: ImageFile, level: ReadImages) -> Iterator[s
         return
     assert memory is not None
     begun = time.perf_counter()
-    samples = fill(rank, memory, shared=memory.is_shared)
+    samples = fill(rank, memory, shared=memory.is_shared, stop_requested=stop_requested)
     seconds = time.perf_counter() - begun
-    yield f"data {file.path}: memory was filled with {samples:,} samples in {seconds:.1f} s, each read once by the job"
+    if samples:
+        yield f"data {file.path}: memory was filled with {samples:,} samples in {seconds:.1f} s, each read once by the job"
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:

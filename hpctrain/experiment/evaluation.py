@@ -183,8 +183,8 @@ def build_parts(
     assert images is not None, "checked"
     replica = trained_replica(session, content, data, images, averaged=averaged)
     batch = config.evaluate.batch or config.batch
-    loader = make_loader(session, images, replica.tiles, batch=batch, shuffle=False)
-    mirror = None
-    if flip:
-        mirror = make_loader(session, mirrored(images), replica.tiles, batch=batch, shuffle=False)
-    return EvaluationParts(images, replica, loader, mirror)
+
+    def loader(of: Images) -> Loader:
+        return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
+
+    return EvaluationParts(images, replica, loader(images), loader(mirrored(images)) if flip else None)

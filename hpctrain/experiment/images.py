@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.backend.kernels.base import KernelSet, PixelInput
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
 from hpctrain.config.schema import Config
@@ -160,8 +161,19 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, batch: int, shuffle: bool) -> Loader:
+def make_loader(
+    session: Session,
+    images: Images,
+    tiles: TileOfRank | None,
+    *,
+    batch: int,
+    shuffle: bool,
+    kernels: KernelSet | None = None,
+) -> Loader:
     """This rank's share of a data file, read from the file itself.
+
+    Args:
+        kernels: that alone read the batches: a set that takes pixels gets these. None: batches are images.
 
     Raises:
         ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
@@ -182,6 +194,7 @@ def make_loader(session: Session, images: Images, tiles: TileOfRank | None, *, b
         prefetch=config.data.prefetch,
         mixing=_mixing(config) if shuffle else None,
         sizes=images.sizes,
+        leaves_pixels=isinstance(kernels, PixelInput),
     )
 
 

@@ -203,8 +203,7 @@ class Job(StartedRank):
         )
 
     def _loop(self, most_skips: int) -> OwnLoop:
-        asked = self.watch.asked if self.watch is not None else lambda: False
-        return OwnLoop(self.progress.notes, stop_asked=asked, most_skips=most_skips, saver=self.checkpoints.saver)
+        return OwnLoop(self.progress.notes, stop_asked=_asked_of(self.watch), most_skips=most_skips, saver=self.checkpoints.saver)
 
     def _plan(self, plan: Mapping[str, str] | str | None, tiles: tuple[int, int] | None) -> ParallelPlan:
         if isinstance(plan, str):
@@ -283,7 +282,7 @@ class Job(StartedRank):
             return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, mixing=mixed, sizes=by_epoch), levels
 
         loader, levels = raise_on_all_ranks(self.world, make)
-        give_levels(self, levels, [loader], auto_share=0.25)
+        give_levels(self, levels, [loader], auto_share=0.25, stop_requested=_asked_of(self.watch))
         return loader
 
     def array_loader(
@@ -351,6 +350,11 @@ class Job(StartedRank):
             CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
         """
         return self.checkpoints.load(replica, Path(path))
+
+
+def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
+    """Whether a signal has asked this rank to stop; never, where nobody takes signals."""
+    return watch.asked if watch is not None else lambda: False
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:

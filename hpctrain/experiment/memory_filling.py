@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hpctrain.comm.base import Handle
@@ -17,28 +19,38 @@ _RECEIVED_BYTES = 64 << 20
 _TAG = 411
 
 
-def fill(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> int:
+def fill(rank: StartedRank, memory: SampleMemory, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
     """Fill the memory of every node; give the number of samples that all of them hold then, but for unreadable ones. Collective.
 
-    A sample that cannot be read, and for which others may stand in, is left to the ranks that need it.
+    A sample that cannot be read, and for which others may stand in, is left to the ranks that need it. So are those that are
+    missing where the job is to stop: all ranks end with the same round.
 
     Args:
-        memory: empty. shared: whether the ranks of this node have it in common.
+        memory: empty. shared: whether the ranks of this node have it in common. stop_requested: this rank was asked to stop.
 
     Raises:
         DataError: on every rank, where one could not read a sample, and none may stand in for it.
     """
     plan = _plan(rank, memory, shared=shared)
     errors: list[HpctrainError] = []
-    for turn in range(plan.rounds):
-        _round(rank, memory, plan, turn, errors)
+    done = 0
+    while done < plan.rounds and not _some_rank_ends(rank, errors or stop_requested()):
+        _round(rank, memory, plan, done, errors)
+        done += 1
 
     def tell() -> None:
         if errors:
             raise errors[0]
 
     raise_on_all_ranks(rank.world, tell)
-    return plan.samples
+    return plan.done_after(done)
+
+
+def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
+    """Whether `ends` is true on some rank. Collective."""
+    count = np.array([bool(ends)], np.int64)
+    rank.progress.wait_handle(rank.world.iallreduce(count), "whether memory is filled on")
+    return bool(count[0])
 
 
 def _plan(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> FillingPlan:

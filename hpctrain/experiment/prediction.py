@@ -128,7 +128,7 @@ def _build(session: Session, path: Path, content: CheckpointContent, files: Sequ
     batch = request.batch or _usual_batch(session)
 
     def loader(of: Images) -> Loader:
-        return make_loader(session, of, replica.tiles, batch=batch, shuffle=False)
+        return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
 
     return _Parts(data, images, replica, loader(images), loader(mirrored(images)) if request.flip else None)
 

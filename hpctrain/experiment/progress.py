@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hpctrain.comm import progress_mode
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.errors import ConfigError
+from hpctrain.experiment.device_faults import progress_fault
 from hpctrain.experiment.session import StartedRank
 from hpctrain.nn.network import Network
 
@@ -65,7 +66,9 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
     Raises:
         ConfigError: a mode with a thread where MPI does not let a second thread call.
     """
-    if wanted == "auto":
+    if rank.world.size > 1 and not network.kernels.arithmetic.on_host:
+        chosen = _beside_device(wanted)
+    elif wanted == "auto":
         chosen = _measured(rank, network, samples)
     else:
         mode = ProgressMode(wanted)
@@ -79,6 +82,15 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
             chosen = Chosen(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
     progress_mode.apply(rank.progress, chosen.mode)
     return chosen
+
+
+def _beside_device(wanted: str) -> Chosen:
+    """Kernels take no core from messages, and one thread enqueues all that the device does."""
+    if wanted in (ProgressMode.THREAD, ProgressMode.POSTING):
+        raise ConfigError(progress_fault(wanted))
+    if wanted == "auto":
+        return Chosen(ProgressMode.TEST, "kernels run on a device, which leaves the core to messages", matters=False)
+    return Chosen(ProgressMode(wanted), "as configured", matters=True)
 
 
 def _measured(rank: StartedRank, network: Network, samples: int) -> Chosen:

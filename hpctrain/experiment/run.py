@@ -70,7 +70,7 @@ def run_training(
     """
     memory = RunMemory() if memory is None else memory
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
-    parts, start = _parts(session, resume, schedule_from)
+    parts, start = _parts(session, watch, resume, schedule_from)
     position = Position() if start is None else start.position
     directory = _directory(session, parts, start, memory)
     begun = position.global_step  # training moves the position on
@@ -110,10 +110,10 @@ def run_training(
     return reason is not None
 
 
-def _parts(session: Session, resume: str | None, schedule_from: str | None) -> tuple[Parts, Start | None]:
+def _parts(session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None) -> tuple[Parts, Start | None]:
     """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
     start = find_start(session, resume) if resume is not None else None
-    parts = build(session, None if start is None else start.data)
+    parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # else the checkpoint has them
         start_from_weights(session, parts.replica)
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.backend.kernels.abilities import CallsHost
 from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, StepContext
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
 from hpctrain.nn.hooks import StepHooks
@@ -44,11 +45,13 @@ class CapturedProgram(Program):
         assert isinstance(kernels, CapturesWork)
         self._capture, self._slices = kernels.capture, slices
         self._warm_forward = self._warm_backward = False
+        operators = [step.operator for step in self.steps]
+        self._calls_host = any(isinstance(operator, CallsHost) and operator.calls_host for operator in operators)
         self._forward_units: list[_Unit] | None = None
         self._backward_units: list[_Unit] | None = None
 
     def forward(self, context: StepContext, hooks: StepHooks = _SILENT) -> Array:
-        if not self._warm_forward or self._gives_factors(hooks):
+        if not self._warm_forward or self._cannot_be_captured(hooks):
             self._warm_forward = True
             return super().forward(context, hooks)
         if self._forward_units is None:
@@ -67,7 +70,7 @@ class CapturedProgram(Program):
         return self.logits
 
     def backward(self, hooks: StepHooks = _SILENT) -> None:
-        if not self._warm_backward or self._gives_factors(hooks):
+        if not self._warm_backward or self._cannot_be_captured(hooks):
             self._warm_backward = True
             super().backward(hooks)
             return
@@ -91,8 +94,11 @@ class CapturedProgram(Program):
         for parameter in self._final(action, k):
             hooks.grad_ready(parameter)
 
+    def _cannot_be_captured(self, hooks: StepHooks) -> bool:
+        """An operator asks the host, or some layer's gradients are made elsewhere, of arrays that are copied inside of a pass."""
+        return self._calls_host or self._gives_factors(hooks)
+
     def _gives_factors(self, hooks: StepHooks) -> bool:
-        """Some layer's gradients are made elsewhere, from arrays that are copied inside of a pass: then nothing is captured."""
         steps = (step for step in self.steps if step.sufficient_factors is not None)
         return any(hooks.takes_sufficient_factors(step.parameters) for step in steps)
 

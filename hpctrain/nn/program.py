@@ -19,11 +19,13 @@ from hpctrain.backend.kernels.base import (
     LossHandle,
     LossOperator,
     Operator,
+    PixelInput,
     StatisticsMerger,
     StepContext,
 )
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region, StepMemory
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import Parameter
@@ -102,9 +104,13 @@ class Program:
         """N of this program."""
         return int(self.x.shape[0])
 
-    def set_input(self, x: np.ndarray) -> None:
-        """Fill the input buffer from an array of the host, which may change afterwards."""
-        self._arithmetic.from_host(self.x, x)
+    def set_input(self, x: np.ndarray | PixelBatch) -> None:
+        """Fill the input buffer from an array of the host, or from pixels that are left to be made into one; both may change
+        afterwards."""
+        if isinstance(x, PixelBatch) and isinstance(self._kernels, PixelInput):
+            self._kernels.make_input(self.x, x)
+        else:
+            self._arithmetic.from_host(self.x, np.asarray(x))
 
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
         """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""

@@ -147,6 +147,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     several_groups=several_groups,
                     momentum=job.momentum,
                     names=tuple(job.trained_specs),
+                    on_host=job.kernels.arithmetic.on_host,
                 )
                 samples = counts if name == ALL else _by_split_group(counts, plan.rows)
                 strategy = job.strategy(candidate.averager, candidate.options, group)

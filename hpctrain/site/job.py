@@ -209,7 +209,7 @@ def _with_value(option: str, value: str) -> str:
 
 
 def check_backend(site: Site, backend: str, request: JobRequest) -> None:
-    """Refuse a job on GPUs that the site has not, or that hpctrain cannot use so far.
+    """Refuse a job on GPUs that the site does not have.
 
     Raises:
         ConfigError: the sentence says which.
@@ -220,9 +220,9 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
     if gpu is None or gpu.vendor != "nvidia":
         has = "no GPUs" if gpu is None else f"GPUs of {gpu.vendor.upper()}"
         raise ConfigError(f"backend is cuda, which computes on NVIDIA's GPUs, and site {site.name} has {has}; set it to onednn.")
-    ranks = request.nodes * _ranks(site, request)
-    if ranks > 1:
+    ranks = _ranks(site, request)
+    if ranks > len(gpu.order):
         raise ConfigError(
-            f"backend is cuda, which trains on one rank so far, and the job has {ranks}; give --nodes 1 --ranks-per-node 1, "
-            "or set backend to onednn."
+            f"backend is cuda, which gives each rank a GPU of its own, and a node of site {site.name} has {len(gpu.order)} GPUs "
+            f"for {ranks} ranks; give --ranks-per-node {len(gpu.order)}, or set backend to onednn."
         )

@@ -63,12 +63,29 @@ def make_strategies(
     """The strategy of each group of parameters that has an optimiser; none where `make` is None.
 
     Raises:
-        ConfigError: a strategy that cannot do what is asked for.
+        ConfigError: a strategy that cannot do what is asked for. BackendError: one that the network's kernels do not take.
     """
     if make is None:
         return {}
     planned = partial(_planned_group, network, groups, nominal_batch, micro_batches)
-    return {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
+    strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
+    for strategy in strategies.values():
+        _check_rounding(strategy, network)
+    return strategies
+
+
+def _check_rounding(strategy: Strategy, network: Network) -> None:
+    """
+    Raises:
+        BackendError: parameters are to travel in 16 bits, whose errors an owner keeps on the host, and lie elsewhere.
+    """
+    rounding = strategy.rounding
+    if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:
+        return
+    raise BackendError(
+        f"wire_parameters is {rounding.parameters}, but parameters of backend {network.kernels.name} travel as they are so far; "
+        "set it to float32, or backend to onednn or numpy."
+    )
 
 
 def _planned_group(
@@ -85,6 +102,7 @@ def _planned_group(
         several_groups=MODEL in network.groups,
         momentum=optimizer.momentum,
         names=network.trained,
+        on_host=network.kernels.arithmetic.on_host,
     )
 
 

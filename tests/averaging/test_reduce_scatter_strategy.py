@@ -12,6 +12,7 @@ from hpctrain.averaging.compute_times import Times
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.link import LinkModel
@@ -106,6 +107,18 @@ def _vgg16_schedule(ranks: int, fc_exchange: str) -> CollectiveSchedule:
     schedule = planned(Sharded, _vgg16(), ranks, nominal_batch=256, **options).plan(None)
     assert schedule is not None
     return schedule
+
+
+@pytest.mark.parametrize("kind", [Sharded, Priority])
+def test_arrays_of_a_device_are_exchanged_only_where_it_is_asked_for(kind: type[ReduceScatterStrategy]) -> None:
+    """The exchange has the host take inputs and errors within a step."""
+
+    def exchanging(*, on_host: bool, choice: str) -> bool:
+        group = PlannedGroup(_vgg16(), 4, nominal_batch=32, on_host=on_host)
+        return bool(kind(group, kind.Options(fc_exchange=choice)).exchanging)
+
+    cases = [(on_host, choice) for on_host in (True, False) for choice in ("auto", "always", "never")]
+    assert [exchanging(on_host=on_host, choice=choice) for on_host, choice in cases] == [True, True, False, False, True, False]
 
 
 @pytest.mark.parametrize("ranks", [64, 256])

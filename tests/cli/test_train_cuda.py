@@ -135,8 +135,41 @@ def test_scores_of_the_device_are_counted_as_its_loss_counts_them(run: Run, fold
         assert np.isclose(here, on_host, rtol=0.02)
 
 
+def test_two_ranks_train_what_one_trains(run: Run, folder: Path) -> None:
+    """With an MPI between them, their gradients, synchronised statistics and checkpoints cross by way of the host."""
+    options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4")
+    ours = _passed(run("train", *options, "trace=true", ranks=2, seed=4))
+    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
+    mine, reference = _last(folder), _last(folder, "numpy")
+    for name, tensor in reference.tensors.items():
+        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert _accuracy(ours) == _accuracy(theirs)
+    assert "2 ranks" in ours.stdout
+    assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
+
+
+def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path) -> None:
+    options = ("averager=bucketed",)
+    _passed(run("train", *options, f"output={folder}/whole", ranks=2, seed=0))
+    _passed(run("train", *options, "--steps", "4", ranks=2, seed=1))
+    _passed(run("train", *options, "--resume", "auto", ranks=2, seed=2))
+    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
+    assert ours.keys() == whole.keys()
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "several ranks": ({"ranks": 2}, [], "trains on one rank so far, and this job has 2: gradients are not averaged between GPUs"),
+    "a thread for messages": (
+        {"ranks": 2},
+        ["progress=posting"],
+        "progress is posting, but one thread enqueues",
+    ),
+    "rounded parameters": (
+        {"ranks": 2},
+        ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
+        "averager.wire_parameters is bfloat16, but on backend cuda parameters travel as they are so far",
+    ),
     "no such device": ({"seed": "x"}, [], "HPCTRAIN_CUDA_DEVICE is 'emulated:x'; it must be emulated, or emulated:SEED"),
     "split layers": ({}, ["grid.rows=2"], "backend is cuda, which computes no split layers so far, and grid.rows is 2"),
     "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),

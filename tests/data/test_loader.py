@@ -9,9 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.data.loader import Loader, Share, cut
+from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts
+from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ShapeError
 from tests.support.cached import in_memory
 
@@ -334,3 +337,41 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
         for step, mine in zip(whole, loader.epoch(0), strict=True):
             expected = [step[1][..., 1:3], step[1][:, :0], np.zeros_like(step[1][:, :1])][rank]
             assert np.array_equal(mine.x, expected)
+
+
+@pytest.mark.parametrize("specs", [SPECS, [("random_resized_crop", {"size": 6}), ("flip", {})], [("random_erasing", {})]])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_pixels_that_are_left_are_those_of_the_images(make_file, specs, prefetch, ranks):
+    file, _, _ = make_file()
+    for rank in range(ranks):
+        options = {"specs": specs, "rank": rank, "ranks": ranks, "prefetch": prefetch}
+        images, pixels = make_loader(file, 5, **options), make_loader(file, 5, **options, leaves_pixels=True)
+        for epoch, first in ((0, 0), (1, 7)):
+            expected = read(images, epoch, first)
+            for (_, x, y, ids, *_), batch in zip(expected, pixels.epoch(epoch, first), strict=True):
+                assert isinstance(batch.x, PixelBatch)
+                assert batch.x.pixels.dtype == np.uint8
+                assert np.array_equal(np.asarray(batch.x), x)
+                assert np.array_equal(batch.y, y)
+                assert np.array_equal(batch.sample_ids, ids)
+
+
+def test_pixels_are_left_of_images_of_several_sizes(make_file):
+    file, _, _ = make_file()
+    sizes = ImageSizes(((0, 4), (1, 6)))
+    images, pixels = (make_loader(file, 5, sizes=sizes, leaves_pixels=leaves) for leaves in (False, True))
+    for epoch in (0, 1):
+        for (_, x, *_), batch in zip(read(images, epoch), pixels.epoch(epoch), strict=True):
+            assert np.array_equal(np.asarray(batch.x), x)
+
+
+def test_images_are_made_where_the_rest_is_more_than_a_window(make_file):
+    file, _, _ = make_file()
+    for options in ({"mixing": Mixing(mixup=0.2)}, {"tiles": whole_tiles}, {"specs": [("random_erasing", {"value": "random"})]}):
+        (batch, *_) = make_loader(file, 13, prefetch=0, leaves_pixels=True, **options).epoch(0)
+        assert isinstance(batch.x, np.ndarray)
+
+
+def whole_tiles(counts, shape):
+    return [((0, counts[0]), *((0, length) for length in shape))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,11 @@ from hpctrain.data.unreadable import UnreadableError
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment import memory_filling
 from hpctrain.experiment.memory_filling import fill
+from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.virtual.run import run_virtual
+from tests.support.jobs import Outcome
+from tests.support.local_copies import ASKED_WHILE_FILLING, IMAGES, Trainings
+from tests.support.signal_storm import final_tensors, same_bits
 from tests.support.virtual_runs import virtual_engine
 
 SHAPE = (3, 4, 3)
@@ -118,3 +124,42 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         return str(raised.value)
 
     assert all("Sample 20 cannot be read." in sentence for sentence in run_virtual(4, one, ranks_per_node=2))
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2), (5, 2)])
+@pytest.mark.parametrize("asks", [0, 2])
+def test_filling_ends_on_all_ranks_where_one_is_asked_to_stop(ranks: int, per_node: int, asks: int) -> None:
+    job = _Job(lambda node: N)
+
+    def one(comm: Any) -> tuple[int, int]:
+        rank, source, memory, _ = job.rank(comm)
+        looks = itertools.count()
+        samples = fill(rank, memory, shared=True, stop_requested=lambda: next(looks) >= asks and comm.rank == comm.size - 1)
+        read = len(source.read)
+        comm.allgather_object(None)
+        assert np.array_equal(memory.take(np.arange(N), np.empty((N, *SHAPE), np.uint8)), PIXELS)  # the others are read now
+        return samples, read
+
+    results = run_virtual(ranks, one, ranks_per_node=per_node)
+    expected = min(N, asks * 3 * ranks)
+    assert [samples for samples, _ in results] == [expected] * ranks
+    assert sum(read for _, read in results) == expected
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_a_run_that_is_to_stop_fills_no_further(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """A request during filling is one from before the first step: a checkpoint, exit code 85, and the same bits at the end."""
+    trainings = Trainings(job, tmp_path).prepare()
+    cache = ("data.cache.memory=1MB", "data.cache.fill=start")
+    outcome = trainings.run("whole", *cache, local=False)
+    assert outcome.code == 0, outcome.output
+    assert f"memory was filled with {IMAGES} samples" in " ".join(outcome.stdout.split())
+    outcome = trainings.run_faulty(ASKED_WHILE_FILLING, "runs", *cache, rank=None, local=False)
+    assert outcome.code == STOPPED, outcome.output
+    assert "memory was filled with 20 samples" in " ".join(outcome.stdout.split())
+    assert outcome.stdout.count("memory was filled") == 1  # that of the test file was not begun
+    assert "stopped by SIGTERM on rank 1 after step 1" in outcome.stdout  # a checkpoint after each step reads its sums at once
+    outcome = trainings.run("runs", "--resume", "auto", *cache, local=False)
+    assert outcome.code == 0, outcome.output
+    assert same_bits(final_tensors(tmp_path, "runs"), final_tensors(tmp_path, "whole"))

@@ -12,6 +12,7 @@ from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.progress import from_measurement, set_progress
+from tests.support.late_kernels import LateKernelSet
 
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
 
@@ -59,3 +60,14 @@ def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
 def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"progress is {mode}, but MPI has started at level single"):
         set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)  # type: ignore[arg-type]
+
+
+def test_beside_a_device_one_thread_does_everything() -> None:
+    rank = _rank()
+    rank.world = SimpleNamespace(size=2)
+    network: Any = SimpleNamespace(kernels=LateKernelSet())
+    assert set_progress(rank, network, "auto", 1).mode is TEST
+    assert set_progress(rank, network, "none", 1).mode is NONE
+    for mode in ("thread", "posting"):
+        with pytest.raises(ConfigError, match=f"^progress is {mode}, but one thread enqueues"):
+            set_progress(rank, network, mode, 1)

@@ -129,5 +129,9 @@ def test_gpus_that_cannot_be_used_are_refused(site: str) -> None:
             check_backend(found, "cuda", JobRequest(1, 1))
         return
     check_backend(found, "cuda", JobRequest(1, 1))
-    with pytest.raises(ConfigError, match=r"the job has 4; give --nodes 1 --ranks-per-node 1"):
-        check_backend(found, "cuda", JobRequest(2, 2))
+    gpus = len(gpu.order)
+    check_backend(found, "cuda", JobRequest(2, gpus))
+    fewer = gpu.model_copy(update={"order": gpu.order[:-1]})
+    few = replace(found, profile=found.profile.model_copy(update={"gpu": fewer}))
+    with pytest.raises(ConfigError, match=rf"has {gpus - 1} GPUs for {gpus} ranks; give --ranks-per-node {gpus - 1}, or"):
+        check_backend(few, "cuda", JobRequest(2, gpus))

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.data import batch_threads
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.train.replica import StrategyFactory
@@ -38,6 +40,7 @@ from tests.support.dimensions import (
     ends_early,
     has_batch_norm,
     is_run,
+    kernels_of,
     line,
     parsed,
     steps_of,
@@ -115,7 +118,11 @@ def _train(row: Row, course: Course) -> _Trained:
     """The training of a combination."""
     if not is_run(row):
         task, batch = task_of(row), value_of(row, "batch")
-        results = _on_ranks(row, lambda comm, engine: train(task, comm, engine, _strategy(row), nominal_batch=batch))
+
+        def program(comm: ThreadCommunicator, engine: ProgressEngine) -> Result:
+            return train(_of_rank(task, row, comm.rank), comm, engine, _strategy(row), nominal_batch=batch)
+
+        results = _on_ranks(row, program)
         return _Trained([by_epoch(result, steps_per_epoch(row)) for result in results])
 
     def make(folder: Path, ends: Course | None) -> PartOfRun:
@@ -125,10 +132,20 @@ def _train(row: Row, course: Course) -> _Trained:
 
     def on_ranks(part: PartOfRun) -> list[PartOutcome]:
         grid = f"{part.task.plan.rows}x{part.task.plan.cols}"
-        return _on_ranks({**row, "grid": grid}, part.run)
 
-    outcome = run_whole(make, course, on_ranks)
+        def program(comm: ThreadCommunicator, engine: ProgressEngine) -> PartOutcome:
+            return replace(part, task=_of_rank(part.task, row, comm.rank)).run(comm, engine)
+
+        return _on_ranks({**row, "grid": grid}, program)
+
+    with mock.patch.object(batch_threads, "_LEAST_CHUNK_BYTES", 1):  # else one thread makes a whole batch of such small images
+        outcome = run_whole(make, course, on_ranks)
     return _Trained(outcome.results, _check_position(row, course, outcome), outcome.goes_on_from)
+
+
+def _of_rank(task: Task, row: Row, rank: int) -> Task:
+    """The task with a kernel set of the rank's own: a device is that of one rank."""
+    return task if rank == 0 else replace(task, kernels=kernels_of(row, rank))
 
 
 def _check_position(row: Row, course: Course, outcome: RunOutcome) -> int | None:

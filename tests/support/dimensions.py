@@ -144,6 +144,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "some": {"memory": 1_800},
         "filled": {"memory": 1_800, "fill": "start"},
     },  # of a file
+    "data_threads": {"1": 1, "3": 3},  # that make a batch of a file
     "checkpoint": {  # layout, asynchronous
         "none": None,
         "single": ("single", False),
@@ -215,6 +216,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
                 "train": str(folder / "train.h5"),
                 "normalise": False,
                 "cache": value_of(row, "cache"),
+                "threads": value_of(row, "data_threads"),
                 "mixing": {key: getattr(mixing, key) for key in MixingConfig.model_fields} if mixing is not None else {},
                 "sizes": [{"from_epoch": epoch, "size": size} for epoch, size in value_of(row, "image_sizes") or ()],
                 "on_unreadable": "skip" if value_of(row, "data") else "stop",
@@ -286,12 +288,12 @@ def splits_parameters(row: Row) -> bool:
     )
 
 
-def _kernels(row: Row) -> KernelSet:
-    """The kernel set of a combination: NumPy's, or that of an emulated device with an order of work of its own."""
+def kernels_of(row: Row, rank: int = 0) -> KernelSet:
+    """The kernel set of one rank of a combination: NumPy's, or that of an emulated device with an order of work of its own."""
     graphs = value_of(row, "device")
     if graphs is None:
         return NumpyKernelSet()
-    device = EmulatedDevice(zlib.crc32(line(row).encode()))
+    device = EmulatedDevice(zlib.crc32(line(row).encode()) + rank)
     return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
 
 
@@ -333,7 +335,7 @@ def task_of(row: Row) -> Task:
     optimizer = dict(value_of(row, "optimizer"))
     return Task(
         net.model,
-        _kernels(row),
+        kernels_of(row),
         partial(OPTIMIZERS.create, optimizer.pop("name"), optimizer),
         classes=net.classes,
         samples=SAMPLES,

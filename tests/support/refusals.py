@@ -8,20 +8,28 @@ from dataclasses import replace
 from functools import cache
 
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.cuda.choose import NodePlace, refuse_several_ranks
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import coordinates
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.check import mixing_fault
+from hpctrain.experiment.device_faults import mixing_fault, progress_fault, split_fault, wire_fault
 from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
-from tests.support.dimensions import Row, config_of, ends_early, graph_of, parallel_plan, splits_parameters, task_of, value_of
+from tests.support.dimensions import (
+    Row,
+    config_of,
+    ends_early,
+    graph_of,
+    parallel_plan,
+    splits_parameters,
+    task_of,
+    value_of,
+)
 from tests.support.training import Task
 
 #: options that an averager may have
@@ -41,7 +49,6 @@ AVERAGING = (
 )
 DATA = ("data", "grid")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
-PLACING = ("grid", "device")
 SIZING = ("net", "image_sizes")
 NODES = ("averager", "sparse", "two_level", "nodes", *PLANNING)
 
@@ -51,7 +58,7 @@ def refusal(row: Row) -> str | None:
 
     Also one by which it refuses to go on, on another grid.
     """
-    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, PLACING)) or _refused_data(_only(row, DATA))
+    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
     refused = refused or _refused_mixing(row) or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
@@ -99,12 +106,16 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
     return _sentence(attempt)
 
 
-@cache
-def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    if not set(PLACING) <= row.keys() or value_of(row, "device") is None:
+def _refused_device(row: Row) -> str | None:
+    if not {"grid", "device"} <= row.keys() or value_of(row, "device") is None:
         return None
-    return _sentence(lambda: refuse_several_ranks(NodePlace(math.prod(value_of(row, "grid")))))
+    rows, cols = value_of(row, "grid")
+    if rows > 1:
+        return split_fault(rows)
+    wire = value_of(row, "wire_parameters")
+    if wire is not None and cols > 1:
+        return wire_fault(wire)
+    return progress_fault("posting") if value_of(row, "posting") and cols > 1 else None
 
 
 def _refused_mixing(row: Row) -> str | None:

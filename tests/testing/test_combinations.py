@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from hpctrain.data.batch_threads import BatchThreads, Work
 from hpctrain.data.loader import Loader
 from tests.support import combinations
 from tests.support.combinations import Tally, drawn, run
@@ -73,4 +74,17 @@ def test_images_that_keep_the_first_epochs_size_are_a_failure(monkeypatch: pytes
     row = parsed(["net=narrow", "data=file", "image_sizes=smaller-first", "steps=6"])
     assert run(row) <= combinations.TOLERANCE
     monkeypatch.setattr(Loader, "_take_size", lambda self, epoch: None)
+    assert run(row) > combinations.TOLERANCE
+
+
+def test_a_sample_that_several_threads_leave_out_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = parsed(["net=narrow", "data=file", "data_threads=3"])
+    assert run(row) <= combinations.TOLERANCE
+    whole = BatchThreads.run
+
+    def without_the_last(self: BatchThreads, samples: int, sample_bytes: int, work: Work) -> None:
+        whole(self, samples - (self.count > 1), sample_bytes, work)
+
+    monkeypatch.setattr(BatchThreads, "run", without_the_last)
+    assert run(parsed(["net=narrow", "data=file"])) <= combinations.TOLERANCE
     assert run(row) > combinations.TOLERANCE

@@ -38,8 +38,8 @@ class PriorityOptions:
             repeat bit by bit; "measured" follows the link and what a message takes of a core, which are measured at the start.
         window: Most slices in flight, of gradients and of parameters each. Null takes what the measured link sends between two
             polls: a smaller window lets the link idle, a larger one lets urgent slices wait longer.
-        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
-            "never".
+        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, where that moves less),
+            "always" or "never".
         two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
             first.
         replan: The order of the slices is planned again after a few steps, by measured times.

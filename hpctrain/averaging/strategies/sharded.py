@@ -27,8 +27,8 @@ class ShardedOptions:
     """Options of `sharded`.
 
     Args:
-        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (where that moves less), "always" or
-            "never".
+        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, where that moves less),
+            "always" or "never".
         bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
         sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
             repeat bit by bit; "measured" follows the link, which is measured at the start.

@@ -39,7 +39,6 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
     Raises:
         BackendError: there is none, or it does not; the sentence says what to do.
     """
-    refuse_several_ranks(place)
     seed = emulated_seed(os.environ)
     if seed is not None:
         from hpctrain.backend.cuda.emulator.device import EmulatedDevice
@@ -61,7 +60,6 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
 def missing(place: NodePlace) -> str | None:
     """Why no GPU can be used here, in one sentence; None where one can. The emulated device does not count."""
     try:
-        refuse_several_ranks(place)
         _gpu(place)
     except BackendError as error:
         return str(error)
@@ -71,19 +69,6 @@ def missing(place: NodePlace) -> str | None:
 def cupy_is_installed() -> bool:
     """True where somebody may expect a GPU to be used."""
     return importlib.util.find_spec("cupy") is not None
-
-
-def refuse_several_ranks(place: NodePlace) -> None:
-    """Nothing on one rank. The one place that knows that gradients are not averaged between GPUs yet.
-
-    Raises:
-        BackendError: there are several.
-    """
-    if place.ranks > 1:
-        raise BackendError(
-            f"Backend cuda trains on one rank so far, and this job has {place.ranks}: gradients are not averaged between GPUs "
-            f"yet; start one rank, {_OTHERWISE} on any number of ranks."
-        )
 
 
 def emulated_seed(environ: MutableMapping[str, str]) -> int | None:

@@ -98,3 +98,12 @@ class ParameterCopies:
     def parameters_changed(self) -> None:
         """Parameter values differ from the last forward's: the copies are stale."""
         raise NotImplementedError
+
+
+class CallsHost:
+    """Its calls may ask the host in between: for numbers of other ranks. Such a call waits, and is never captured.
+
+    calls_host: whether they do, once it is bound.
+    """
+
+    calls_host: bool = True

@@ -20,6 +20,7 @@ from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.pixel_batch import PixelBatch
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
 
@@ -225,6 +226,17 @@ class KernelSet(ABC):
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
         """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+
+
+class PixelInput(ABC):
+    """A kernel set that makes what a network reads of stored pixels, where its arrays lie."""
+
+    @abstractmethod
+    def make_input(self, target: Array, images: PixelBatch) -> None:
+        """target (N, H, W, C) := images, the very numbers of these as an array, rounded to the target's dtype.
+
+        The pixels may change afterwards.
+        """
 
 
 class CapturedWork(Protocol):

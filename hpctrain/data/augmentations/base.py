@@ -91,6 +91,17 @@ class Augmentation(ABC):
             raise OptionError(f"The option {self.name}.{option} = {shown} {rule}.", option)
 
 
+class WindowAugmentation(Augmentation):
+    """An augmentation that makes no pixels of its own: results are windows of images, black beyond them, and maybe mirrored."""
+
+    @abstractmethod
+    def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        """Where results begin in images of `size` (H, W), by the numbers u (N, draws): (N, 3).
+
+        Of each: the place of its pixel (0, 0), top and left, and 1, or -1 where the next pixel on the right is one on the left.
+        """
+
+
 class NormalisedAugmentation(Augmentation):
     """An augmentation of normalised pixels, behind all others: it changes some of an image and moves none."""
 
@@ -107,3 +118,16 @@ class NormalisedAugmentation(Augmentation):
         Args:
             u: (draws,) float64 in [0, 1), the sample's.
         """
+
+
+class FillingAugmentation(NormalisedAugmentation):
+    """One that may do no more than replace all of a rectangle by one number."""
+
+    @property
+    @abstractmethod
+    def fill(self) -> float | None:
+        """The number; None: it does something else."""
+
+    @abstractmethod
+    def box(self, size: tuple[int, int], u: np.ndarray) -> Box | None:
+        """The rectangle in an image of `size` (H, W), by the sample's numbers u (draws,); None: nothing is replaced."""

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, moved
-from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.augmentations.base import Augmentation, WindowAugmentation
 from hpctrain.errors import ShapeError
 
 
 @dataclass(frozen=True)
-class CenterCrop(Augmentation):
+class CenterCrop(WindowAugmentation):
     """The central square window.
 
     Args:
@@ -38,6 +39,10 @@ class CenterCrop(Augmentation):
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         top, left = (images.shape[1] - self.size) // 2, (images.shape[2] - self.size) // 2
         out[...] = images[:, top : top + self.size, left : left + self.size]
+
+    def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        top, left = (size[0] - self.size) // 2, (size[1] - self.size) // 2
+        return np.tile(np.array([top, left, 1]), (len(u), 1))
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         return moved(region, ((size[0] - self.size) // 2, (size[1] - self.size) // 2))

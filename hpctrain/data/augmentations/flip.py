@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, hull
-from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation
+from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, WindowAugmentation
 
 
 @dataclass(frozen=True)
-class Flip(Augmentation):
+class Flip(WindowAugmentation):
     """Left and right exchanged at random.
 
     Args:
@@ -34,6 +35,10 @@ class Flip(Augmentation):
                 _mirror(image, target)
             else:
                 target[...] = image
+
+    def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        flipped = u[:, 0] < self.probability
+        return np.column_stack([np.zeros(len(u), np.int64), np.where(flipped, size[1] - 1, 0), np.where(flipped, -1, 1)])
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         rows, (left, right) = region

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, clip, moved, relative
-from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+from hpctrain.data.augmentations.base import MOST_PIXELS, WindowAugmentation
 
 
 @dataclass(frozen=True)
-class PadCrop(Augmentation):
+class PadCrop(WindowAugmentation):
     """Black edges, then a random window of the images' own size (He et al., CVPR 2016, section 4.2).
 
     Args:
@@ -30,12 +31,15 @@ class PadCrop(Augmentation):
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         height, width = images.shape[1:3]
-        shifts = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
+        shifts = self._shifts(u)
         out[...] = 0
         for image, target, (dy, dx) in zip(images, out, shifts.tolist(), strict=True):
             rows, to_rows = _overlap(dy, height)
             columns, to_columns = _overlap(dx, width)
             target[to_rows, to_columns] = image[rows, columns]
+
+    def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        return np.column_stack([self._shifts(u), np.ones(len(u), np.int64)])
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         if u is not None:
@@ -49,8 +53,13 @@ class PadCrop(Augmentation):
         out[relative(source, moved(region, self._shift(u)))] = part
 
     def _shift(self, u: np.ndarray) -> tuple[int, int]:
-        dy, dx = ((u * (2 * self.padding + 1)).astype(np.int64) - self.padding).tolist()
+        dy, dx = self._shifts(u).tolist()
         return dy, dx
+
+    def _shifts(self, u: np.ndarray) -> NDArray[np.int64]:
+        """How far windows lie below and to the right of their images, by numbers u (..., 2)."""
+        shifts: NDArray[np.int64] = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
+        return shifts
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, intersect, relative, shape_of
-from hpctrain.data.augmentations.base import NormalisedAugmentation, Words
+from hpctrain.data.augmentations.base import FillingAugmentation, Words
 
 _TRIES = 10
 _QUANTILE_BITS = 16
 
 
 @dataclass(frozen=True)
-class RandomErasing(NormalisedAugmentation):
+class RandomErasing(FillingAugmentation):
     """A rectangle of random area and aspect, replaced behind normalisation, last in the list (Zhong et al., AAAI 2020).
 
     As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
@@ -66,8 +66,11 @@ class RandomErasing(NormalisedAugmentation):
         else:
             pixels[where] = self.value
 
+    @property
+    def fill(self) -> float | None:
+        return None if self.value == "random" else self.value
+
     def box(self, size: tuple[int, int], u: np.ndarray) -> Box | None:
-        """The rectangle in an image of `size` (H, W), by the sample's numbers u (draws,); None: nothing is erased."""
         if u[0] >= self.probability:
             return None
         height, width = size

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.backend.cuda import choose
-from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.doctor.subjects.launcher import without_launcher
-from hpctrain.errors import BackendError
 
 NO_GTL = FindingKind(
     "no-gtl",
@@ -28,12 +25,6 @@ FEW_GPUS = FindingKind(
     Severity.FAULT,
     "The configuration's backend is cuda, and a node has fewer GPUs than ranks.",
     "Start as many ranks on a node as it has GPUs.",
-)
-CUDA_RANKS = FindingKind(
-    "cuda-ranks",
-    Severity.FAULT,
-    "The configuration's backend is cuda, which cannot train on these ranks.",
-    "Start one rank, or set `backend` to onednn or numpy.",
 )
 HOST_MEMORY = FindingKind(
     "not-gpu-aware",
@@ -129,10 +120,6 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
             told = f"{job.hosts[ranks[0]]} has {gpus} {'GPU' if gpus == 1 else 'GPUs'} for {len(ranks)} ranks"
             most = f"at most {gpus} ranks on a node, or ask for {len(ranks)} GPUs" if gpus else "on nodes with GPUs"
             return [FEW_GPUS.found(f"{told}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
-    try:
-        choose.refuse_several_ranks(NodePlace(job.size))
-    except BackendError as error:
-        return [CUDA_RANKS.from_error(str(error))]
     return []
 
 
@@ -147,7 +134,7 @@ def _gpus_of(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> int:
 CHECK = Check(
     "GPUs",
     "the GPUs of each node, and MPI's messages from their memory",
-    (NO_GTL, FEW_GPUS, CUDA_RANKS, HOST_MEMORY),
+    (NO_GTL, FEW_GPUS, HOST_MEMORY),
     gather,
     judge,
 )

@@ -39,9 +39,9 @@ def test_crays_missing_library_is_named_with_its_cure() -> None:
         ([GpuFacts(("0", "1"))] * 3, "too-few-gpus"),
         ([GpuFacts()] * 3, "too-few-gpus"),
         ([GpuFacts(("0",), True), GpuFacts(("1",), True), GpuFacts(("0",), True)], "too-few-gpus"),
-        ([GpuFacts(tuple("0123"))] * 3, "cuda-ranks"),
-        ([GpuFacts((name,), True) for name in "012"], "cuda-ranks"),
-        ([GpuFacts(("0",), True)] * 3, "cuda-ranks"),  # each may be shown its own by that number
+        ([GpuFacts(tuple("0123"))] * 3, ""),
+        ([GpuFacts((name,), True) for name in "012"], ""),
+        ([GpuFacts(("0",), True)] * 3, ""),  # each may be shown its own by that number
         ([GpuFacts(("0",))], ""),
     ],
 )

@@ -13,11 +13,13 @@ class DeviceCounters:
     Attributes:
         enqueued: by the kind of work, captured work included: names of kernels, "upload", "convolution forward", "graph", ...
         synchronisations: of the host, by ("event" or "stream <name>", the function that waits).
+        uploaded_bytes: of all uploads.
         allocations, late_allocations: of device and pinned memory; those after `EmulatedDevice.seal`.
     """
 
     enqueued: Counter[str] = field(default_factory=Counter)
     synchronisations: Counter[tuple[str, str]] = field(default_factory=Counter)
+    uploaded_bytes: int = 0
     allocations: int = 0
     late_allocations: list[str] = field(default_factory=list)
     sealed: bool = False

@@ -134,6 +134,7 @@ class EmulatedDevice:
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         raw, place = self._pinned.require(source), borrowed(target)
         _require_equal(target.nbytes, source.nbytes)
+        self.counters.uploaded_bytes += source.nbytes
         self._enqueue(stream, lambda: np.copyto(self._bytes(place), raw), "upload", (target,), reads=(raw,))
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:

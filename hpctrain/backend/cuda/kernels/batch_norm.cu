@@ -72,10 +72,10 @@ template <class S> __device__ __forceinline__ void normalisation(S* coefficients
   coefficients[int64_t(OFFSET) * channels + c] = S(beta + (centre - mean) * scale);
 }
 
-// One warp a channel: statistics of all rows, by the formula of Chan, Golub and LeVeque (1979) for stretches.
+// One warp a channel, c: the mean of all rows and the sum of squared deviations, by the formula of Chan, Golub and LeVeque (1979) for
+// stretches. True in the one thread that has them.
 template <class T, class S>
-__device__ __forceinline__ void moments_finish(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) {
-  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+__device__ __forceinline__ bool channel_moments(const S* partial, const T* x, int parts, int64_t rows, int64_t stretch, int channels, int c, double& mean, double& m2) {
   double total = 0, squares = 0, first = 0;
   if (c < channels && parts) {
     first = value(x[c]);
@@ -92,16 +92,49 @@ __device__ __forceinline__ void moments_finish(const S* partial, const T* x, con
   }
   total = warp_sum(total);
   squares = warp_sum(squares);
-  if (c >= channels || threadIdx.x) return;
-  const double count = double(rows > 1 ? rows : 1), mean = first + total / count;
-  double m2 = squares - total * total / count;
+  if (c >= channels || threadIdx.x) return false;
+  const double count = double(rows > 1 ? rows : 1);
+  mean = first + total / count;
+  m2 = squares - total * total / count;
   m2 = m2 < 0 ? 0 : m2;
-  const double inverse = 1 / sqrt(m2 / count + epsilon);
+  return true;
+}
+
+// Coefficients and statistics of a channel, from the moments of `rows` rows.
+template <class S>
+__device__ __forceinline__ void take_moments(double mean, double m2, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int64_t rows, int channels, int c, double epsilon) {
+  const double count = double(rows > 1 ? rows : 1), inverse = 1 / sqrt(m2 / count + epsilon);
   normalisation(coefficients, channels, c, mean, inverse, gamma[c], beta[c]);
   coefficients[int64_t(INVERSE) * channels + c] = S(inverse);
   coefficients[int64_t(CORRECTION) * channels + c] = S(S(mean) - mean);
   batch_mean[c] = S(mean);
   batch_var[c] = S(m2 / (rows > 2 ? rows - 1 : 1));
+}
+
+template <class T, class S>
+__device__ __forceinline__ void moments_finish(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double mean, m2;
+  if (channel_moments<T, S>(partial, x, parts, rows, stretch, channels, c, mean, m2))
+    take_moments<S>(mean, m2, gamma, beta, coefficients, batch_mean, batch_var, rows, channels, c, epsilon);
+}
+
+// This rank's moments, (2, channels): means, and sums of squared deviations.
+template <class T, class S>
+__device__ __forceinline__ void moments_own(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t stretch, int channels) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double mean, m2;
+  if (channel_moments<T, S>(partial, x, parts, rows, stretch, channels, c, mean, m2)) {
+    moments[c] = mean;
+    moments[channels + c] = m2;
+  }
+}
+
+// One thread a channel: what moments_finish makes, of the moments of all ranks' rows.
+template <class S>
+__device__ __forceinline__ void moments_merged(const double* moments, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int64_t rows, int channels, double epsilon) {
+  const int c = int(first_item());
+  if (c < channels) take_moments<S>(moments[c], moments[channels + c], gamma, beta, coefficients, batch_mean, batch_var, rows, channels, c, epsilon);
 }
 
 // The coefficients of evaluation, and of the input's gradient where statistics are fixed in training: dx = scale d.
@@ -183,10 +216,10 @@ __device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uin
   sum_rows<W, S>(sums, partial, channels);
 }
 
-// One warp a channel: gradients of gamma and beta, and the coefficients of the input's gradient.
-template <class S> __device__ __forceinline__ void backward_finish(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) {
-  const int c = blockIdx.x * blockDim.y + threadIdx.y;
-  double products = 0, sum = 0;
+// One warp a channel, c: gradients of gamma and beta. True in the one thread that has them.
+template <class S> __device__ __forceinline__ bool channel_gradients(const S* partial, const S* coefficients, S* d_gamma, S* d_beta, int parts, int channels, int c, double& gamma, double& sum) {
+  double products = 0;
+  sum = 0;
   if (c < channels)
 #pragma unroll 8
     for (int p = threadIdx.x; p < parts; p += 32) {
@@ -195,14 +228,43 @@ template <class S> __device__ __forceinline__ void backward_finish(const S* part
     }
   products = warp_sum(products);
   sum = warp_sum(sum);
-  if (c >= channels || threadIdx.x) return;
-  const double inverse = coefficients[int64_t(INVERSE) * channels + c], correction = coefficients[int64_t(CORRECTION) * channels + c];
-  const double scale = coefficients[int64_t(SCALE) * channels + c], gamma = (products + correction * sum) * inverse;
-  const double count = double(rows > 1 ? rows : 1), slope = scale * inverse * gamma / count;
+  if (c >= channels || threadIdx.x) return false;
+  gamma = (products + coefficients[int64_t(CORRECTION) * channels + c] * sum) * coefficients[int64_t(INVERSE) * channels + c];
   d_gamma[c] = S(gamma);
   d_beta[c] = S(sum);
+  return true;
+}
+
+// The coefficients of the input's gradient, from the gradients of gamma and beta over `rows` rows.
+template <class S> __device__ __forceinline__ void take_gradients(double gamma, double sum, S* coefficients, int64_t rows, int channels, int c) {
+  const double inverse = coefficients[int64_t(INVERSE) * channels + c], correction = coefficients[int64_t(CORRECTION) * channels + c];
+  const double scale = coefficients[int64_t(SCALE) * channels + c];
+  const double count = double(rows > 1 ? rows : 1), slope = scale * inverse * gamma / count;
   coefficients[int64_t(SLOPE) * channels + c] = S(slope);
   coefficients[int64_t(SHIFT) * channels + c] = S(scale * sum / count + correction * slope);
+}
+
+template <class S> __device__ __forceinline__ void backward_finish(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double gamma, sum;
+  if (channel_gradients<S>(partial, coefficients, d_gamma, d_beta, parts, channels, c, gamma, sum))
+    take_gradients<S>(gamma, sum, coefficients, rows, channels, c);
+}
+
+// This rank's gradients of gamma and beta, also as (2, channels) in float64.
+template <class S> __device__ __forceinline__ void backward_own(const S* partial, const S* coefficients, S* d_gamma, S* d_beta, double* sums, int parts, int channels) {
+  const int c = blockIdx.x * blockDim.y + threadIdx.y;
+  double gamma, sum;
+  if (channel_gradients<S>(partial, coefficients, d_gamma, d_beta, parts, channels, c, gamma, sum)) {
+    sums[c] = gamma;
+    sums[channels + c] = sum;
+  }
+}
+
+// One thread a channel: the coefficients that backward_finish makes, of all ranks' sums.
+template <class S> __device__ __forceinline__ void backward_merged(const double* sums, S* coefficients, int64_t rows, int channels) {
+  const int c = int(first_item());
+  if (c < channels) take_gradients<S>(sums[c], sums[channels + c], coefficients, rows, channels, c);
 }
 
 // dx = scale d - (x - centre) slope - shift; the gradient of what was added is d. dx or d_residual may be dy.
@@ -268,7 +330,19 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   EXPORT_INDEPENDENT(bn_evaluation_##tag) \
   extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_finish_##tag(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) { \
     backward_finish<S>(partial, coefficients, d_gamma, d_beta, parts, rows, channels); } \
-  EXPORT(bn_backward_finish_##tag)
+  EXPORT(bn_backward_finish_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_own_##tag(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t stretch, int channels) { \
+    moments_own<T, S>(partial, x, moments, parts, rows, stretch, channels); } \
+  EXPORT(bn_moments_own_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_merged_##tag(const double* moments, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int64_t rows, int channels, double epsilon) { \
+    moments_merged<S>(moments, gamma, beta, coefficients, batch_mean, batch_var, rows, channels, epsilon); } \
+  EXPORT_INDEPENDENT(bn_moments_merged_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_own_##tag(const S* partial, const S* coefficients, S* d_gamma, S* d_beta, double* sums, int parts, int channels) { \
+    backward_own<S>(partial, coefficients, d_gamma, d_beta, sums, parts, channels); } \
+  EXPORT(bn_backward_own_##tag) \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_merged_##tag(const double* sums, S* coefficients, int64_t rows, int channels) { \
+    backward_merged<S>(sums, coefficients, rows, channels); } \
+  EXPORT_INDEPENDENT(bn_backward_merged_##tag)
 MAKE(float, float, f32, 4) MAKE(float, float, f32, 1) MAKE_STATISTICS(float, float, f32)
 MAKE(bf16, float, bf16, 8) MAKE(bf16, float, bf16, 1) MAKE_STATISTICS(bf16, float, bf16)
 #ifdef ON_CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,9 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.abilities import InPlace
 from hpctrain.backend.kernels.base import Buffers, StepContext
-from hpctrain.backend.kernels.cuda.operator import CudaOperator
+from hpctrain.backend.kernels.cuda.operator import CudaOperator, Request
 from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
 from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
-from hpctrain.errors import BackendError
 
 #: coefficients of a channel in batch_norm.cu
 _COEFFICIENTS = 7
@@ -75,22 +75,16 @@ class CudaBatchNorm(InPlace, CudaOperator):
         coefficients = ((_COEFFICIENTS, channels), sums)
         partial = ((2, channels, self._blocks.grid[1]), sums)
         if training:
-            self.declare(saved=[coefficients, ((masks,), "uint8")], scratch=[partial])
+            self.declare(saved=[coefficients, ((masks,), "uint8")], scratch=[partial, *self.more_scratch(channels)])
         else:
             self.declare(scratch=[coefficients])
 
-    def bind(self, buffers: Buffers) -> None:
-        """Take the buffers.
+    def more_scratch(self, channels: int) -> Sequence[Request]:
+        """Arrays that a training operator works with beside the sums over stretches."""
+        return ()
 
-        Raises:
-            BackendError: the statistics are those of several ranks.
-        """
+    def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
-        if self.training and self.norm.synchronised and not buffers.merger.alone:
-            raise BackendError(
-                "The cuda kernel set does not merge batch statistics over several ranks; the onednn and numpy sets do, or set "
-                "the batch norm's synchronised to false."
-            )
         arrays = (*buffers.inputs, buffers.output, buffers.output_grad, *buffers.input_grads)
         held = [array for array in arrays if array is not None and array.size]
         assert all(array.pointer % (self._blocks.width * array.itemsize) == 0 for array in held), "activations are aligned"
@@ -111,7 +105,11 @@ class CudaBatchNorm(InPlace, CudaOperator):
         rows, partial = np.int64(self._rows), self.scratch[0]
         name = f"bn_backward_sums{self._kind}"
         self._launch_packs(name, *self._read_backward(), partial, rows, np.int64(blocks.stretch))
-        d_gamma, d_beta, parts = gradients["weight"], gradients["bias"], np.int32(blocks.grid[1])
+        self._finish_gradients(partial, gradients["weight"], gradients["bias"], np.int32(blocks.grid[1]))
+
+    def _finish_gradients(self, partial: DeviceArray, d_gamma: DeviceArray, d_beta: DeviceArray, parts: np.int32) -> None:
+        """Gradients of the parameters and coefficients of the input's, from sums over so many stretches."""
+        rows = np.int64(self._rows)
         self._launch_channels("bn_backward_finish", partial, self._coefficients, d_gamma, d_beta, parts, rows, *self._channels)
 
     def backward_input(self) -> None:
@@ -125,19 +123,22 @@ class CudaBatchNorm(InPlace, CudaOperator):
     def _measure(self) -> None:
         """Statistics of the batch, and the coefficients that follow."""
         buffers, blocks, partial = self.buffers, self._blocks, self.scratch[0]
-        x, (gamma, beta) = buffers.inputs[0], self._affine
+        x = buffers.inputs[0]
         sizes = np.int64(self._rows), np.int64(blocks.stretch)
         self._launch_packs("bn_moments", x, partial, *sizes)
-        statistics = buffers.statistics["batch_mean"], buffers.statistics["batch_var"]
-        counts = np.int32(blocks.grid[1]), *sizes, *self._channels, np.float64(self.norm.epsilon)
-        self._launch_channels("bn_moments_finish", partial, x, gamma, beta, self._coefficients, *statistics, *counts)
+        self._finish_moments(partial, x, np.int32(blocks.grid[1]), *sizes)
+
+    def _finish_moments(self, partial: DeviceArray, x: DeviceArray, *sizes: np.generic) -> None:
+        """Statistics and coefficients, from sums over stretches. sizes: their number, that of rows, and rows of a stretch."""
+        constants = *self._channels, np.float64(self.norm.epsilon)
+        arrays = *self._affine, self._coefficients, *self._batch_statistics
+        self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
 
     def _recall(self) -> None:
         """The coefficients of evaluation, from the running statistics."""
         statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
         arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
-        grid = (-(-self.norm.channels // THREADS),)
-        self.runtime.launch("batch_norm", f"bn_evaluation_{self.tag}", grid, (THREADS,), *arguments)
+        self._launch_each_channel("bn_evaluation", *arguments)
 
     @property
     def _coefficients(self) -> DeviceArray:
@@ -157,6 +158,10 @@ class CudaBatchNorm(InPlace, CudaOperator):
         return self.buffers.parameters["weight"], self.buffers.parameters["bias"]
 
     @property
+    def _batch_statistics(self) -> tuple[DeviceArray, DeviceArray]:
+        return self.buffers.statistics["batch_mean"], self.buffers.statistics["batch_var"]
+
+    @property
     def _channels(self) -> tuple[np.int32]:
         return (np.int32(self.norm.channels),)
 
@@ -168,6 +173,11 @@ class CudaBatchNorm(InPlace, CudaOperator):
         blocks = self._blocks
         kernel = f"{name}_{self.tag}_w{blocks.width}"
         self.runtime.launch("batch_norm", kernel, blocks.grid, blocks.block, *arguments, *self._channels)
+
+    def _launch_each_channel(self, name: str, *arguments: Argument) -> None:
+        """Enqueue a kernel with one thread a channel."""
+        grid = (-(-self.norm.channels // THREADS),)
+        self.runtime.launch("batch_norm", f"{name}_{self.tag}", grid, (THREADS,), *arguments)
 
     def _launch_channels(self, name: str, *arguments: Argument) -> None:
         """Enqueue a kernel with one warp a channel."""

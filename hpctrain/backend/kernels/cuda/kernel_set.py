@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
-from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, LossOperator, Operator, StepContext
+from hpctrain.backend.kernels.base import (
+    Array,
+    CapturedWork,
+    CapturesWork,
+    KernelSet,
+    LossOperator,
+    Operator,
+    PixelInput,
+    StepContext,
+)
 from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.batch_norm import CudaBatchNorm
@@ -18,9 +27,11 @@ from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.linear import CudaLinear
 from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
+from hpctrain.backend.kernels.cuda.pixel_input import CudaPixelInput
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
+from hpctrain.backend.kernels.cuda.synchronised_batch_norm import CudaSynchronisedBatchNorm
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.fusion import fuse
 from hpctrain.backend.kernels.graph import Graph
@@ -38,10 +49,11 @@ from hpctrain.backend.kernels.specs import (
     Spec,
     TensorSpec,
 )
+from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.errors import BackendError
 
 
-class CudaKernelSet(CapturesWork, KernelSet):
+class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
     """Operators on plain NHWC memory of one device, enqueued on one stream.
 
     Args:
@@ -58,6 +70,7 @@ class CudaKernelSet(CapturesWork, KernelSet):
         self.arithmetic = CudaArithmetic(runtime)
         self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
         self.step_block = StepBlock(runtime)
+        self._pixels = CudaPixelInput(runtime)
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
@@ -72,6 +85,10 @@ class CudaKernelSet(CapturesWork, KernelSet):
                 )
             case LinearSpec():
                 return CudaLinear(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case BatchNormSpec(synchronised=True) if training:
+                return CudaSynchronisedBatchNorm(
+                    spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic
+                )
             case BatchNormSpec():
                 return CudaBatchNorm(spec, *inputs, training=training, runtime=self.runtime)
             case PoolSpec():
@@ -93,6 +110,9 @@ class CudaKernelSet(CapturesWork, KernelSet):
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         return fuse(graph, products=(Conv2dSpec,), training=training)
+
+    def make_input(self, target: Array, images: PixelBatch) -> None:
+        self._pixels.make(target, images)
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hpctrain.backend.kernels.cuda.batch_norm import ChannelBlocks
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec
-from hpctrain.errors import BackendError
 from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
@@ -62,6 +60,20 @@ def results(
     return y, bench.backward(dy, start), bench.statistics
 
 
+def assert_same(
+    results_here: tuple[np.ndarray, Gradients, dict[str, np.ndarray]],
+    expected: tuple[np.ndarray, Gradients, dict[str, np.ndarray]],
+    dtype: str,
+) -> None:
+    """The output, all gradients and the batch's statistics, near those of the reference."""
+    (output, gradients, statistics), (y, aims, aimed_statistics) = results_here, expected
+    assert_near(output, y, dtype, "output", rounded=True)
+    for grad, want in zip(gradients.inputs, aims.inputs, strict=True):
+        assert_near(grad, want, dtype, "gradient of an input", rounded=True)
+    for role, want in (aims.parameters | aimed_statistics).items():
+        assert_near((gradients.parameters | statistics)[role], want, dtype, role, rounded=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED.keys())
@@ -76,14 +88,8 @@ def test_training_equals_numpy(
     kernels = cuda_kernels(dtype, seed=2)
     for options in ({}, {"in_place": True}, {"accumulate": True}):
         first = start if "accumulate" in options else None
-        y, expected, wanted = results(make_bench(REFERENCE, spec, inputs, "float64", **options), dy, first)
-        bench = make_bench(kernels, spec, inputs, dtype, **options)
-        output, gradients, statistics = results(bench, dy, first)
-        assert_near(output, y, dtype, "output", rounded=True)
-        for grad, want in zip(gradients.inputs, expected.inputs, strict=True):
-            assert_near(grad, want, dtype, "gradient of an input", rounded=True)
-        for role, want in (expected.parameters | wanted).items():
-            assert_near((gradients.parameters | statistics)[role], want, dtype, role, rounded=False)
+        expected = results(make_bench(REFERENCE, spec, inputs, "float64", **options), dy, first)
+        assert_same(results(make_bench(kernels, spec, inputs, dtype, **options), dy, first), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -220,14 +226,34 @@ def test_not_a_number_stays_so(cuda_kernels: CudaKernelsFactory) -> None:
     assert np.isfinite(np.delete(y, 2, axis=1)).all()
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_statistics_of_several_ranks_are_refused(cuda_kernels: CudaKernelsFactory, alone: bool) -> None:
-    spec, merger = BatchNormSpec(8, synchronised=True), SimpleNamespace(alone=alone)
-    if alone:
-        make_bench(cuda_kernels(), spec, [normal(9, 8)], "float64", merger=merger).forward()
-        return
-    with pytest.raises(BackendError, match="over several ranks; the onednn and numpy sets do"):
-        make_bench(cuda_kernels(), spec, [normal(9, 8)], "float64", merger=merger)
+class _Merger:
+    """As if another rank had three times as many rows, of another mean and spread; its sums are twice this rank's."""
+
+    alone = False
+
+    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
+        shift = 0.25
+        mean += 0.75 * shift
+        m2 *= 5.0
+        m2 += count * 0.75 * shift**2
+        return 4 * count
+
+    def sum(self, values: np.ndarray) -> None:
+        values *= 3.0
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_of_several_ranks_are_merged(
+    cuda_kernels: CudaKernelsFactory, dtype: str, shape: tuple[int, ...], fused: str
+) -> None:
+    spec = BatchNormSpec(shape[-1], synchronised=True, **FUSED[fused])
+    inputs = [normal(*shape, seed=seed) for seed in range(1 + spec.add)]
+    dy = normal(*shape, seed=5)
+    expected = results(make_bench(REFERENCE, spec, inputs, "float64", merger=_Merger()), dy, None)
+    bench = make_bench(cuda_kernels(dtype, seed=3), spec, inputs, dtype, merger=_Merger())
+    assert_same(results(bench, dy, None), expected, dtype)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 49, 12544, 802816])

@@ -1,0 +1,106 @@
+"""A network's input made on a device of pixels that the host has stored: they are uploaded while the device computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import DeviceStream, pack_width
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.cuda.images import check_images, row_launch
+from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
+from hpctrain.backend.pixel_batch import PixelBatch
+
+#: batches that have memory of their own: one is read while the next one arrives
+RING = 2
+
+_ALIGNMENT = 16  # of the parts of a batch, in bytes
+
+
+class CudaPixelInput:
+    """Makes input buffers of batches of pixels, one after another.
+
+    The memory of a batch, on the device and pinned, is made at the first batch and again where a larger one comes.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._copies: DeviceStream | None = None
+        self._ring: deque[_Slot] = deque()
+
+    def make(self, target: DeviceArray, images: PixelBatch) -> None:
+        """Enqueue target := images, of one shape; waits only for the upload of the batch before the last.
+
+        Raises:
+            BackendError: images that are too large for the kernel.
+        """
+        assert target.shape == images.shape, f"images {images.shape} do not fit {target!r}"
+        assert images.dtype == parameter_dtype(target.dtype), f"images of {images.dtype} are not rounded to {target!r}"
+        check_images("data path", images.shape, images.pixels.shape)
+        if target.size:
+            scale, shift, windows, pixels = self._uploaded((images.scale, images.shift, images.windows, images.pixels))
+            by_channel = (place.view(str(images.dtype)) for place in (scale, shift))
+            self._launch(target, images, (pixels, windows.view("int32"), *by_channel))
+            self._runtime.stream.record(self._ring[-1].read)
+
+    def _uploaded(self, parts: Sequence[np.ndarray]) -> list[DeviceArray]:
+        """Enqueue the upload of a batch's parts, in one copy; what the runtime's stream does from here on comes behind it.
+
+        Gives their places on the device, uint8.
+        """
+        starts = _starts(parts)
+        if not self._ring or self._ring[-1].memory.size < starts[-1]:
+            self._grow(starts[-1])
+        self._ring.rotate(-1)
+        slot = self._ring[-1]
+        slot.fill(parts, starts)
+        assert self._copies is not None, "a ring has a stream"
+        self._copies.wait(slot.read)
+        self._runtime.device.upload(self._copies, slot.memory[: starts[-1]], slot.pinned[: starts[-1]])
+        self._copies.record(slot.uploaded)
+        self._runtime.stream.wait(slot.uploaded)
+        return [slot.memory[start : start + part.nbytes] for start, part in zip(starts, parts, strict=False)]
+
+    def _grow(self, size_bytes: int) -> None:
+        if self._copies is None:
+            self._copies = self._runtime.device.stream("pixels")
+        self._runtime.stream.synchronize()  # it is behind all uploads: nobody uses the memory that goes
+        self._ring.clear()
+        self._ring.extend(_Slot(self._runtime, size_bytes) for _ in range(RING))
+
+    def _launch(self, target: DeviceArray, images: PixelBatch, parts: Sequence[DeviceArray]) -> None:
+        count, height, width, channels = images.shape
+        size = width * channels
+        pack = pack_width(target.itemsize, size, (target,))
+        grid, block = row_launch(count * height, size // pack, self._runtime.device.multiprocessors)
+        fill = np.dtype(parameter_dtype(target.dtype)).type(images.fill)
+        sizes = [np.int32(number) for number in (*images.pixels.shape[1:], height, size, count * height)]
+        name = f"make_input_{TAGS[target.dtype]}_w{pack}"
+        self._runtime.launch("pixels", name, grid, block, target, *parts, fill, *sizes)
+
+
+class _Slot:
+    """Memory of one batch. uploaded: all of it has come to the device. read: nobody needs it there any more."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
+        device = runtime.device
+        self.pinned, self.memory = device.pinned(size_bytes), device.allocate(size_bytes)
+        self.uploaded, self.read = device.event(), device.event()
+
+    def fill(self, parts: Sequence[np.ndarray], starts: Sequence[int]) -> None:
+        """Put parts of a batch into pinned memory, once its latest upload is done."""
+        self.uploaded.synchronize()
+        for start, part in zip(starts, parts, strict=False):
+            place = self.pinned[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            np.copyto(place, part)
+
+
+def _starts(parts: Sequence[np.ndarray]) -> list[int]:
+    """Where each part begins in a batch's memory, in bytes, and where the last one ends."""
+    starts = [0]
+    for part in parts:
+        starts.append(-(-(starts[-1] + part.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    return starts

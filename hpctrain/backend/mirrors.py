@@ -1,0 +1,60 @@
+"""Host memory beside arrays that lie elsewhere: the service of an arithmetic that transports between processes send through.
+
+MPI reads and writes memory of the host. Where kernels compute on a device, an array that travels is copied to a mirror, and back
+from one, beside computation: the host enqueues copies, asks whether they are done, and never waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or DeviceArray
+
+
+class Transit(Protocol):
+    """The way of one operation's arrays to the host and back."""
+
+    def on_host(self) -> bool:
+        """True once the mirrors hold all that was copied to them. Never waits."""
+        ...
+
+
+@dataclass
+class StagedBytes:
+    """Bytes that were copied so far: to the host, and from it."""
+
+    to_host: int = 0
+    from_host: int = 0
+
+
+class HostMirrors(Protocol):
+    """Makes mirrors and copies; used by the thread that enqueues the device's work.
+
+    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do.
+
+    Attributes:
+        copied: bytes so far. pinned_bytes: of all mirrors.
+    """
+
+    copied: StagedBytes
+    pinned_bytes: int
+
+    def mirror(self, array: Array) -> np.ndarray:
+        """The flat mirror of an array that is in no other operation; whatever it holds is nobody's any more.
+
+        Waits where the array's operation before has come so far that only its copies back are not done.
+        """
+        ...
+
+    def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
+        """Enqueue mirror := array for each pair, behind all work of kernels so far. An operation without any begins so, too."""
+        ...
+
+    def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
+        """Enqueue array := mirror for intervals of the flat elements: behind the work of kernels before `leave`, and before all
+        that comes from now on. Once for each transit; without intervals nothing arrives."""
+        ...

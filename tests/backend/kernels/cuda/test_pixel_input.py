@@ -1,0 +1,133 @@
+"""Input made of stored pixels on a device: the bits of the host, as often as it is asked for, and no wait too few."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.pixel_input import RING
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
+
+#: (H, W, C) stored, (H, W) of results
+SHAPES = [((5, 6, 3), (5, 6)), ((4, 3, 1), (2, 3)), ((5, 8, 4), (4, 8)), ((3, 40, 5), (3, 40))]
+
+
+def _interval(random: np.random.Generator, low: int, high: int) -> tuple[int, int]:
+    start, stop = sorted(random.integers(low, high + 1, 2).tolist())
+    return start, stop
+
+
+def _batch(seed: int, count: int, stored: tuple[int, int, int], size: tuple[int, int], dtype: str = "float64") -> PixelBatch:
+    """Windows at random, all that they show inside of their images."""
+    random = np.random.default_rng(seed)
+    windows = np.zeros(count, WINDOW)
+    for window in windows:
+        top, step = int(random.integers(-2, 3)), int(random.choice([-1, 1]))
+        left = int(random.integers(-2, 3)) + (stored[1] - 1 if step < 0 else 0)
+        window["top"], window["left"], window["step"] = top, left, step
+        above, below = max(0, -top), max(0, min(size[0], stored[0] - top))
+        inside = [x for x in range(size[1]) if 0 <= left + step * x < stored[1]]
+        window["shown"] = (min(above, below), below), (inside[0], inside[-1] + 1) if inside else (0, 0)
+        window["filled"] = _interval(random, 0, size[0]), _interval(random, 0, size[1])
+    scale, shift = (random.standard_normal(stored[2]).astype(dtype) for _ in range(2))
+    return PixelBatch(random.integers(0, 256, (count, *stored), np.uint8), windows, size, scale, shift, float(random.normal()))
+
+
+def _made(kernels: CudaKernelSet, batch: PixelBatch, dtype: str) -> np.ndarray:
+    target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
+    kernels.make_input(target, batch)
+    return kernels.arithmetic.to_host(target)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_the_bits_of_the_host(
+    cuda_kernels: CudaKernelsFactory, shapes: tuple[tuple[int, int, int], tuple[int, int]], dtype: str
+) -> None:
+    for seed in range(3):
+        kernels = cuda_kernels(seed=seed)
+        for count in (3, 1, 0, 4):
+            batch = _batch(seed + count, count, *shapes, "float64" if dtype == "float64" else "float32")
+            expected = np.asarray(batch)
+            if dtype == "bfloat16":
+                expected = bfloat16_values(bfloat16_bits(expected))
+            np.testing.assert_array_equal(_made(kernels, batch, dtype), expected)
+
+
+def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory) -> None:
+    device = emulated_device()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
+    batch = _batch(0, 4, (16, 16, 3), (16, 16), "float32")
+    target = kernels.arithmetic.zeros(4 * 16 * 16 * 3, "float32").reshape(batch.shape)
+    kernels.make_input(target, batch)
+    pixels, windows, by_channel = batch.pixels.nbytes, -(-batch.windows.nbytes // 16) * 16, 2 * 16
+    assert device.counters.uploaded_bytes == pixels + windows + by_channel
+    assert 4 * pixels == target.nbytes
+    assert batch.windows.nbytes == 4 * 44
+    kernels.arithmetic.from_host(target, np.asarray(batch))
+    assert device.counters.uploaded_bytes == pixels + windows + by_channel + target.nbytes
+
+
+def _several(device: EmulatedDevice) -> list[np.ndarray]:
+    """Input of batches that are overwritten at once, made while nobody waits for any."""
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    targets = []
+    for number in range(2 * RING + 1):
+        batch = _batch(number, 2, (4, 5, 2), (4, 5))
+        targets.append(kernels.arithmetic.zeros(2 * 4 * 5 * 2, "float64").reshape(batch.shape))
+        kernels.make_input(targets[-1], batch)
+        batch.pixels[...] = 0
+    kernels.wait()
+    return [kernels.arithmetic.to_host(target) for target in targets]
+
+
+def test_batches_follow_each_other(emulated_device: EmulatedDeviceFactory) -> None:
+    expected = [np.asarray(_batch(number, 2, (4, 5, 2), (4, 5))) for number in range(2 * RING + 1)]
+    for seed in range(10):
+        device = emulated_device(seed)
+        np.testing.assert_array_equal(_several(device), expected)
+        device.finish()
+
+
+def test_each_wait_of_the_ring_matters(emulated_device: EmulatedDeviceFactory) -> None:
+    device = emulated_device()
+    expected = _several(device)
+    waits = [number for number, wait in enumerate(device.waits) if "pixel_input" in wait and "_grow" not in wait]
+    kinds = {device.waits[number].partition(" for ")[0] + device.waits[number].rpartition(",")[2] for number in waits}
+    assert len(kinds) == 3, kinds
+    for number in waits:
+        assert any(_is_wrong(emulated_device, seed, number, expected) for seed in range(30)), device.waits[number]
+
+
+def _is_wrong(emulated_device: EmulatedDeviceFactory, seed: int, ignored: int, expected: list[np.ndarray]) -> bool:
+    try:
+        return not np.array_equal(_several(emulated_device(seed, ignored_wait=ignored)), expected)
+    except EmulatedDeviceError:
+        return True
+
+
+def test_memory_is_made_once_and_for_larger_batches_again(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels()
+    device = kernels.runtime.device
+    pinned, make = [], device.pinned
+    device.pinned = lambda size_bytes: pinned.append(size_bytes) or make(size_bytes)  # type: ignore[method-assign, func-returns-value]
+    for count, made in ((2, RING), (1, RING), (2, RING), (3, 2 * RING), (2, 2 * RING)):
+        batch = _batch(count, count, (4, 5, 3), (4, 5))
+        np.testing.assert_array_equal(_made(kernels, batch, "float64"), np.asarray(batch))
+        assert len(pinned) == made
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 4, 5, 2), "float64"), ((2, 4, 5, 3), "float32")])
+def test_images_that_do_not_fit_are_refused(
+    cuda_kernels: CudaKernelsFactory, shape: tuple[int, int, int, int], dtype: str
+) -> None:
+    kernels = cuda_kernels()
+    target = kernels.arithmetic.zeros(int(np.prod(shape)), dtype).reshape(shape)
+    with pytest.raises(AssertionError, match="images"):
+        kernels.make_input(target, _batch(0, 2, (4, 5, 3), (4, 5)))

@@ -1,0 +1,94 @@
+"""What is left to a kernel set gives the very images that the pipeline makes, bit by bit, whatever steps come before."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.deferred import can_defer, composed, filling, first_window, mirrored_box
+from hpctrain.data.pipeline import Pipeline
+
+MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
+WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
+PIXELS = [("random_resized_crop", {"size": 8}), ("randaugment", {"magnitude": 15}), ("resize", {"size": 7})]
+ERASING = ("random_erasing", {"value": 0.7, "probability": 0.6, "scale": [0.1, 0.5]})
+
+
+def unfinished(pipeline, images, ids, epoch=1):
+    """The batch with its last steps left, and the images that the pipeline makes."""
+    shape = pipeline.stored_shape(*images.shape[1:])
+    out = images if pipeline.keeps_pixels else np.full((len(images), *shape), 77, np.uint8)
+    expected = np.empty((len(images), *pipeline.output_shape(*images.shape[1:])), pipeline.dtype)
+    return pipeline.unfinished(images, ids, epoch, out), pipeline(images, ids, epoch, expected)
+
+
+@given(
+    st.lists(st.sampled_from(WINDOWS + PIXELS), max_size=5),
+    st.sampled_from([[], [ERASING]]),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.sampled_from(["float32", "float64"]),
+    st.integers(0, 9),
+    st.integers(0, 2**40),
+)
+@settings(max_examples=60, deadline=None)
+def test_images_made_of_an_unfinished_batch_are_the_pipelines(specs, last, options, dtype, count, seed):
+    mirrored, resized, threads = options
+    images = np.random.default_rng(seed).integers(0, 256, (count, 9, 11, 3), np.uint8)
+    pipeline = Pipeline([*specs, *last], seed, MEAN, STD, dtype)
+    pipeline = pipeline.resized(6) if resized else pipeline
+    pipeline = pipeline.mirrored() if mirrored else pipeline
+    pipeline.share_out(1 + threads)
+    batch, expected = unfinished(pipeline, images, np.arange(50, 50 + count))
+    assert batch.shape == expected.shape
+    assert batch.dtype == expected.dtype
+    assert np.asarray(batch).tobytes() == expected.tobytes()
+
+
+def test_windows_leave_the_stored_pixels_alone():
+    images = np.random.default_rng(0).integers(0, 256, (5, 9, 11, 3), np.uint8)
+    pipeline = Pipeline(WINDOWS, 3, MEAN, STD)
+    assert pipeline.keeps_pixels
+    assert pipeline.stored_shape(9, 11, 3) == (9, 11, 3)
+    batch, _ = unfinished(pipeline, images, np.arange(5))
+    assert batch.pixels is images
+    later = Pipeline([*WINDOWS, PIXELS[0], WINDOWS[1]], 3, MEAN, STD)
+    assert not later.keeps_pixels
+    assert later.stored_shape(9, 11, 3) == (8, 8, 3)
+
+
+def test_steps_are_left_up_to_the_last_that_makes_pixels():
+    steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, PIXELS[0], WINDOWS[1])]
+    assert [first_window(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("specs", "can"),
+    [
+        ([], True),
+        ([ERASING], True),
+        ([("random_erasing", {"value": "random"})], False),
+        ([ERASING, ERASING], False),
+    ],
+)
+def test_one_rectangle_of_one_number_may_be_left(specs, can):
+    pipeline = Pipeline(specs, 0, MEAN, STD)
+    assert pipeline.can_defer is can
+    assert can_defer(pipeline.normalised) is can
+    assert (filling(pipeline.normalised) is not None) == (bool(specs) and specs[0][1]["value"] != "random")
+
+
+def test_windows_in_front_of_windows():
+    """Of images of 4 x 5: shifted up by 1 and left by 2, then mirrored."""
+    shift, flip = AUGMENTATIONS.create("pad_crop", {"padding": 2}), AUGMENTATIONS.create("flip", {"probability": 1.0})
+    u = np.array([[0.65, 0.99]])  # of 5 places number 3 and 4, which are 1 and 2
+    windows, size = composed(1, (4, 5), [(shift, u), (flip, np.zeros((1, 1)))])
+    assert size == (4, 5)
+    (window,) = windows
+    assert (window["top"], window["left"], window["step"]) == (1, 6, -1)
+    assert window["shown"].tolist() == [[0, 3], [2, 5]]
+    assert window["filled"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_box_of_a_mirror_image():
+    assert mirrored_box(((1, 3), (0, 4)), 10) == ((1, 3), (6, 10))
