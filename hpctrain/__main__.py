@@ -8,6 +8,8 @@ import sys
 _COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
 # Those that run on ranks: a small parent sees to it that none leaves without a word.
 _RANKS = ("train", "eval", "script")
+# pydantic looks for plugins in a file of each installed package, on every rank; a program of the user's may have some
+_NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def main() -> None:
@@ -40,6 +42,8 @@ def _compute(command: str) -> None:
     from hpctrain.launch.output_file import go_on_without_output
     from hpctrain.launch.signals import SignalWatch, of_process
 
+    if command != "script":
+        os.environ.setdefault(*_NO_PLUGINS)
     rank = rank_of(os.environ)
     mark_left = partial(mark_end, end=End.LEFT)
     keeper = keep(rank, held, mark_end, mark_left) if command in _RANKS else Keeper()

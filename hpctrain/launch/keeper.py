@@ -22,7 +22,7 @@ from signal import Signals
 from typing import NoReturn
 
 from hpctrain.launch.exit_codes import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR
-from hpctrain.launch.launcher import keeps_job_of_lost_ranks, place_of
+from hpctrain.launch.launcher import may_overlook_exit_codes, place_of
 from hpctrain.launch.memory_group import MemoryGroup
 from hpctrain.launch.pulse import Pulse
 from hpctrain.launch.signals import HELD
@@ -166,7 +166,7 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
                 child.mark_left(path, code)
         _say(child.rank, f"the process left with exit code {code} before the run was over: something called exit() in it.")
         code = BUG if code in (FINISHED, STOPPED) else code
-        if keeps_job_of_lost_ranks(os.environ):  # such a launcher tells the other ranks of signals, but not of exit codes
+        if may_overlook_exit_codes(os.environ):  # else the other ranks would wait for this one until their deadline
             os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 

@@ -82,6 +82,8 @@ _SIGNATURES = (
     _Signature("Cray PALS mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
     _Signature("MPICH hydra mpiexec", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
+_INTEL = "Intel MPI mpiexec"
+_OF_HYDRA = ("MPICH hydra mpiexec", _INTEL)
 _PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK")
 
 
@@ -115,6 +117,15 @@ def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:
     return environ.get(_FAULT_TOLERANT, "0").lower() in ("1", "true", "yes", "enabled")
 
 
+def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
+    """True where the other ranks learn for certain of a rank that a signal has ended, but not of one that has left with a code.
+
+    So do launchers that keep the job of lost ranks, and hydra: where it learns of an exit before it sees the rank's descriptor
+    close, as while it passes on a last sentence, it closes that one, too, and waits on for ranks that wait for the lost one.
+    """
+    return keeps_job_of_lost_ranks(environ) or _detect(environ).name in _OF_HYDRA
+
+
 def _detect(environ: Mapping[str, str]) -> Launcher:
     for signature in _SIGNATURES:
         if signature.marker in environ:
@@ -130,7 +141,7 @@ def _detect(environ: Mapping[str, str]) -> Launcher:
 def _by_signature(signature: _Signature, environ: Mapping[str, str]) -> Launcher:
     name = signature.name
     if signature.marker == "MPI_LOCALNRANKS" and any(variable.startswith("I_MPI_INFO") for variable in environ):
-        name = "Intel MPI mpiexec"
+        name = _INTEL
     return Launcher(
         name,
         _integer(environ, signature.size),

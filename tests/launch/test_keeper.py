@@ -45,8 +45,11 @@ def test_an_end_without_a_word_is_a_failure(code: int) -> None:
 
 @pytest.mark.job
 @pytest.mark.parametrize("code", [0, 3])
-def test_an_end_without_a_word_is_one_by_a_signal_where_a_launcher_tells_other_ranks_of_those(code: int) -> None:
-    outcome = _run(f"os._exit({code})", OMPI_MCA_mpi_ft_enable="1")
+@pytest.mark.parametrize("environ", [{"OMPI_MCA_mpi_ft_enable": "1"}, {"MPI_LOCALNRANKS": "1"}])
+def test_an_end_without_a_word_is_one_by_a_signal_where_a_launcher_tells_other_ranks_of_those(
+    code: int, environ: dict[str, str]
+) -> None:
+    outcome = _run(f"os._exit({code})", **environ)
     assert outcome.code == -signal.SIGKILL
     assert f"the process left with exit code {code} before the run was over" in outcome.stderr
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.launcher import Launcher, check_world, detect, expand_counts, keeps_job_of_lost_ranks
+from hpctrain.launch.launcher import Launcher, check_world, detect, expand_counts, keeps_job_of_lost_ranks, may_overlook_exit_codes
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {
@@ -139,3 +139,11 @@ def test_only_fault_tolerant_launchers_keep_a_job_that_has_lost_a_rank() -> None
     assert keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "1"})
     assert not keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "0"})
     assert not keeps_job_of_lost_ranks({"OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_hydra_and_fault_tolerant_launchers_may_overlook_exit_codes() -> None:
+    assert may_overlook_exit_codes({"OMPI_MCA_mpi_ft_enable": "1"})
+    assert may_overlook_exit_codes({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
+    assert may_overlook_exit_codes({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "I_MPI_INFO_NP": "2"})
+    assert not may_overlook_exit_codes({"OMPI_COMM_WORLD_SIZE": "4"})
+    assert not may_overlook_exit_codes({})
