@@ -2,6 +2,7 @@
 
 python -m benchmarks.faults                  # all; some minutes
 python -m benchmarks.faults SIGKILL slow     # those with one of these words in their name; printed, not kept
+python -m benchmarks.faults --device emulated:7   # on backend cuda, with such a device on each rank
 python -m benchmarks.faults --report         # Markdown of the file of results; runs nothing
 """
 
@@ -74,13 +75,13 @@ def _until(reached: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def measure(fault: Fault) -> dict[str, Any]:
-    """How a job with a fault ends."""
+def measure(fault: Fault, device: str | None = None) -> dict[str, Any]:
+    """How a job with a fault ends, on the host or with a device on each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         try:
-            outcome = run_fault(fault, folder)
+            outcome = run_fault(fault, folder, device=device)
         except subprocess.TimeoutExpired:
             return dict(_HANGS)
         told = findings(folder)
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="faults with one of these words in their name; by default all")
     parser.add_argument("--report", action="store_true", help="print the report as Markdown; run nothing")
+    parser.add_argument("--device", help="run on backend cuda, with this device on each rank; leaves the cut link out")
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args(arguments)
     if chosen.report:
@@ -120,9 +122,11 @@ def main(arguments: list[str] | None = None) -> int:
     faults = [fault for fault in FAULTS if not chosen.words or any(word in fault.name for word in chosen.words)]
     results: dict[str, Any] = {"machine": machine(), "ranks": RANKS, "deadline_seconds": DEADLINE_SECONDS, "faults": {}}
     for fault in faults:
-        results["faults"][fault.name] = measure(fault)
+        results["faults"][fault.name] = measure(fault, chosen.device)
         print(f"{fault.name}: {results['faults'][fault.name]}", flush=True)
-    if (reason := missing()) is not None:
+    if chosen.device is not None:
+        results["device"] = chosen.device
+    elif (reason := missing()) is not None:
         print(f"{CUT_LINK}: left out. {reason}")
     elif not chosen.words or any(word in CUT_LINK for word in chosen.words):
         results["faults"][CUT_LINK] = measure_cut_link()

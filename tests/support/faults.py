@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from click.testing import CliRunner
 
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.data import format as data_format
 from tests.support.jobs import Outcome, run_job
@@ -240,10 +241,18 @@ def prepare(folder: Path) -> None:
     (folder / "faulty.yaml").write_text(CONFIG)
 
 
-def run_fault(fault: Fault, folder: Path, timeout_seconds: float = 60, *, through_mpi4py: bool = True) -> Outcome:
+def run_fault(
+    fault: Fault,
+    folder: Path,
+    timeout_seconds: float = 60,
+    *,
+    through_mpi4py: bool = True,
+    device: str | None = None,
+) -> Outcome:
     """The job with a fault, in a folder that `prepare` has filled.
 
-    through_mpi4py: started by `python -m mpi4py`; else by Python alone, as the console script is.
+    through_mpi4py: started by `python -m mpi4py`; else by Python alone, as the console script is. device: on backend cuda, with
+    this device on each rank; None: on the host.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
@@ -256,7 +265,10 @@ def run_fault(fault: Fault, folder: Path, timeout_seconds: float = 60, *, throug
         program = program.replace("import os, runpy", 'import os\nos.environ["MPI_LOCALRANKID"] = "0"\nimport runpy')
     (folder / "faulty.py").write_text(program)
     arguments = ["faulty.py", "train", "faulty.yaml", f"deadline_seconds={DEADLINE_SECONDS}", *fault.overrides]
-    return run_job(RANKS, arguments, cwd=folder, timeout_seconds=timeout_seconds, through_mpi4py=through_mpi4py)
+    if device is not None:
+        arguments.append("backend=cuda")
+    env = None if device is None else {DEVICE_VARIABLE: device}
+    return run_job(RANKS, arguments, env=env, cwd=folder, timeout_seconds=timeout_seconds, through_mpi4py=through_mpi4py)
 
 
 def findings(folder: Path) -> Mapping[str, object]:
