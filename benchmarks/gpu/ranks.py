@@ -1,6 +1,7 @@
 """Stage 6: `hpctrain train` as users run it, on one rank and on two that share a GPU: both must train the same network.
 
-So do two ranks whose averaging waits for the end of backward (`blocking`), and whose messages therefore hide nothing.
+So do two ranks whose averaging waits for the end of backward (`blocking`), and whose messages therefore hide nothing. How fast
+both ways are is told, too, with a network whose gradients are worth hiding.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ schedule: constant
 averager: {averager}
 output: {folder}/runs-{name}
 """
+#: trainings that are timed: the first epoch measures and captures, the second is told of
+_MADE_UP = ("data.train=synthetic", "data.test=null", "epochs=2")
+_TIMED = (
+    *_MADE_UP,
+    "model=resnet18",
+    "batch=128",
+    "data.synthetic.samples=1920",
+    "data.synthetic.height=64",
+    "data.synthetic.width=64",
+)
+_SMALL_TIMED = (*_MADE_UP, "model=small", "batch=8", "data.synthetic.samples=16")
 _TOLERANCE = 1e-2  # roundings turn ReLUs at inputs near zero
 
 
@@ -48,6 +60,21 @@ def run(settings: Settings, report: StageReport) -> None:
         for name, averager in (("two", "sharded"), ("two-bucketed", "bucketed"), ("two-blocking", "blocking")):
             two = checked_losses(folder, name, "cuda", 2, report, averager)
             compare(f"two ranks as one, {averager}", two, one, report)
+        add_overlap(folder, settings, report)
+
+
+def add_overlap(folder: Path, settings: Settings, report: StageReport) -> None:
+    """Images per second of two ranks whose messages travel beside backward, and behind it."""
+    options, rates = _SMALL_TIMED if settings.emulated else _TIMED, {}
+    for name, averager in (("overlapped", "bucketed"), ("behind", "blocking")):
+        losses_of(folder, name, train(folder, name, "cuda", 2, averager, options), report)
+        finished = latest(folder / f"runs-{name}", "ranks")
+        lines = [] if finished is None else [line for line in finished.metrics() if line["kind"] == "epoch"]
+        if lines:
+            rates[name] = float(lines[-1]["images_per_second"])
+    report.add("images per second of two ranks", rates)
+    if len(rates) == 2:
+        report.note(f"messages beside backward {rates['overlapped']:,.0f} images/s, behind it {rates['behind']:,.0f}")
 
 
 def mpiexec() -> str | None:
@@ -66,12 +93,14 @@ def make_data(folder: Path) -> None:
         data_format.write(folder / f"{name}.h5", count, (14, 14, 1), ["a", "b", "c"], [(images, labels)])
 
 
-def train(folder: Path, name: str, backend: str, ranks: int, averager: str = "sharded") -> subprocess.CompletedProcess[str]:
-    """`hpctrain train` on so many ranks; 0: without a launcher."""
+def train(
+    folder: Path, name: str, backend: str, ranks: int, averager: str = "sharded", more: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`hpctrain train` on so many ranks, 0: without a launcher; `more` arguments behind the configuration."""
     config = folder / f"{name}.yaml"
     config.write_text(_CONFIG.format(backend=backend, folder=folder, name=name, averager=averager))
     launcher = (str(mpiexec()), "-n", str(ranks)) if ranks else ()
-    command = [*launcher, sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(config)]
+    command = [*launcher, sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(config), *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     print(f"---- {name}\n{done.stdout}{done.stderr}")
     return done

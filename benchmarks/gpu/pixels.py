@@ -1,0 +1,85 @@
+"""Behind stage 3: input made on the device of pixels that the host has stored: the bits of the host, and images per second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.gpu.kernels import kernel_set
+from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.stage_report import StageReport
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Images so high and wide (`stored`), of which windows of `size` are made; `batch` of them, `repeats` times."""
+
+    stored: int
+    size: int
+    batch: int
+    repeats: int
+
+
+#: as ImageNet's in a training of ResNet-50; on the emulated device, what it bears
+_SIZES, _SMALL_SIZES = Sizes(232, 224, 256, 50), Sizes(20, 16, 6, 3)
+
+
+def run(settings: Settings, report: StageReport) -> None:
+    """Bits and rates in all precisions."""
+    device, sizes = settings.make_device(), _SMALL_SIZES if settings.emulated else _SIZES
+    for precision in settings.precisions():
+        kernels = kernel_set(device, precision)
+        check_bits(kernels, sizes, report)
+        add_rate(kernels, sizes, report)
+
+
+def pixel_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
+    """Random pixels; windows in random places, every second one mirrored, with a filled rectangle each."""
+    random = np.random.default_rng(seed)
+    windows = np.zeros(sizes.batch, WINDOW)
+    windows["top"], windows["left"] = random.integers(0, sizes.stored - sizes.size + 1, (2, sizes.batch))
+    windows["step"] = 1
+    mirrored = windows[::2]
+    mirrored["left"] += sizes.size - 1
+    mirrored["step"] = -1
+    windows["shown"] = (0, sizes.size)
+    windows["filled"] = np.sort(random.integers(0, sizes.size + 1, (sizes.batch, 2, 2)), axis=-1)
+    pixels = random.integers(0, 256, (sizes.batch, sizes.stored, sizes.stored, 3), np.uint8)
+    scale, shift = (random.standard_normal(3).astype(dtype) for _ in range(2))
+    return PixelBatch(pixels, windows, (sizes.size, sizes.size), scale, shift, 0.5)
+
+
+def check_bits(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
+    """Whether the device makes the numbers that the host makes, of batches that follow each other."""
+    dtype = kernels.runtime.dtype
+    for seed in range(3):
+        batch = pixel_batch(sizes, seed, parameter_dtype(dtype))
+        target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
+        kernels.make_input(target, batch)
+        expected = np.asarray(batch)
+        if dtype == "bfloat16":
+            expected = bfloat16_values(bfloat16_bits(expected))
+        wrong = int(np.count_nonzero(kernels.arithmetic.to_host(target) != expected))
+        report.check(f"input {seed} in {kernels.runtime.precision}", wrong == 0, f"{wrong} of {expected.size} elements differ")
+
+
+def add_rate(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
+    """Images per second of one host thread that hands batches over; the device makes one while the next arrives."""
+    dtype = kernels.runtime.dtype
+    batch = pixel_batch(sizes, 0, parameter_dtype(dtype))
+    target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
+    kernels.make_input(target, batch)
+    kernels.wait()
+    begin = time.perf_counter()
+    for _ in range(sizes.repeats):
+        kernels.make_input(target, batch)
+    kernels.wait()
+    rate = sizes.repeats * sizes.batch / (time.perf_counter() - begin)
+    report.add(f"images per second {kernels.runtime.precision}", rate)
+    report.note(f"{kernels.runtime.precision} {rate:,.0f} images/s")
