@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.launcher import Launcher, check_world, detect, expand_counts, keeps_job_of_lost_ranks, may_overlook_exit_codes
+from hpctrain.launch.launcher import (
+    Launcher,
+    check_world,
+    detect,
+    expand_counts,
+    keeps_job_of_lost_ranks,
+    may_overlook_exit_codes,
+)
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {
