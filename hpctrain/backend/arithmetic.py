@@ -85,6 +85,33 @@ class MomentDescent(Protocol):
         ...
 
 
+class ArrayChecksums(Protocol):
+    """Checksums of the same arrays, whatever they hold, bound to them at set-up."""
+
+    def fetch(self) -> Fetch:
+        """CRC-32 of each array's bytes, as they are at this point of the work; uint32 (arrays,)."""
+        ...
+
+
+class ArrayGuard(Protocol):
+    """Notices arrays that have changed where nothing should have written, bound to them at set-up; by sums of 32-bit words.
+
+    Every change within one word shows; two changes with the same sum do not.
+    """
+
+    def remember(self) -> None:
+        """Take the arrays as they are at this point of the work for right."""
+        ...
+
+    def compare(self) -> None:
+        """Mark the arrays that are not, at this point of the work, as they are remembered."""
+        ...
+
+    def fetch_changed(self) -> Fetch:
+        """Which arrays were ever marked; bool (arrays,)."""
+        ...
+
+
 class Arithmetic(ABC):
     """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
 
@@ -136,6 +163,14 @@ class Arithmetic(ABC):
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         """For each array whether all its elements are finite at this point of the work, bool (len(arrays),)."""
+
+    @abstractmethod
+    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
+        """Checksums of flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
+
+    @abstractmethod
+    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
+        """A guard of flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Corrections, Descent, Fetch, MomentDescent, MomentRule, UpdateRun
+from hpctrain.backend.arithmetic import (
+    Arithmetic,
+    Array,
+    ArrayChecksums,
+    ArrayGuard,
+    Corrections,
+    Descent,
+    Fetch,
+    MomentDescent,
+    MomentRule,
+    UpdateRun,
+)
 from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.host_checksums import HostChecksums, HostFetch, HostGuard
 from hpctrain.boxes import Box
 
 #: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
@@ -39,17 +50,6 @@ def all_finite(values: np.ndarray) -> bool:
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         return math.isfinite(float(np.dot(flat, flat))) or bool(np.isfinite(flat).all())
-
-
-@dataclass(frozen=True)
-class HostFetch:
-    """Values that are on the host already."""
-
-    values: np.ndarray
-
-    def result(self) -> np.ndarray:
-        """The values."""
-        return self.values
 
 
 class HostDescent:
@@ -188,6 +188,12 @@ class HostArithmetic(Arithmetic):
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         return HostFetch(np.array([all_finite(array) for array in arrays], bool))
+
+    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
+        return HostChecksums(arrays)
+
+    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
+        return HostGuard(arrays)
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(array)

@@ -24,6 +24,17 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
+class LateHandle(Handle, Protocol):
+    """A started operation that is posted some time later.
+
+    Attributes:
+        operation: what was posted, with its size; "" before.
+    """
+
+    operation: str
+
+
 class GradientSums(Protocol):
     """Sums over ranks, which may round what travels. A communicator's own are exact to the dtype of its buffers."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hpctrain.comm.base import Handle
+from hpctrain.comm.base import Handle, LateHandle
 from hpctrain.comm.message_account import MessageAccount
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.trace.tracer import Category, Tracer
@@ -23,6 +23,7 @@ class Ticket:
         purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
         done: complete; stays True. flight_number: in the flight record; 0 where there is none.
         possible_ns: where it is traced, the last instant at which it was known not to be complete.
+        late: its handle, until it has posted what a flight record is to be told; None: the record knows.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class Ticket:
         "done",
         "flight_number",
         "handle",
+        "late",
         "possible_ns",
         "purpose",
         "queue_name",
@@ -48,6 +50,7 @@ class Ticket:
         self.begun_ns = 0  # where it is traced: when posting began
         self.possible_ns = self.flight_number = 0
         self.handle: Handle | None = None
+        self.late: LateHandle | None = None
         self._start: Callable[[], Handle] | None = start
         self._after = tuple(after)
 
@@ -167,7 +170,10 @@ class PostingQueue:
         now_ns = 0 if trace is None else trace.clock_ns()
         kept = 0
         for ticket in flying:
-            if not ticket.test():
+            done = ticket.test()
+            if ticket.late is not None:
+                self._tell_posting(ticket, ticket.late)
+            if not done:
                 ticket.possible_ns = now_ns
                 flying[kept] = ticket
                 kept += 1
@@ -197,8 +203,14 @@ class PostingQueue:
                 self.begun += 1
                 self._begin(ticket)
                 if self._flight is not None:
-                    self._flight.started(ticket.flight_number, str(ticket.handle))
-                if not ticket.test():
+                    if isinstance(ticket.handle, LateHandle):
+                        ticket.late = ticket.handle
+                    else:
+                        self._flight.started(ticket.flight_number, str(ticket.handle))
+                done = ticket.test()
+                if ticket.late is not None:
+                    self._tell_posting(ticket, ticket.late)
+                if not done:
                     ticket.possible_ns = self._free_ns
                     self._in_flight.append(ticket)
                     continue
@@ -208,6 +220,12 @@ class PostingQueue:
                     self._record(ticket, self._trace)
         finally:
             self.starting = False
+
+    def _tell_posting(self, ticket: Ticket, late: LateHandle) -> None:
+        """Tell the flight record what an operation has posted that does so in its own time, if it has by now."""
+        if self._flight is not None and late.operation:
+            self._flight.started(ticket.flight_number, late.operation)
+            ticket.late = None
 
     def _begin(self, ticket: Ticket) -> None:
         trace = self._trace

@@ -22,19 +22,19 @@ _Pieces = list[tuple[int, int]]
 
 
 class StagedOperation:
-    """Implements `Handle`: an operation in three phases.
+    """Implements `LateHandle`: an operation in three phases.
 
     Args:
         order: of the communicator. transit: of its arrays. post: begins the second phase. finish: begins the third.
         text: the operation, for messages before it is posted.
     """
 
-    __slots__ = ("_finish", "_handle", "_order", "_post", "_text", "transit")
+    __slots__ = ("_finish", "_handle", "_order", "_post", "_text", "operation", "transit")
 
     def __init__(
         self, order: PostingOrder, transit: Transit, post: Callable[[], Handle], finish: Callable[[], None], text: str
     ) -> None:
-        self.transit = transit
+        self.transit, self.operation = transit, ""
         self._order, self._text = order, text
         self._post: Callable[[], Handle] | None = post
         self._handle: Handle | None = None
@@ -45,6 +45,7 @@ class StagedOperation:
         post, self._post = self._post, None
         assert post is not None, "an operation is posted once"
         self._handle = post()
+        self.operation = str(self._handle)
 
     def test(self) -> bool:
         if self._finish is None:

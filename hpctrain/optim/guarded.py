@@ -7,37 +7,24 @@ change within one word shows; two changes with the same sum do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from hpctrain.backend.arithmetic import Array
+from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 
-_WORD = np.dtype(np.uint32)
 
+@dataclass
+class _Update:
+    """What is watched between two updates of the same segments. names: of the arrays of the guard; None: there are none.
 
-class _Run:
-    """Neighbouring memory of several arrays, 32-bit words. names: of the arrays. starts: of each, in words."""
+    remembered: the guard knows what is right there.
+    """
 
-    def __init__(self, words: np.ndarray, names: Sequence[str], starts: Sequence[int]) -> None:
-        self._words, self._names, self._starts = words, names, np.array(starts)
-        self._sums = np.zeros(len(names), _WORD)
-
-    def remember(self) -> None:
-        """Take what is there now for right."""
-        self._sums = self._now()
-
-    def changed(self) -> list[str]:
-        """The arrays that are not as they are remembered."""
-        now = self._now()
-        if now.tobytes() == self._sums.tobytes():
-            return []
-        return [name for name, a, b in zip(self._names, now, self._sums, strict=True) if a != b]
-
-    def _now(self) -> np.ndarray:
-        sums: np.ndarray = np.add.reduceat(self._words, self._starts, dtype=_WORD)
-        return sums
+    segments: tuple[Segment, ...]
+    names: list[str]
+    guard: ArrayGuard | None
+    remembered: bool = False
 
 
 class GuardedOptimizer(Optimizer):
@@ -55,30 +42,44 @@ class GuardedOptimizer(Optimizer):
         self.found: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
-        #: by the place of the first segment: the segments of an update, and their memory
-        self._runs: dict[int, tuple[tuple[Segment, ...], list[_Run]]] = {}
+        self._updates: dict[int, _Update] = {}  # by the place of the first segment
+        self._asked: list[tuple[list[str], Fetch]] = []
 
     @property
     def norms_needed(self) -> NormsNeeded:
         return self._inner.norms_needed
 
     def watch(self, *, parameters: bool) -> None:
-        """From now on compare. On the host only; after `bind`.
+        """From now on compare; after `bind`.
 
         Args:
             parameters: the values of the updated parameters stay as they are until the next update, too.
         """
         assert self._group is not None, "the optimiser is not bound"
-        self._on, self._with_parameters = self._group.arithmetic.on_host, parameters
+        self._on, self._with_parameters = True, parameters
 
     def forget(self) -> None:
         """Something else has written: compare from the next updates on."""
-        self._runs.clear()
+        for update in self._updates.values():
+            update.remembered = False
+
+    def look(self) -> None:
+        """Ask what comparisons have found so far; `tell` waits for the answer, where arrays are not on the host."""
+        self._ask(self._updates.values())
+
+    def tell(self) -> None:
+        """Bring `found` up to the latest `look`."""
+        for names, fetch in self._asked:
+            changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
+            self.found = self.found or changed
+        self._asked = []
 
     def verify(self) -> None:
-        """Compare all that is remembered now: between steps, while no update is under way."""
-        for _, runs in self._runs.values():
-            self._compare(runs)
+        """Compare all that is remembered now, and wait for what is found: between steps, while no update is under way."""
+        for update in self._updates.values():
+            self._compare(update)
+        self.look()
+        self.tell()
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         self._group = group
@@ -105,32 +106,50 @@ class GuardedOptimizer(Optimizer):
         if not (self._on and segments):
             write()
             return
-        known, pieces = self._runs.get(segments[0].start), tuple(segments)
-        runs: list[_Run] = []
-        if known is not None and known[0] == pieces:
-            runs = known[1]
-            self._compare(runs)
-        elif any(_meet(pieces, others) for others, _ in self._runs.values()):
-            self._on = False  # its updates are not of the same pieces in every step
-            self._runs.clear()
-        else:
-            runs = self._runs_of(pieces)
-            self._runs[pieces[0].start] = pieces, runs
+        update = self._known(tuple(segments))
+        if update is None:
+            write()
+            return
+        self._compare(update)
         write()
-        for run in runs:
-            run.remember()
+        if update.guard is not None:
+            update.guard.remember()
+        update.remembered = True
+
+    def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
+        """The update of these segments; None where updates are not of the same segments in every step, which nobody watches."""
+        known = self._updates.get(segments[0].start)
+        if known is not None and known.segments == segments:
+            return known
+        others = [place for place, update in self._updates.items() if _meet(segments, update.segments)]
+        if any(self._updates[place].remembered for place in others):
+            self._on = False
+            self._updates.clear()
+            return None
+        for place in others:
+            del self._updates[place]
+        update = self._updates[segments[0].start] = self._update_of(segments)
+        return update
 
     def state(self, segment: Segment) -> dict[str, Array]:
         return self._inner.state(segment)
 
-    def _compare(self, runs: Iterable[_Run]) -> None:
-        if not self.found:
-            self.found = tuple(name for run in runs for name in run.changed())
-
-    def _runs_of(self, segments: Sequence[Segment]) -> list[_Run]:
-        """The memory of an update, in as few runs as it lies in."""
+    def _compare(self, update: _Update) -> None:
         assert self._group is not None
-        to_host, by_kind = self._group.arithmetic.to_host, dict[str, list[tuple[str, np.ndarray]]]()
+        if update.guard is None or not update.remembered:
+            return
+        update.guard.compare()
+        if self._group.arithmetic.on_host:  # the answer is there
+            self._ask([update])
+            self.tell()
+
+    def _ask(self, updates: Iterable[_Update]) -> None:
+        self._asked = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
+
+    def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
+        """With a guard of all that belongs to the segments, in the order in which it lies in memory."""
+        assert self._group is not None
+        by_kind = dict[str, list[tuple[str, Array]]]()
         for segment in segments:
             if not segment.size:
                 continue
@@ -139,49 +158,14 @@ class GuardedOptimizer(Optimizer):
                 views = {**views, "": self._group.data[segment.start : segment.stop]}
             for kind, view in views.items():
                 name = f"the {kind} of {segment.parameter}" if kind else f"parameter {segment.parameter}"
-                by_kind.setdefault(kind, []).append((name, to_host(view)))
-        return [run for arrays in by_kind.values() for run in _joined(arrays)]
-
-
-def _joined(arrays: Sequence[tuple[str, np.ndarray]]) -> list[_Run]:
-    """Runs of arrays that follow each other in memory that one array owns."""
-    runs: list[_Run] = []
-    together: list[tuple[str, np.ndarray]] = []
-    for name, array in arrays:
-        if together and not _follows(array, together[-1][1]):
-            runs.append(_run(together))
-            together = []
-        together.append((name, array))
-    return [*runs, _run(together)] if together else runs
-
-
-def _follows(array: np.ndarray, before: np.ndarray) -> bool:
-    same = isinstance(array.base, np.ndarray) and array.base is before.base and array.base.flags.c_contiguous
-    return same and _begin(array) == _end(before)
+                by_kind.setdefault(kind, []).append((name, view))
+        named = [array for arrays in by_kind.values() for array in arrays]
+        guard = self._group.arithmetic.guard([array for _, array in named]) if named else None
+        return _Update(segments, [name for name, _ in named], guard)
 
 
 def _meet(segments: Sequence[Segment], others: Sequence[Segment]) -> bool:
     return any(a.start < b.stop and b.start < a.stop for a in segments for b in others)
-
-
-def _run(arrays: Sequence[tuple[str, np.ndarray]]) -> _Run:
-    first, last = arrays[0][1], arrays[-1][1]
-    words = first.reshape(-1).view(_WORD)
-    if len(arrays) > 1:
-        assert isinstance(first.base, np.ndarray)
-        whole = first.base.reshape(-1).view(np.uint8)
-        words = whole[_begin(first) - _begin(whole) : _end(last) - _begin(whole)].view(_WORD)
-    starts = [(_begin(array) - _begin(first)) // _WORD.itemsize for _, array in arrays]
-    return _Run(words, [name for name, _ in arrays], starts)
-
-
-def _begin(array: np.ndarray) -> int:
-    """Address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
-
-
-def _end(array: np.ndarray) -> int:
-    return _begin(array) + array.nbytes
 
 
 class _GuardedLayerwiseOptimizer(GuardedOptimizer):

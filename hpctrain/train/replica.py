@@ -126,7 +126,7 @@ class Replica:
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
-        if self._checks.every_steps and averagers and self.network.kernels.arithmetic.on_host:
+        if self._checks.every_steps and averagers:
             self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.groups, self.progress, self._checks)
         self._step = self._training_step()
         if self._skips:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.boxes import even_intervals
+
+_HOST = HostArithmetic()
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,14 @@ class WatchedPiece:
     """Elements of an array that must be equal on several ranks.
 
     Attributes:
-        name: of the whole array, in sentences. values: 1-D, on the host.
-        parameter: its name, where that must be complete before they are read.
+        name: of the whole array, in sentences. values: 1-D, of whole 32-bit words.
+        parameter: its name, where that must be complete before they are read. arithmetic: of where they lie.
     """
 
     name: str
-    values: np.ndarray
+    values: Array
     parameter: str | None = None
+    arithmetic: Arithmetic = _HOST
 
 
 Part = tuple[WatchedPiece, ...]
@@ -46,6 +50,37 @@ def _inside(arrays: Sequence[WatchedPiece], begin: int, end: int) -> Iterable[Wa
         start += piece.values.size
 
 
-def digests(part: Part) -> np.ndarray:
-    """The checksum (CRC-32) of each piece; uint32 (len(part),)."""
-    return np.array([zlib.crc32(piece.values.data) for piece in part], np.uint32)
+class PartChecksums:
+    """The checksums of a part's pieces, wherever they lie. Made at set-up; its memory is there from then on.
+
+    Attributes:
+        part: as given. names: of its pieces.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.names = part, [piece.name for piece in part]
+        places: dict[int, list[int]] = {}
+        for number, piece in enumerate(part):
+            places.setdefault(id(piece.arithmetic), []).append(number)
+        self._tables = [
+            (numbers, part[numbers[0]].arithmetic.checksums([part[number].values for number in numbers]))
+            for numbers in places.values()
+        ]
+
+    def fetch(self) -> PartDigests:
+        """Take the checksums of what the pieces hold at this point of the work; does not wait."""
+        return PartDigests(len(self.part), [(numbers, table.fetch()) for numbers, table in self._tables])
+
+
+class PartDigests:
+    """Implements `Fetch`: the checksums (CRC-32) of a part's pieces on their way; uint32 (pieces,)."""
+
+    def __init__(self, count: int, fetches: Sequence[tuple[Sequence[int], Fetch]]) -> None:
+        self._count, self._fetches = count, fetches
+
+    def result(self) -> np.ndarray:
+        """Wait for them, and give them in the order of the pieces."""
+        digests = np.zeros(self._count, np.uint32)
+        for numbers, fetch in self._fetches:
+            digests[numbers] = fetch.result()
+        return digests

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.watch_report import Checksums, RankReport, difference
-from hpctrain.train.watched_parts import Part, WatchedPiece, cut, digests
+from hpctrain.train.watched_parts import Part, PartChecksums, PartDigests, WatchedPiece, cut
 
 #: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
 _AllChecksums = tuple[Checksums, ...]
+_Look = tuple[Sequence[str], PartDigests]
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ class WeightWatch:
         for name, averager in averagers.items():
             of_group[name] = [*_pieces(averager), *of_group.get(name, [])]
         kinds = [*of_group.get(ALL, ()), *statistics], [piece for name in of_group if name != ALL for piece in of_group[name]]
-        self._parts = tuple(cut(kind, most=cadence.most_parts, least_bytes=cadence.least_part_bytes) for kind in kinds)
+        cuts = [cut(kind, most=cadence.most_parts, least_bytes=cadence.least_part_bytes) for kind in kinds]
+        self._parts = tuple(tuple(map(PartChecksums, parts)) for parts in cuts)
+        self._whole = tuple(PartChecksums(self._compared(kind, parts)) for kind, parts in enumerate(cuts))
         #: by kind and part, steps done when it was last found equal
         self._equal_at = [[0] * len(parts) for parts in self._parts]
         self._gathered = np.zeros((ranks, len(self._parts) + 1), np.int64)
-        self._looks: _AllChecksums | None = None
+        self._looks: tuple[_Look, ...] | None = None
         self._sent: _AllChecksums = ()
         self._ticket: Ticket | None = None
         self._look_step = self._sent_step = 0
@@ -92,24 +95,29 @@ class WeightWatch:
     # -- in steps --------------------------------------------------------------------------------------------------------------
 
     def look(self, step: int) -> None:
-        """Between forward and backward, when parameters hold all of `step` steps: take checksums, if it is time for it."""
+        """Between forward and backward, when parameters hold all of `step` steps: take checksums, if it is time for it.
+
+        Does not wait for them.
+        """
         if step % self._every:
             return
         looks = []
         for parts in self._parts:
-            part = parts[self._turn(step, parts)]
-            self._complete(part)
-            looks.append(_look(part))
+            table = parts[self._turn(step, parts)]
+            self._complete(table.part)
+            looks.append((table.names, table.fetch()))
+        for guard in self._guards.values():
+            guard.look()
         self._looks, self._look_step = tuple(looks), step
 
     def post(self) -> None:
-        """Behind the step's message: send the checksums that this step took, if any. Does not wait."""
+        """Behind the step's message: send the checksums that this step took, if any. Does not wait for others."""
         if self._looks is None:
             return
         assert self._ticket is None, "the previous comparison has not been read"
         comm, gathered = self._comm, self._gathered
         equal_at = [steps[self._turn(self._look_step, steps)] for steps in self._equal_at]
-        self._sent = tuple(replace(look, equal_at=at) for look, at in zip(self._looks, equal_at, strict=True))
+        self._sent = tuple(Checksums(names, fetch.result(), at) for (names, fetch), at in zip(self._looks, equal_at, strict=True))
         self._sent_step, self._looks = self._look_step, None
         gathered[comm.rank] = self._summary(self._sent)
         counts = [gathered.shape[1]] * comm.size
@@ -141,10 +149,8 @@ class WeightWatch:
         for guard in self._guards.values():
             guard.verify()
         looks = []
-        for kind, (parts, equal_at) in enumerate(zip(self._parts, self._equal_at, strict=True)):
-            alone = all(len(positions) == 1 for positions in self._alike[kind])  # then there is nobody to compare with
-            pieces = () if alone else tuple(piece for part in parts for piece in part)
-            look = _look(pieces, min(equal_at))
+        for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
+            look = Checksums(whole.names, whole.fetch().result(), min(equal_at))
             looks.append(self._with_schedules(look, kind) if schedules else look)
         self._sent, self._sent_step = tuple(looks), step
         if not self._is_well(self._comm.allgather_object(self._summary(self._sent))):
@@ -173,6 +179,11 @@ class WeightWatch:
 
     # -- parts of these --------------------------------------------------------------------------------------------------------
 
+    def _compared(self, kind: int, parts: Sequence[Part]) -> Part:
+        """All pieces of a kind, where there is somebody to compare them with."""
+        alone = all(len(positions) == 1 for positions in self._alike[kind])
+        return () if alone else tuple(piece for part in parts for piece in part)
+
     def _turn(self, step: int, parts: Sequence[object]) -> int:
         """The part that a step looks at."""
         return step // self._every % len(parts)
@@ -192,6 +203,8 @@ class WeightWatch:
 
     def _summary(self, looks: _AllChecksums) -> list[int]:
         """A checksum of each look, and whether this rank's owned state has changed by itself."""
+        for guard in self._guards.values():
+            guard.tell()
         return [*(zlib.crc32(look.digests.tobytes()) for look in looks), int(any(guard.found for guard in self._guards.values()))]
 
     def _is_well(self, summaries: Sequence[Sequence[int]]) -> bool:
@@ -205,26 +218,22 @@ class WeightWatch:
         return not different and not any(summary[-1] for summary in summaries)
 
 
-def _look(part: Part, equal_at: int = 0) -> Checksums:
-    return Checksums([piece.name for piece in part], digests(part), equal_at)
-
-
 def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
     """All that an averager keeps equal on its ranks: parameters, and the optimiser's state where every rank has all of it."""
     group, pieces = averager.group, list[WatchedPiece]()
     for segment in group.segments:
-        values = group.arithmetic.to_host(group.data[segment.start : segment.stop])
-        pieces.append(WatchedPiece(f"parameter {segment.parameter}", values, segment.parameter))
+        values = group.data[segment.start : segment.stop]
+        pieces.append(WatchedPiece(f"parameter {segment.parameter}", values, segment.parameter, group.arithmetic))
     for segment in group.segments if _replicates_state(averager) else ():
         for state, view in averager.optimizer.state(segment).items():
-            pieces.append(WatchedPiece(f"the {state} of {segment.parameter}", group.arithmetic.to_host(view), segment.parameter))
+            pieces.append(WatchedPiece(f"the {state} of {segment.parameter}", view, segment.parameter, group.arithmetic))
     return pieces
 
 
 def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
     """Parameters that nothing writes to."""
     of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
-    return [WatchedPiece(f"parameter {segment.parameter}", group.arithmetic.to_host(data)) for segment, data in of_segments]
+    return [WatchedPiece(f"parameter {segment.parameter}", data, arithmetic=group.arithmetic) for segment, data in of_segments]
 
 
 def _replicates_state(averager: GradientAverager) -> bool:

@@ -95,7 +95,10 @@ _FLIPPED = """
 def flip(run, self, *rest):
     averager = next(iter(self._averagers.values()))
     averager.drain()
-    {}.view("uint32")[0] ^= 1 << 20
+    arithmetic, place = averager.group.arithmetic, {}.reshape(-1)[:1]
+    flipped = arithmetic.to_host(place).copy()
+    flipped.view("uint32")[0] ^= 1 << 20
+    arithmetic.from_host(place, flipped)
     return run(self, *rest)
 once(TrainingStep, "run", flip, in_step_2)
 """
@@ -196,7 +199,8 @@ FAULTS: tuple[Fault, ...] = (
         "a number that is not finite",
         """
         def poison(run, self, *rest):
-            next(iter(self._averagers.values())).group.data[0] = float("nan")
+            group = next(iter(self._averagers.values())).group
+            group.arithmetic.fill(group.data[:1], float("nan"))
             return run(self, *rest)
         once(TrainingStep, "run", poison, in_step_2)
         """,

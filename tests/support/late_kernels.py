@@ -13,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Corrections, Descent, Fetch, MomentDescent, MomentRule, UpdateRun
+from hpctrain.backend.arithmetic import (
+    Arithmetic,
+    Array,
+    ArrayChecksums,
+    ArrayGuard,
+    Corrections,
+    Descent,
+    Fetch,
+    MomentDescent,
+    MomentRule,
+    UpdateRun,
+)
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels import abilities
@@ -114,6 +125,40 @@ class LateMomentDescent:
         self.queue.put(lambda: self.inner.direct(runs, corrections))
 
 
+@dataclass
+class LateChecksums:
+    """Checksums of the host, taken in their turn."""
+
+    queue: Queue
+    inner: ArrayChecksums
+    count: int
+
+    def fetch(self) -> LateFetch:
+        values = np.empty(self.count, np.uint32)
+        self.queue.put(lambda: np.copyto(values, self.inner.fetch().result()))
+        return LateFetch(self.queue, values)
+
+
+@dataclass
+class LateGuard:
+    """A guard of the host, whose looks are taken in their turn."""
+
+    queue: Queue
+    inner: ArrayGuard
+    count: int
+
+    def remember(self) -> None:
+        self.queue.put(self.inner.remember)
+
+    def compare(self) -> None:
+        self.queue.put(self.inner.compare)
+
+    def fetch_changed(self) -> LateFetch:
+        values = np.empty(self.count, bool)
+        self.queue.put(lambda: np.copyto(values, self.inner.fetch_changed().result()))
+        return LateFetch(self.queue, values)
+
+
 class LateArithmetic(Arithmetic):
     """The arithmetic of the host, done late."""
 
@@ -157,6 +202,14 @@ class LateArithmetic(Arithmetic):
         flags = np.zeros(len(arrays), bool)
         self._queue.put(lambda *values: np.copyto(flags, self._host.fetch_finite(values).result()), *arrays)
         return LateFetch(self._queue, flags)
+
+    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
+        assert all(isinstance(array, DeviceArray) for array in arrays)
+        return LateChecksums(self._queue, self._host.checksums(unwrapped(tuple(arrays))), len(arrays))
+
+    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
+        assert all(isinstance(array, DeviceArray) for array in arrays)
+        return LateGuard(self._queue, self._host.guard(unwrapped(tuple(arrays))), len(arrays))
 
     def fetch(self, array: Array) -> Fetch:
         values = np.empty(array.shape, array.dtype)

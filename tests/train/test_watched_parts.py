@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.train.watched_parts import WatchedPiece, cut, digests
+from hpctrain.train.watched_parts import PartChecksums, WatchedPiece, cut
 
 SIZES = st.lists(st.integers(0, 40), max_size=6)
 
@@ -32,8 +32,8 @@ def test_parts_hold_each_element_once_and_in_order(sizes: list[int], most: int, 
 def test_a_flipped_bit_changes_the_checksum_of_its_piece_alone(sizes: list[int], data: st.DataObject) -> None:
     arrays = _arrays(sizes)
     (part,) = cut(arrays, most=1, least_bytes=0)
-    before = digests(part)
+    before = PartChecksums(part).fetch().result()
     k = data.draw(st.integers(0, len(part) - 1))
     place = data.draw(st.integers(0, part[k].values.size - 1))
     part[k].values.view(np.uint32)[place] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    assert np.flatnonzero(digests(part) != before).tolist() == [k]
+    assert np.flatnonzero(PartChecksums(part).fetch().result() != before).tolist() == [k]
