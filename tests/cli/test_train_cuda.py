@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,9 @@ def test_two_ranks_train_what_one_trains(run: Run, folder: Path) -> None:
     assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
 
 
-def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path) -> None:
-    options = ("averager=bucketed",)
+@pytest.mark.parametrize("averager", ["bucketed", "sharded"])
+def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path, averager: str) -> None:
+    options = (f"averager={averager}", "batch_norm.statistics=synchronised")
     _passed(run("train", *options, f"output={folder}/whole", ranks=2, seed=0))
     _passed(run("train", *options, "--steps", "4", ranks=2, seed=1))
     _passed(run("train", *options, "--resume", "auto", ranks=2, seed=2))
@@ -157,6 +159,31 @@ def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path) -> None:
     assert ours.keys() == whole.keys()
     for name, tensor in whole.items():
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+#: more arguments, and ranks; 0: a process without MPI
+WAYS_ON = {
+    "three devices": (("averager=bucketed",), 3),
+    "one device": ((), 0),
+    "two ranks of the host": (("backend=numpy",), 2),
+}
+
+
+def test_a_run_of_two_devices_goes_on_on_others(run: Run, folder: Path) -> None:
+    """From the middle of an epoch, on another number of ranks or another backend: where one rank of NumPy ends, undisturbed."""
+    options = ("dtype=float64", "batch_norm.statistics=synchronised")
+    _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
+    reference = _last(folder, "numpy").tensors
+    _passed(run("train", *options, "--steps", "4", ranks=2, seed=5))
+    for way, (more, ranks) in WAYS_ON.items():
+        output = way.replace(" ", "-")
+        shutil.copytree(folder / "runs", folder / output)
+        outcome = _passed(run("train", *options, *more, f"output={folder}/{output}", "--resume", "auto", ranks=ranks, seed=6))
+        assert "resumed at epoch 2, step 4" in outcome.stdout
+        tensors = _last(folder, output).tensors
+        assert tensors.keys() == reference.keys()
+        for name, tensor in reference.items():
+            np.testing.assert_allclose(tensors[name], tensor, rtol=1e-10, atol=1e-10, err_msg=f"{way}: {name}")
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
