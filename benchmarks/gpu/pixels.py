@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+from hpctrain.backend.resampling import Resampling
 
 
 @dataclass(frozen=True)
@@ -55,31 +57,47 @@ def pixel_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
     return PixelBatch(pixels, windows, (sizes.size, sizes.size), scale, shift, 0.5)
 
 
+def resized_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
+    """Such images, of which parts of random sizes are resized first: some ways shrink, others grow."""
+    batch, random = pixel_batch(replace(sizes, stored=sizes.size), seed, dtype), np.random.default_rng(seed)
+    extents = random.integers(sizes.stored // 4, sizes.stored + 1, (sizes.batch, 2))
+    corners = (random.random((sizes.batch, 2)) * (sizes.stored - extents + 1)).astype(np.int64)
+    boxes = np.concatenate([corners, extents], axis=1).astype(np.int32)
+    pixels = random.integers(0, 256, (sizes.batch, sizes.stored, sizes.stored, 3), np.uint8)
+    return replace(batch, pixels=pixels, resampling=Resampling(boxes, batch.size, interpolates=True))
+
+
+#: by what is left to the device
+_BATCHES = {"windows": pixel_batch, "resized windows": resized_batch}
+
+
 def check_bits(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
     """Whether the device makes the numbers that the host makes, of batches that follow each other."""
     dtype = kernels.runtime.dtype
-    for seed in range(3):
-        batch = pixel_batch(sizes, seed, parameter_dtype(dtype))
+    for seed, (left, make) in product(range(3), _BATCHES.items()):
+        batch = make(sizes, seed, parameter_dtype(dtype))
         target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
         kernels.make_input(target, batch)
         expected = np.asarray(batch)
         if dtype == "bfloat16":
             expected = bfloat16_values(bfloat16_bits(expected))
         wrong = int(np.count_nonzero(kernels.arithmetic.to_host(target) != expected))
-        report.check(f"input {seed} in {kernels.runtime.precision}", wrong == 0, f"{wrong} of {expected.size} elements differ")
+        text = f"input {seed} of {left} in {kernels.runtime.precision}"
+        report.check(text, wrong == 0, f"{wrong} of {expected.size} elements differ")
 
 
 def add_rate(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
     """Images per second of one host thread that hands batches over; the device makes one while the next arrives."""
     dtype = kernels.runtime.dtype
-    batch = pixel_batch(sizes, 0, parameter_dtype(dtype))
-    target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
-    kernels.make_input(target, batch)
-    kernels.wait()
-    begin = time.perf_counter()
-    for _ in range(sizes.repeats):
+    for left, make in _BATCHES.items():
+        batch = make(sizes, 0, parameter_dtype(dtype))
+        target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), dtype).reshape(batch.shape)
         kernels.make_input(target, batch)
-    kernels.wait()
-    rate = sizes.repeats * sizes.batch / (time.perf_counter() - begin)
-    report.add(f"images per second {kernels.runtime.precision}", rate)
-    report.note(f"{kernels.runtime.precision} {rate:,.0f} images/s")
+        kernels.wait()
+        begin = time.perf_counter()
+        for _ in range(sizes.repeats):
+            kernels.make_input(target, batch)
+        kernels.wait()
+        rate = sizes.repeats * sizes.batch / (time.perf_counter() - begin)
+        report.add(f"images per second of {left} {kernels.runtime.precision}", rate)
+        report.note(f"{left} {kernels.runtime.precision} {rate:,.0f} images/s")

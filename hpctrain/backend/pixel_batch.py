@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hpctrain.backend.resampling import Resampling
+
 #: What is left to do to one image. The pixel of the result at (y, x) is that of the image at (top + y, left + x * step), where
 #: step is 1 or -1; outside of the box `shown` it is black. Behind normalisation one number takes the place of the box `filled`.
 WINDOW = np.dtype(
@@ -32,6 +34,7 @@ class PixelBatch:
     Args:
         pixels: uint8 (N, h, w, C). windows: (N,) of `WINDOW`: where p is read. size: (H, W).
         scale, shift: (C,), of the dtype of the images. fill: the number that `filled` boxes are replaced by.
+        resampling: windows are those of images that are resized first; None: of the images themselves.
     """
 
     pixels: np.ndarray
@@ -40,12 +43,14 @@ class PixelBatch:
     scale: np.ndarray
     shift: np.ndarray
     fill: float = 0.0
+    resampling: Resampling | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def __getitem__(self, samples: slice | np.ndarray) -> PixelBatch:
-        return replace(self, pixels=self.pixels[samples], windows=self.windows[samples])
+        resampling = None if self.resampling is None else self.resampling.of(samples)
+        return replace(self, pixels=self.pixels[samples], windows=self.windows[samples], resampling=resampling)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -61,8 +66,8 @@ class PixelBatch:
         if copy is False:
             raise ValueError("Images are made of stored pixels, which is not possible without a copy.")
         out = np.empty(self.shape, self.dtype)
-        for image, window, target in zip(self.pixels, self.windows, out, strict=True):
-            self._make(image, window, target)
+        for number, (image, window, target) in enumerate(zip(self.pixels, self.windows, out, strict=True)):
+            self._make(image if self.resampling is None else self.resampling.resized(image, number), window, target)
         return out if dtype is None else out.astype(dtype, copy=False)
 
     def _make(self, image: np.ndarray, window: np.void, out: np.ndarray) -> None:

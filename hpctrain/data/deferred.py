@@ -1,4 +1,4 @@
-"""The last steps of a pipeline as a kernel set can do them to stored pixels: windows, normalisation, one filled rectangle."""
+"""The last steps of a pipeline as a kernel set can do them to stored pixels: a resize, windows, normalisation, one filled box."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hpctrain.backend.pixel_batch import WINDOW
+from hpctrain.backend.resampling import Resampling
 from hpctrain.boxes import Box
-from hpctrain.data.augmentations.base import Augmentation, FillingAugmentation, NormalisedAugmentation, WindowAugmentation
+from hpctrain.data.augmentations.base import (
+    Augmentation,
+    FillingAugmentation,
+    NormalisedAugmentation,
+    ResamplingAugmentation,
+    WindowAugmentation,
+)
 
 
-def first_window(steps: Sequence[Augmentation]) -> int:
-    """How many of the steps make pixels of their own, or come before one that does; windows are all that follow."""
+def first_deferred(steps: Sequence[Augmentation]) -> int:
+    """The number of the first step that may be left: windows are all that follow it, and it resizes images or is one itself."""
     made = [number for number, step in enumerate(steps, 1) if not isinstance(step, WindowAugmentation)]
-    return made[-1] if made else 0
+    if not made:
+        return 0
+    return made[-1] - 1 if isinstance(steps[made[-1] - 1], ResamplingAugmentation) else made[-1]
+
+
+def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
+    """The resize of images of `size` (H, W) that a step is, by the numbers u (count, draws); None: it is none."""
+    if not isinstance(step, ResamplingAugmentation):
+        return None
+    height, width, _ = step.output_shape(*size, 0)
+    return Resampling(step.source_boxes(size, u).astype(np.int32), (height, width), step.interpolates)
 
 
 def can_defer(normalised: Sequence[NormalisedAugmentation]) -> bool:

@@ -17,7 +17,7 @@ from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.batch_threads import BatchThreads
-from hpctrain.data.deferred import can_defer, composed, filling, first_window, mirrored_box
+from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box, resampled
 from hpctrain.data.stored import check_statistics
 from hpctrain.errors import ConfigError, ShapeError
 
@@ -80,7 +80,7 @@ class Pipeline:
 
     def stored_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         """(H, W, C) of the pixels of an `unfinished` batch, for images of (h, w, c)."""
-        for augmentation in self.augmentations[: first_window(self.augmentations)]:
+        for augmentation in self.augmentations[: first_deferred(self.augmentations)]:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
 
@@ -92,7 +92,7 @@ class Pipeline:
     @property
     def keeps_pixels(self) -> bool:
         """The pixels of `unfinished` batches are the images themselves."""
-        return not first_window(self.augmentations)
+        return not first_deferred(self.augmentations)
 
     def share_out(self, threads: int) -> None:
         """From now on so many threads make each batch, the calling one included; augmentations are called by all of them."""
@@ -195,14 +195,14 @@ class Pipeline:
         return out
 
     def unfinished(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> PixelBatch:
-        """The same batch as a call makes of images (N, H, W, C), with windows and normalisation left to be done to its pixels.
+        """The same batch as a call makes of images (N, H, W, C), with its last steps left to be done to its pixels.
 
         Not unless `can_defer`.
 
         Args:
             out: uint8 (N, *stored_shape): is written, and holds the pixels; where the pipeline `keeps_pixels`, `images` itself.
         """
-        count, first = len(images), first_window(self.augmentations)
+        count, first = len(images), first_deferred(self.augmentations)
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
 
         def make(thread: int, low: int, high: int) -> None:
@@ -213,9 +213,13 @@ class Pipeline:
             self._threads.run(count, max(images.nbytes, out.nbytes) // max(1, count), make)
         else:
             assert np.may_share_memory(out, images) or not images.size, "the pixels are the images themselves"
-        windows, size = composed(count, out.shape[1:3], zip(self.augmentations[first:], draws[first:], strict=True))
+        left, size = list(zip(self.augmentations[first:], draws[first:], strict=True)), out.shape[1:3]
+        resampling = resampled(left[0][0], size, left[0][1]) if left else None
+        if resampling is not None:
+            size = resampling.size
+        windows, size = composed(count, size, left if resampling is None else left[1:])
         scale, shift = self._scale.astype(self.dtype), self._shift.astype(self.dtype)
-        return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch))
+        return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch), resampling)
 
     def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
         """Set the boxes of images of `size` (H, W) that are filled with a number, and give that."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.deferred import can_defer, composed, filling, first_window, mirrored_box
+from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
@@ -52,14 +52,28 @@ def test_windows_leave_the_stored_pixels_alone():
     assert pipeline.stored_shape(9, 11, 3) == (9, 11, 3)
     batch, _ = unfinished(pipeline, images, np.arange(5))
     assert batch.pixels is images
-    later = Pipeline([*WINDOWS, PIXELS[0], WINDOWS[1]], 3, MEAN, STD)
+    later = Pipeline([*WINDOWS, PIXELS[1], WINDOWS[1]], 3, MEAN, STD)
     assert not later.keeps_pixels
-    assert later.stored_shape(9, 11, 3) == (8, 8, 3)
+    assert later.stored_shape(9, 11, 3) == (6, 6, 3)
 
 
-def test_steps_are_left_up_to_the_last_that_makes_pixels():
-    steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, PIXELS[0], WINDOWS[1])]
-    assert [first_window(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, 5, 5]
+@pytest.mark.parametrize("resize", [PIXELS[0], PIXELS[2]])
+def test_a_resize_in_front_of_windows_is_left_too(resize):
+    images = np.random.default_rng(0).integers(0, 256, (5, 9, 11, 3), np.uint8)
+    pipeline = Pipeline([resize, *WINDOWS[:2]], 3, MEAN, STD)
+    assert pipeline.keeps_pixels
+    batch, expected = unfinished(pipeline, images, np.arange(5))
+    assert batch.pixels is images
+    assert batch.resampling is not None
+    assert np.asarray(batch[[4, 1]]).tobytes() == expected[[4, 1]].tobytes()
+    assert not Pipeline([WINDOWS[0], resize], 3, MEAN, STD).keeps_pixels
+
+
+def test_steps_are_left_up_to_the_last_that_makes_pixels_but_for_a_resize():
+    for made, first in ((PIXELS[0], 4), (PIXELS[1], 5), (PIXELS[2], 4)):
+        steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, made, WINDOWS[1])]
+        assert [first_deferred(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, first, first]
+    assert first_deferred([steps[4], steps[4]]) == 1
 
 
 @pytest.mark.parametrize(

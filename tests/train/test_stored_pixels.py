@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 SHAPE, SAMPLES, BATCH = (9, 7, 3), 21, 8
 SPECS = {
     "windows": [("pad_crop", {"padding": 2}), ("flip", {}), ("random_erasing", {"probability": 1.0})],
+    "a resize": [("random_resized_crop", {"size": 7}), ("flip", {}), ("pad_crop", {"padding": 1})],
     "pixels of its own": [("trivial_augment_wide", {}), ("flip", {}), ("pad_crop", {"padding": 1})],
 }
 
@@ -68,7 +69,7 @@ def _train(file: ImageFile, specs: str, kernels: KernelSet, dtype: str, *, leave
     """Batches of 8, 8 and 5 samples in two micro-batches each; behind the first epoch memory is sealed."""
     pipeline = Pipeline(SPECS[specs], 3, file.mean, file.std, parameter_dtype(dtype))
     task = Task(
-        partial(nets.plain, dropout=0.3),
+        nets.residual if specs == "a resize" else partial(nets.plain, dropout=0.3),
         kernels,
         partial(Sgd, momentum=0.9),
         image_shape=pipeline.output_shape(*SHAPE),

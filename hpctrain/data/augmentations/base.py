@@ -102,6 +102,20 @@ class WindowAugmentation(Augmentation):
         """
 
 
+class ResamplingAugmentation(Augmentation):
+    """An augmentation that resizes a part of each image: results are what `hpctrain.backend.resampling` makes of it.
+
+    Attributes:
+        interpolates: ways that grow are interpolated; else they are filtered, too.
+    """
+
+    interpolates: ClassVar[bool]
+
+    @abstractmethod
+    def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        """The parts of images of `size` (H, W), by the numbers u (N, draws): (N, 4), of each top, left, height and width."""
+
+
 class NormalisedAugmentation(Augmentation):
     """An augmentation of normalised pixels, behind all others: it changes some of an image and moves none."""
 

@@ -12,13 +12,13 @@ from PIL import Image
 
 from hpctrain.boxes import Box, Interval, moved, relative, size_of, whole
 from hpctrain.data import opencv
-from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
 
 _RESIZE_TRIES = 10
 
 
 @dataclass(frozen=True)
-class RandomResizedCrop(Augmentation):
+class RandomResizedCrop(ResamplingAugmentation):
     """A window of random area and aspect, resized to a square (Szegedy et al., CVPR 2015).
 
     Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
@@ -38,6 +38,7 @@ class RandomResizedCrop(Augmentation):
 
     name: ClassVar[str] = "random_resized_crop"
     draws: ClassVar[int] = 2 * _RESIZE_TRIES + 2
+    interpolates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
@@ -58,6 +59,9 @@ class RandomResizedCrop(Augmentation):
         boxes = self.boxes(images.shape[1], images.shape[2], u)
         for image, target, (top, left, height, width) in zip(images, out, boxes.tolist(), strict=True):
             self._resize(image[top : top + height, left : left + width], target)
+
+    def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        return self.boxes(*size, u)
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         if u is None:

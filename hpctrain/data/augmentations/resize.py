@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.boxes import Box, size_of
-from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation
+from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
 from hpctrain.data.augmentations.random_resized_crop import _filtered, _resized
 
 
 @dataclass(frozen=True)
-class Resize(Augmentation):
+class Resize(ResamplingAugmentation):
     """The whole image, resized until its shorter side has a given length, with the filter of random_resized_crop.
 
     Args:
@@ -23,6 +24,7 @@ class Resize(Augmentation):
     size: int
 
     name: ClassVar[str] = "resize"
+    interpolates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
@@ -41,6 +43,9 @@ class Resize(Augmentation):
             return
         for image, target in zip(images, out, strict=True):
             target[...] = _resized(image, *out.shape[1:3])
+
+    def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
+        return np.tile(np.array([0, 0, *size]), (len(u), 1))
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         height, width, _ = self.output_shape(*size, 0)

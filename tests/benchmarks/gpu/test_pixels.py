@@ -30,8 +30,9 @@ def test_bits_are_compared_and_a_rate_is_told(
     kernels = kernel_set(emulated_device(2), precision)
     check_bits(kernels, SIZES, report)
     add_rate(kernels, SIZES, report)
-    assert [check["passed"] for check in report.content["checks"]] == [True] * 3
-    assert report.content[f"images per second {precision}"] > 0
+    assert [check["passed"] for check in report.content["checks"]] == [True] * 6
+    for left in ("windows", "resized windows"):
+        assert report.content[f"images per second of {left} {precision}"] > 0
 
 
 def test_one_wrong_element_is_seen(
@@ -46,7 +47,7 @@ def test_one_wrong_element_is_seen(
 
     monkeypatch.setattr(PixelBatch, "__array__", wrong)
     check_bits(kernel_set(emulated_device(2), "float32"), SIZES, report)
-    assert [check["text"] for check in report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 3
+    assert [check["text"] for check in report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 6
 
 
 def test_windows_show_what_they_should() -> None:

@@ -12,4 +12,8 @@ __device__ __forceinline__ float exact_sum(float a, float b) { return __fadd_rn(
 __device__ __forceinline__ float exact_difference(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ float exact_quotient(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ float exact_root(float a) { return __fsqrt_rn(a); }
+__device__ __forceinline__ double exact_product(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ double exact_sum(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ double exact_difference(double a, double b) { return __dsub_rn(a, b); }
+__device__ __forceinline__ double exact_quotient(double a, double b) { return __ddiv_rn(a, b); }
 #endif

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import DeviceStream, pack_width
+from hpctrain.backend.cuda.device import Argument, DeviceStream, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.cuda.images import check_images, row_launch
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+from hpctrain.backend.resampling import Resampling, most_taps
 
 #: batches that have memory of their own: one is read while the next one arrives
 RING = 2
@@ -30,6 +32,12 @@ class CudaPixelInput:
         self._runtime = runtime
         self._copies: DeviceStream | None = None
         self._ring: deque[_Slot] = deque()
+        self._table: DeviceArray | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory of all batches."""
+        return sum(slot.pinned.nbytes for slot in self._ring)
 
     def make(self, target: DeviceArray, images: PixelBatch) -> None:
         """Enqueue target := images, of one shape; waits only for the upload of the batch before the last.
@@ -41,9 +49,14 @@ class CudaPixelInput:
         assert images.dtype == parameter_dtype(target.dtype), f"images of {images.dtype} are not rounded to {target!r}"
         check_images("data path", images.shape, images.pixels.shape)
         if target.size:
-            scale, shift, windows, pixels = self._uploaded((images.scale, images.shift, images.windows, images.pixels))
+            boxes = np.zeros((0, 4), np.int32) if images.resampling is None else images.resampling.boxes
+            parts = images.scale, images.shift, images.windows, boxes, images.pixels
+            scale, shift, windows, boxes_there, pixels = self._uploaded(parts)
             by_channel = (place.view(str(images.dtype)) for place in (scale, shift))
-            self._launch(target, images, (pixels, windows.view("int32"), *by_channel))
+            resize: tuple[Argument, ...] = ()
+            if images.resampling is not None:
+                resize = self._resize(images.resampling, boxes_there.view("int32"), images.pixels.shape[1:3])
+            self._launch(target, images, (pixels, windows.view("int32"), *by_channel), resize)
             self._runtime.stream.record(self._ring[-1].read)
 
     def _uploaded(self, parts: Sequence[np.ndarray]) -> list[DeviceArray]:
@@ -71,15 +84,28 @@ class CudaPixelInput:
         self._ring.clear()
         self._ring.extend(_Slot(self._runtime, size_bytes) for _ in range(RING))
 
-    def _launch(self, target: DeviceArray, images: PixelBatch, parts: Sequence[DeviceArray]) -> None:
+    def _resize(self, resampling: Resampling, boxes: DeviceArray, stored: tuple[int, int]) -> tuple[Argument, ...]:
+        """Enqueue the table of taps of images that are `stored` as (h, w); gives the kernel's arguments that come of it."""
+        most = max(most_taps(size, made) for size, made in zip(stored, resampling.size, strict=True))
+        entries = len(resampling.boxes) * sum(resampling.size)
+        if self._table is None or self._table.size < entries * (2 + most):
+            self._runtime.stream.synchronize()  # nobody reads the one that goes
+            self._table = self._runtime.device.allocate(4 * entries * (2 + most)).view("int32")
+        sizes = [np.int32(number) for number in (*resampling.size, most, resampling.interpolates)]
+        self._runtime.launch_items("pixels", "make_taps", entries, self._table, boxes, *sizes)
+        return boxes, self._table, *sizes
+
+    def _launch(
+        self, target: DeviceArray, images: PixelBatch, parts: Sequence[DeviceArray], resize: tuple[Argument, ...]
+    ) -> None:
         count, height, width, channels = images.shape
         size = width * channels
         pack = pack_width(target.itemsize, size, (target,))
         grid, block = row_launch(count * height, size // pack, self._runtime.device.multiprocessors)
         fill = np.dtype(parameter_dtype(target.dtype)).type(images.fill)
         sizes = [np.int32(number) for number in (*images.pixels.shape[1:], height, size, count * height)]
-        name = f"make_input_{TAGS[target.dtype]}_w{pack}"
-        self._runtime.launch("pixels", name, grid, block, target, *parts, fill, *sizes)
+        name = f"{'resample' if resize else 'make'}_input_{TAGS[target.dtype]}_w{pack}"
+        self._runtime.launch("pixels", name, grid, block, target, *parts, fill, *sizes, *resize)
 
 
 class _Slot:
@@ -100,7 +126,19 @@ class _Slot:
 
 def _starts(parts: Sequence[np.ndarray]) -> list[int]:
     """Where each part begins in a batch's memory, in bytes, and where the last one ends."""
+    return _places([part.nbytes for part in parts])
+
+
+def _places(sizes_bytes: Sequence[int]) -> list[int]:
     starts = [0]
-    for part in parts:
-        starts.append(-(-(starts[-1] + part.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    for size_bytes in sizes_bytes:
+        starts.append(-(-(starts[-1] + size_bytes) // _ALIGNMENT) * _ALIGNMENT)
     return starts
+
+
+def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
+    """Pinned memory of all batches, of at most so many samples of `stored` (h, w, C); `dtype` of the images that are made."""
+    by_channel = stored[2] * np.dtype(dtype).itemsize
+    boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
+    sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)
+    return RING * _places(sizes)[-1]

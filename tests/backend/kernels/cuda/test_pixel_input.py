@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.pixel_input import RING
+from hpctrain.backend.kernels.cuda.pixel_input import RING, CudaPixelInput, ring_bytes
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+from hpctrain.backend.resampling import Resampling
+from hpctrain.data.pipeline import Pipeline
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 
 #: (H, W, C) stored, (H, W) of results
@@ -58,6 +62,71 @@ def test_the_bits_of_the_host(
             if dtype == "bfloat16":
                 expected = bfloat16_values(bfloat16_bits(expected))
             np.testing.assert_array_equal(_made(kernels, batch, dtype), expected)
+
+
+def _resized_batch(
+    seed: int, stored: tuple[int, int, int], size: tuple[int, int], *, interpolates: bool, dtype: str
+) -> PixelBatch:
+    """Parts at random resized to `size`, whose windows are as in `_batch`."""
+    batch, random = _batch(seed, 5, (*size, stored[2]), size, dtype), np.random.default_rng(seed + 100)
+    extents = np.stack([random.integers(1, length + 1, 5) for length in stored[:2]], axis=1)
+    extents[0] = stored[:2]
+    corners = (random.random((5, 2)) * (np.array(stored[:2]) - extents + 1)).astype(np.int64)
+    boxes = np.concatenate([corners, extents], axis=1).astype(np.int32)
+    pixels = random.integers(0, 256, (5, *stored), np.uint8)
+    if seed % 2:
+        pixels = np.where(pixels > 127, 255, 0).astype(np.uint8)
+    return replace(batch, pixels=pixels, resampling=Resampling(boxes, size, interpolates))
+
+
+@pytest.mark.parametrize("interpolates", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stored", "size"),
+    [((9, 7, 3), (6, 6)), ((5, 6, 1), (12, 13)), ((20, 33, 3), (8, 16)), ((1, 2, 4), (3, 3)), ((40, 3, 3), (7, 8))],
+)
+def test_resized_images_have_the_bits_of_the_host(
+    cuda_kernels: CudaKernelsFactory, stored: tuple[int, int, int], size: tuple[int, int], dtype: str, *, interpolates: bool
+) -> None:
+    """Parts that shrink, grow and do both, in one batch; windows of them mirrored, beyond their edges and filled."""
+    for seed in range(3):
+        kernels = cuda_kernels(seed=seed)
+        host_dtype = "float64" if dtype == "float64" else "float32"
+        batch = _resized_batch(seed, stored, size, interpolates=interpolates, dtype=host_dtype)
+        for part in (batch, batch[1:3], batch[np.array([4, 0])]):
+            expected = np.asarray(part)
+            if dtype == "bfloat16":
+                expected = bfloat16_values(bfloat16_bits(expected))
+            np.testing.assert_array_equal(_made(kernels, part, dtype), expected)
+
+
+@pytest.mark.parametrize(
+    "steps", [[("random_resized_crop", {"size": 24}), ("flip", {})], [("resize", {"size": 20}), ("center_crop", {"size": 17})]]
+)
+@pytest.mark.parametrize("shape", [(40, 31, 3), (18, 26, 1), (29, 64, 3)])
+def test_pillow_and_opencv_make_the_same_input(
+    cuda_kernels: CudaKernelsFactory, steps: list[tuple[str, dict[str, int]]], shape: tuple[int, int, int]
+) -> None:
+    """What the pipeline makes on the host, by these libraries, is what the kernel makes of the stored pixels."""
+    kernels, images = cuda_kernels(), np.random.default_rng(7).integers(0, 256, (16, *shape), np.uint8)
+    pipeline = Pipeline(steps, 3, np.full(shape[2], 0.4), np.full(shape[2], 0.2), "float64")
+    for epoch in range(2):
+        expected = np.empty((16, *pipeline.output_shape(*shape)))
+        pipeline(images, np.arange(16), epoch, expected)
+        batch = pipeline.unfinished(images, np.arange(16), epoch, images)
+        np.testing.assert_array_equal(_made(kernels, batch, "float64"), expected)
+
+
+@pytest.mark.parametrize("resizes", [True, False])
+def test_pinned_memory_is_that_of_two_batches(emulated_device: EmulatedDeviceFactory, *, resizes: bool) -> None:
+    device = emulated_device()
+    inputs = CudaPixelInput(CudaRuntime(device, device.stream("compute"), "float32"))
+    assert inputs.pinned_bytes == 0
+    batch = _batch(0, 5, (9, 7, 3), (6, 6), "float32")
+    if resizes:
+        batch = _resized_batch(0, (9, 7, 3), (6, 6), interpolates=True, dtype="float32")
+    inputs.make(device.allocate(4 * int(np.prod(batch.shape))).view("float32").reshape(batch.shape), batch)
+    assert inputs.pinned_bytes == ring_bytes(5, (9, 7, 3), "float32", resizes=resizes)
 
 
 def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory) -> None:

@@ -1,0 +1,123 @@
+"""Bilinear resizing of stored pixels in whole numbers, with the bits of Pillow and OpenCV: the arithmetic, in NumPy.
+
+Each way of an image, rows and columns, is resampled by itself, by weights of neighbouring pixels:
+
+- *filtered* ways, which shrink or keep their length, by Pillow's triangle filter, as wide as a result's pixel: by weights of 22
+  bits, rounded to uint8, columns first;
+- *interpolated* ways, which grow, by OpenCV's INTER_LINEAR_EXACT: two weights of 8 bits, rounded once behind both ways.
+
+Where a way grows and is not to be interpolated, it is filtered: the filter is a pixel wide then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+FILTER_BITS, INTERPOLATION_BITS = 22, 8
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How images (h, w) of a batch are resized, before their windows.
+
+    Attributes:
+        boxes: (N, 4) int32: top, left, height and width of the part of each image that is resized. size: (H, W) of the results.
+        interpolates: ways that grow are interpolated; else they are filtered, too.
+    """
+
+    boxes: np.ndarray
+    size: tuple[int, int]
+    interpolates: bool
+
+    def of(self, samples: slice | np.ndarray) -> Resampling:
+        """The same of some of the images."""
+        return replace(self, boxes=self.boxes[samples])
+
+    def resized(self, image: np.ndarray, number: int) -> np.ndarray:
+        """One image (h, w, C) uint8 of the batch, resized: (H, W, C) uint8."""
+        top, left, height, width = self.boxes[number].tolist()
+        return resized(image[top : top + height, left : left + width], self.size, interpolates=self.interpolates)
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The pixels that each pixel of a resampled way is made of.
+
+    Attributes:
+        interpolated: else filtered. first: (n,) int64, the first pixel of each. weights: (n, k) int64, of it and its neighbours.
+    """
+
+    interpolated: bool
+    first: np.ndarray
+    weights: np.ndarray
+
+    def applied(self, pixels: np.ndarray) -> np.ndarray:
+        """Weighted sums (n, ...) int64 of pixels (h, ...) along the first dim."""
+        neighbours = np.minimum(self.first[:, np.newaxis] + np.arange(self.weights.shape[1]), len(pixels) - 1)
+        return np.einsum("nk...,nk->n...", pixels.astype(np.int64)[neighbours], self.weights)
+
+
+def most_taps(size: int, made: int) -> int:
+    """Neighbours that a pixel of `made` ones is made of at most, where they are made of `size` or fewer."""
+    return 2 * math.ceil(max(1.0, size / made)) + 1
+
+
+@lru_cache(maxsize=1024)
+def taps(size: int, made: int, *, interpolates: bool) -> Taps:
+    """Of `made` pixels that are made of `size`."""
+    return _interpolation(size, made) if interpolates and made > size else _filter(size, made)
+
+
+def _filter(size: int, made: int) -> Taps:
+    """Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
+    scale = size / made
+    support = max(scale, 1.0)
+    centre = (np.arange(made) + 0.5) * scale
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    count = np.minimum((centre + support + 0.5).astype(np.int64), size) - first
+    weights = np.zeros((made, most_taps(size, made)))
+    total = np.zeros(made)
+    for k in range(weights.shape[1]):
+        distance = np.abs(((first + k) - centre + 0.5) * (1.0 / support))
+        weights[:, k] = np.where((k < count) & (distance < 1.0), 1.0 - distance, 0.0)
+        total += weights[:, k]
+    shares = weights / total[:, np.newaxis]
+    return Taps(False, first, (0.5 + shares * (1 << FILTER_BITS)).astype(np.int64))
+
+
+def _interpolation(size: int, made: int) -> Taps:
+    """OpenCV's `interpolationLinear` with fixed-point weights; beyond the first and last pixel these go on."""
+    scale = 1.0 / (made / size)
+    place = scale * (np.arange(made) + 0.5) - 0.5
+    before = np.floor(place).astype(np.int64)
+    inside = (before >= 0) & (before < size - 1)
+    second = np.where(inside, np.rint((place - before) * (1 << INTERPOLATION_BITS)).astype(np.int64), 0)
+    return Taps(True, np.clip(before, 0, size - 1), np.stack([(1 << INTERPOLATION_BITS) - second, second], axis=1))
+
+
+def resized(image: np.ndarray, size: tuple[int, int], *, interpolates: bool) -> np.ndarray:
+    """An image (h, w, C) uint8 resized to (*size, C)."""
+    down, across = (taps(length, made, interpolates=interpolates) for length, made in zip(image.shape, size, strict=False))
+    pixels = image.astype(np.int64)
+    if not across.interpolated:
+        pixels = _rounded(_across(across, pixels), FILTER_BITS)
+    if not down.interpolated:
+        pixels = _rounded(down.applied(pixels), FILTER_BITS)
+    if across.interpolated:
+        pixels = _across(across, pixels)
+    if down.interpolated:
+        pixels = down.applied(pixels)
+    bits = INTERPOLATION_BITS * (across.interpolated + down.interpolated)
+    return (_rounded(pixels, bits) if bits else pixels).astype(np.uint8)
+
+
+def _across(across: Taps, pixels: np.ndarray) -> np.ndarray:
+    return across.applied(pixels.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def _rounded(sums: np.ndarray, bits: int) -> np.ndarray:
+    return np.minimum((sums + (1 << bits - 1)) >> bits, 255)
