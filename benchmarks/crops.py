@@ -56,7 +56,7 @@ def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     steps = [v2.RandomResizedCrop(side, antialias=True), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
     tensors = v2.Compose([*steps, v2.Normalize(MEAN, STD)])
     stored = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in images]
-    opencv = _with_opencv(crop, flip.p, normalise)
+    opencv = with_opencv(crop, flip.p, normalise)
     return {
         "torchvision, PIL": lambda: [pictures(Image.fromarray(image)) for image in images],
         "torchvision, tensors": lambda: [tensors(image) for image in stored],
@@ -64,16 +64,16 @@ def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     }
 
 
-def _with_opencv(crop: Any, probability: float, normalise: Any) -> Callable[[np.ndarray], Any]:
+def with_opencv(crop: Any, probability: float, normalise: Any) -> Callable[[np.ndarray], Any]:
+    """torchvision's draws and normalisation around OpenCV's resize and flip, of one image (H, W, 3) uint8."""
     import cv2
     import torch
     from torchvision.transforms.functional import to_tensor
 
     cv2.setNumThreads(0)
-    shape = torch.empty(1, STORED, STORED)
 
     def run(image: np.ndarray) -> Any:
-        top, left, height, width = crop.get_params(shape, crop.scale, crop.ratio)
+        top, left, height, width = crop.get_params(torch.empty(1, *image.shape[:2]), crop.scale, crop.ratio)
         made = cv2.resize(image[top : top + height, left : left + width], crop.size[::-1], interpolation=cv2.INTER_LINEAR)
         if torch.rand(1) < probability:
             made = cv2.flip(made, 1)

@@ -108,7 +108,7 @@ class ArrayGuard(Protocol):
         ...
 
     def fetch_changed(self) -> Fetch:
-        """Which arrays were ever marked; bool (arrays,)."""
+        """Whether each array was ever marked; bool (arrays,)."""
         ...
 
 

@@ -31,6 +31,22 @@ class StagedBytes:
     from_host: int = 0
 
 
+@dataclass(frozen=True)
+class PinnedBytes:
+    """Pinned memory of the host that a rank's device copies from and to, in bytes; small fixed buffers beside it left out.
+
+    Attributes:
+        messages: mirrors of arrays that travel between processes. images: batches of stored pixels.
+    """
+
+    messages: int
+    images: int
+
+    @property
+    def total(self) -> int:
+        return self.messages + self.images
+
+
 class HostMirrors(Protocol):
     """Makes mirrors and copies; used by the thread that enqueues the device's work.
 

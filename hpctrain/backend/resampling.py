@@ -58,7 +58,8 @@ class Taps:
     def applied(self, pixels: np.ndarray) -> np.ndarray:
         """Weighted sums (n, ...) int64 of pixels (h, ...) along the first dim."""
         neighbours = np.minimum(self.first[:, np.newaxis] + np.arange(self.weights.shape[1]), len(pixels) - 1)
-        return np.einsum("nk...,nk->n...", pixels.astype(np.int64)[neighbours], self.weights)
+        sums: np.ndarray = np.einsum("nk...,nk->n...", pixels.astype(np.int64)[neighbours], self.weights)
+        return sums
 
 
 def most_taps(size: int, made: int) -> int:
@@ -68,7 +69,7 @@ def most_taps(size: int, made: int) -> int:
 
 @lru_cache(maxsize=1024)
 def taps(size: int, made: int, *, interpolates: bool) -> Taps:
-    """Of `made` pixels that are made of `size`."""
+    """The taps of `made` pixels that are made of `size`."""
     return _interpolation(size, made) if interpolates and made > size else _filter(size, made)
 
 
@@ -120,4 +121,5 @@ def _across(across: Taps, pixels: np.ndarray) -> np.ndarray:
 
 
 def _rounded(sums: np.ndarray, bits: int) -> np.ndarray:
-    return np.minimum((sums + (1 << bits - 1)) >> bits, 255)
+    values: np.ndarray = np.minimum((sums + (1 << bits - 1)) >> bits, 255)
+    return values

@@ -127,15 +127,16 @@ def show(
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.experiment import dry_run
+    from hpctrain.experiment.pinned_memory import pinned_memory
 
     report = dry_run.description(task)
     averaged = dry_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    places = dry_run.rank_map(task.plan, ranks_per_node)
+    places, pinned = dry_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
     if as_json:
-        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places)):
+        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places, pinned)):
             click.echo(line)
         return
-    plan_tables.print_plan(task, report, averaged, places)
+    plan_tables.print_plan(task, report, averaged, places, pinned)
 
 
 @plan.command()

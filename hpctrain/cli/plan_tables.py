@@ -16,6 +16,7 @@ from hpctrain.boxes import Box, Interval
 from hpctrain.comm.link import LinkModel
 from hpctrain.experiment.dry_run import averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
+from hpctrain.experiment.pinned_memory import PlannedPinnedMemory
 from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
@@ -31,13 +32,19 @@ _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean po
 Places = Sequence[tuple[int, int, int]]
 
 
-def print_plan(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> None:
+def print_plan(
+    task: PlannedRun,
+    report: PlanReport,
+    averaged: Sequence[GroupSchedule],
+    places: Places,
+    pinned: PlannedPinnedMemory | None = None,
+) -> None:
     """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
     for line in _head(task):
         console.print(line)
     _print_layers(console, task, report)
-    for line in (*_totals(report), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
+    for line in (*_totals(report), *_pinned(pinned), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
         console.print(line)
 
 
@@ -140,6 +147,16 @@ def _totals(report: PlanReport) -> Iterator[str]:
         yield (
             f"Memory of a rank: {arena} MB for a step's activations and their gradients, as the program plans them; "
             f"{messages} MB for messages inside its split group; {parameters} MB for parameters and as many for their gradients."
+        )
+
+
+def _pinned(pinned: PlannedPinnedMemory | None) -> Iterator[str]:
+    if pinned is not None:
+        messages, images = ("?" if values is None else _megabytes(values, 1) for values in (pinned.messages, pinned.images))
+        unknown = " ? is known in a run only." if "?" in (messages, images) else ""
+        yield (
+            f"Pinned memory of a rank: {messages} MB for mirrors of what travels between devices; {images} MB for batches of "
+            f"pixels on their way to one.{unknown}"
         )
 
 
@@ -267,7 +284,13 @@ def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
     }
 
 
-def as_dict(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedule], places: Places) -> dict[str, Any]:
+def as_dict(
+    task: PlannedRun,
+    report: PlanReport,
+    averaged: Sequence[GroupSchedule],
+    places: Places,
+    pinned: PlannedPinnedMemory | None = None,
+) -> dict[str, Any]:
     """Everything that `print_plan` shows, by position, in integers."""
     item = report.item_bytes
     memory = report.memory or ()
@@ -286,6 +309,7 @@ def as_dict(task: PlannedRun, report: PlanReport, averaged: Sequence[GroupSchedu
             {"activations": of_rank.activations, "messages": of_rank.messages, "parameters": of_rank.parameters}
             for of_rank in memory
         ],
+        "pinned_bytes": None if pinned is None else {"messages": pinned.messages, "images": pinned.images},
         "averaging": [{key: value for key, value in schedule_dict(group).items() if key != "schedule"} for group in averaged],
         "averaging_bytes": list(averaging_bytes(task, averaged)),
         "map": [{"rank": rank, "r": r, "c": c, "node": node} for rank, (r, c, node) in enumerate(places)],

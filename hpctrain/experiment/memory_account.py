@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hpctrain.backend.backend import Backend
+from hpctrain.backend.mirrors import PinnedBytes
 from hpctrain.comm.base import Communicator
 from hpctrain.launch.process_memory import peak_resident_bytes
 from hpctrain.train.metrics import Reporter
@@ -19,23 +20,25 @@ class PeakMemory:
 
     Attributes:
         rank: that held most, the first of several. device_bytes: in use of the GPU of a rank at the end, the most of any; None
-            where ranks compute on the processor.
+            where ranks compute on the processor. pinned: for its GPU, of the rank that has most of it; None there, too.
     """
 
     most_bytes: int
     rank: int
     mean_bytes: float
     device_bytes: int | None = None
+    pinned: PinnedBytes | None = None
 
 
 def over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
     """The peaks of all ranks so far. Collective over the world."""
-    device = backend.kernels.used_bytes()
-    of_ranks = world.allgather_object((peak_resident_bytes(), device))
-    resident = [on_host for on_host, _ in of_ranks]
-    on_devices = [on_device for _, on_device in of_ranks if on_device is not None]
+    own = peak_resident_bytes(), backend.kernels.used_bytes(), backend.kernels.pinned_bytes()
+    of_ranks = world.allgather_object(own)
+    resident = [on_host for on_host, _, _ in of_ranks]
+    on_devices = [on_device for _, on_device, _ in of_ranks if on_device is not None]
+    pinned = max((of_rank for _, _, of_rank in of_ranks if of_rank is not None), key=lambda one: one.total, default=None)
     most = max(resident)
-    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None))
+    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None), pinned)
 
 
 def finish(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
@@ -48,6 +51,8 @@ def finish(world: Communicator, backend: Backend, reporter: Reporter, steps: tup
         peak = over_ranks(world, backend)
         reporter.record("memory", facts(peak, steps[1]))
         reporter.say(line(peak, world.size))
+        if peak.pinned is not None:
+            reporter.say(pinned_line(peak.pinned))
 
 
 def line(peak: PeakMemory, ranks: int) -> str:
@@ -57,7 +62,17 @@ def line(peak: PeakMemory, ranks: int) -> str:
     return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
 
 
+def pinned_line(pinned: PinnedBytes) -> str:
+    """The pinned memory in words."""
+    messages, images = pinned.messages / 1e6, pinned.images / 1e6
+    return f"pinned memory of a rank {pinned.total / 1e6:,.1f} MB: messages {messages:,.1f} MB, images {images:,.1f} MB"
+
+
 def facts(peak: PeakMemory, step: int) -> dict[str, object]:
     """For the metrics. step: of the run's end."""
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
-    return values if peak.device_bytes is None else values | {"device_bytes": peak.device_bytes}
+    if peak.device_bytes is not None:
+        values["device_bytes"] = peak.device_bytes
+    if peak.pinned is not None:
+        values |= {"pinned_message_bytes": peak.pinned.messages, "pinned_image_bytes": peak.pinned.images}
+    return values

@@ -16,7 +16,7 @@ from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 
 @dataclass
 class _Update:
-    """What is watched between two updates of the same segments. names: of the arrays of the guard; None: there are none.
+    """The guard of all between two updates of the same segments. names: of its arrays. guard: None where there are none.
 
     remembered: the guard knows what is right there.
     """

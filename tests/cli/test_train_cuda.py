@@ -63,7 +63,7 @@ def run(job: Callable[..., Outcome], folder: Path, emulated_device: EmulatedDevi
 
     def start(command: str, *more: str, seed: int | None = 0, ranks: int = 0) -> Outcome:
         environment = {} if seed is None else {DEVICE_VARIABLE: f"emulated:{seed}"}
-        return job(ranks, ["-m", "hpctrain", command, str(folder / "tiny.yaml"), *more], cwd=folder, env=environment)
+        return job(ranks, ["-m", "hpctrain", *command.split(), str(folder / "tiny.yaml"), *more], cwd=folder, env=environment)
 
     return start
 
@@ -243,3 +243,34 @@ def test_a_plan_counts_activations_in_their_precision_and_parameters_in_float32(
         reports[precision] = memory
     assert reports["bfloat16"].parameters == reports["float32"].parameters
     assert reports["bfloat16"].activations < 0.8 * reports["float32"].activations
+
+
+PINNED = {
+    "windows": ["averager=sharded", "micro_batches=2"],
+    "a resize": [
+        "averager=bucketed",
+        "data.augment=[{name: random_resized_crop, size: 8}]",
+        "data.evaluate_augment=[{name: resize, size: 8}, {name: center_crop, size: 8}]",
+    ],
+    "pixels made on the host": ["averager=priority", "data.augment=[{name: trivial_augment_wide}]", "evaluate.batch=4"],
+    "images made on the host": [
+        "averager=blocking",
+        "data.augment=[{name: random_erasing, value: random}]",
+        "evaluate.batch=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("options", PINNED.values(), ids=PINNED)
+def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options: list[str]) -> None:
+    """In integers, of the rank that has most of it: mirrors by the schedule, and the ring of batches."""
+    planned = json.loads(_passed(run("plan show", *options, "--ranks", "3", "--json")).stdout)["pinned_bytes"]
+    outcome = _passed(run("train", *options, ranks=3))
+    directory = latest(folder / "runs", "tiny")
+    assert directory is not None
+    records = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [record for record in records if record["kind"] == "memory"]
+    most = max(range(3), key=lambda rank: planned["messages"][rank] + planned["images"][rank])
+    assert (record["pinned_message_bytes"], record["pinned_image_bytes"]) == (planned["messages"][most], planned["images"][most])
+    assert record["pinned_message_bytes"] > 0
+    assert "pinned memory of a rank" in outcome.stdout

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpctrain.backend.backend import make_backend
+from hpctrain.backend.mirrors import PinnedBytes
 from hpctrain.experiment import memory_account
 from hpctrain.experiment.memory_account import PeakMemory
 from hpctrain.launch.process_memory import resident_bytes
@@ -19,8 +20,12 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
     """Every rank's account, where ranks have peaks of their own, which those of one process have not."""
 
     def one(comm: Any) -> PeakMemory:
-        used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: devices[comm.rank]))
-        own = SimpleNamespace(size=comm.size, allgather_object=lambda mine: comm.allgather_object((resident[comm.rank], mine[1])))
+        device = devices[comm.rank]
+        pinned = None if device is None else PinnedBytes(2 * device, 1)
+        used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
+        own = SimpleNamespace(
+            size=comm.size, allgather_object=lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))
+        )
         return memory_account.over_ranks(own, used)  # type: ignore[arg-type]
 
     return run_virtual(len(resident), one)
@@ -31,7 +36,14 @@ def test_the_rank_that_held_most_counts_and_every_rank_knows_it() -> None:
 
 
 def test_memory_of_gpus_is_that_of_the_fullest() -> None:
-    assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7)] * 2
+    assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7, PinnedBytes(14, 1))] * 2
+
+
+def test_pinned_memory_has_a_line_and_records() -> None:
+    pinned = PinnedBytes(3_000_000, 12_345_678)
+    assert memory_account.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
+    values = memory_account.facts(PeakMemory(20, 1, 15.0, 7, pinned), 5)
+    assert (values["device_bytes"], values["pinned_message_bytes"], values["pinned_image_bytes"]) == (7, 3_000_000, 12_345_678)
 
 
 def test_a_run_says_and_records_the_peak_of_its_process() -> None:

@@ -20,6 +20,7 @@ from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.mirrors import PinnedBytes
 from hpctrain.backend.pixel_batch import PixelBatch
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
@@ -214,6 +215,14 @@ class KernelSet(ABC):
     def used_bytes(self) -> int | None:
         """Bytes of the device's memory that are in use; None where that is the process's own memory."""
         return None
+
+    def pinned_bytes(self) -> PinnedBytes | None:
+        """Pinned memory so far; None where kernels compute in the memory of the host."""
+        return None
+
+    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
+        """Pinned memory of batches of at most so many samples of stored pixels (h, w, C). resizes: them first."""
+        return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""

@@ -96,7 +96,12 @@ EXPORT_INDEPENDENT(make_taps)
     const Stored source = {pixels, nullptr, height, width, channels}; \
     make_input<T, W>(out, source, windows, scale, shift, fill, channels, out_height, size, rows); \
   } \
-  extern "C" __global__ __launch_bounds__(256) void resample_input_##tag##_w##W( \
+  EXPORT_INDEPENDENT(make_input_##tag##_w##W)
+MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
+
+// One element a thread: neighbours read neighbours, and arithmetic takes longer than stores.
+#define MAKE_RESAMPLED(T, tag) \
+  extern "C" __global__ __launch_bounds__(256) void resample_input_##tag##_w1( \
       T* out, const uint8_t* pixels, const int32_t* windows, const Sum<T>::type* scale, const Sum<T>::type* shift, Sum<T>::type fill, \
       int height, int width, int channels, int out_height, int size, int rows, const int32_t* parts, const int32_t* table, \
       int made_height, int made_width, int most, int interpolates) { \
@@ -104,10 +109,10 @@ EXPORT_INDEPENDENT(make_taps)
     source.pixels = pixels, source.parts = reinterpret_cast<const Part*>(parts), source.table = table; \
     source.height = height, source.width = width, source.channels = channels; \
     source.made_height = made_height, source.made_width = made_width, source.most = most, source.interpolates = interpolates; \
-    make_input<T, W>(out, source, windows, scale, shift, fill, channels, out_height, size, rows); \
+    make_input<T, 1>(out, source, windows, scale, shift, fill, channels, out_height, size, rows); \
   } \
-  EXPORT_INDEPENDENT(make_input_##tag##_w##W) EXPORT_INDEPENDENT(resample_input_##tag##_w##W)
-MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
+  EXPORT_INDEPENDENT(resample_input_##tag##_w1)
+MAKE_RESAMPLED(float, f32) MAKE_RESAMPLED(bf16, bf16)
 #ifdef ON_CPU
-MAKE(double, f64, 2) MAKE(double, f64, 1)
+MAKE(double, f64, 2) MAKE(double, f64, 1) MAKE_RESAMPLED(double, f64)
 #endif

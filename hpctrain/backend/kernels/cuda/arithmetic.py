@@ -50,6 +50,9 @@ class CudaArithmetic(Arithmetic):
 
     Tables of arrays, and pinned memory for what is fetched, are made at the first call for the same arrays and kept: later steps
     allocate nothing.
+
+    Attributes:
+        made_mirrors: those that `mirrors` gives, once they are made.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -58,13 +61,13 @@ class CudaArithmetic(Arithmetic):
         self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
-        self._mirrors: CudaMirrors | None = None
+        self.made_mirrors: CudaMirrors | None = None
 
     def mirrors(self) -> CudaMirrors:
         """Made at the first call: a rank that is alone has none, and no streams for them."""
-        if self._mirrors is None:
-            self._mirrors = CudaMirrors(self._runtime)
-        return self._mirrors
+        if self.made_mirrors is None:
+            self.made_mirrors = CudaMirrors(self._runtime)
+        return self.made_mirrors
 
     def zeros(self, size: int, dtype: str) -> DeviceArray:
         return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)

@@ -98,7 +98,7 @@ def checksum_of_zeros(size_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    """The product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:

@@ -27,7 +27,7 @@ from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.linear import CudaLinear
 from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
-from hpctrain.backend.kernels.cuda.pixel_input import CudaPixelInput
+from hpctrain.backend.kernels.cuda.pixel_input import CudaPixelInput, ring_bytes
 from hpctrain.backend.kernels.cuda.pool import make_pool
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.cuda.step_block import StepBlock
@@ -49,6 +49,7 @@ from hpctrain.backend.kernels.specs import (
     Spec,
     TensorSpec,
 )
+from hpctrain.backend.mirrors import PinnedBytes
 from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.errors import BackendError
 
@@ -67,7 +68,8 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
     def __init__(self, runtime: CudaRuntime) -> None:
         self.runtime = runtime
         self.captures = runtime.graphs
-        self.arithmetic = CudaArithmetic(runtime)
+        self._own_arithmetic = CudaArithmetic(runtime)
+        self.arithmetic = self._own_arithmetic
         self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
         self.step_block = StepBlock(runtime)
         self._pixels = CudaPixelInput(runtime)
@@ -113,6 +115,13 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
 
     def make_input(self, target: Array, images: PixelBatch) -> None:
         self._pixels.make(target, images)
+
+    def pinned_bytes(self) -> PinnedBytes:
+        mirrors = self._own_arithmetic.made_mirrors
+        return PinnedBytes(0 if mirrors is None else mirrors.pinned_bytes, self._pixels.pinned_bytes)
+
+    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
+        return ring_bytes(samples, stored, self.runtime.parameter_dtype, resizes=resizes)
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

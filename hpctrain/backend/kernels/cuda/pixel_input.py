@@ -100,7 +100,7 @@ class CudaPixelInput:
     ) -> None:
         count, height, width, channels = images.shape
         size = width * channels
-        pack = pack_width(target.itemsize, size, (target,))
+        pack = 1 if resize else pack_width(target.itemsize, size, (target,))
         grid, block = row_launch(count * height, size // pack, self._runtime.device.multiprocessors)
         fill = np.dtype(parameter_dtype(target.dtype)).type(images.fill)
         sizes = [np.int32(number) for number in (*images.pixels.shape[1:], height, size, count * height)]
