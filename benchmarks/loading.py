@@ -3,11 +3,11 @@
     python -m benchmarks.loading                                  # torchvision and opencv-python-headless have to be installed
     python -m benchmarks.loading --rounds 25 --out loading.json
 
-232-pixel images, as JPEG files in memory and as pixels of an HDF5 file, become shuffled batches of random resized crops of 224
-pixels, mirrored at random and normalised, float32. Ours is the loader of a data file (raw) or its decoder and pipeline (JPEG);
-with "pixels" it leaves crops and normalisation to a GPU. torchvision's is PyTorch's `DataLoader` without workers, with PIL or with
-OpenCV as decoder and resize. All are measured in turn in every round, in processor time, one thread each, and a ratio is of
-pairs of one round.
+232-pixel images, as JPEG files in memory and as pixels of an HDF5 file, become shuffled batches of random resized crops
+of 224 pixels, mirrored at random and normalised, float32. Ours is the loader of a data file (raw) or its decoder and
+pipeline (JPEG); with "pixels" it leaves crops and normalisation to a GPU. torchvision's is PyTorch's `DataLoader`
+without workers, with PIL or with OpenCV as decoder and resize. All are measured in turn in every round, in processor
+time, one thread each, and a ratio is of pairs of one round.
 """
 
 from __future__ import annotations

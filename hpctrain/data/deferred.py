@@ -26,6 +26,12 @@ def first_deferred(steps: Sequence[Augmentation]) -> int:
     return made[-1] - 1 if isinstance(steps[made[-1] - 1], ResamplingAugmentation) else made[-1]
 
 
+def leaves_resize(steps: Sequence[Augmentation]) -> bool:
+    """Whether the first of the steps that may be left resizes images."""
+    first = first_deferred(steps)
+    return first < len(steps) and isinstance(steps[first], ResamplingAugmentation)
+
+
 def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
     """The resize of images of `size` (H, W) that a step is, by the numbers u (count, draws); None: it is none."""
     if not isinstance(step, ResamplingAugmentation):

@@ -14,7 +14,7 @@ from hpctrain.backend import counter_random
 from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.boxes import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation, ResamplingAugmentation
+from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.batch_threads import BatchThreads
 from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box, resampled
@@ -93,12 +93,6 @@ class Pipeline:
     def keeps_pixels(self) -> bool:
         """The pixels of `unfinished` batches are the images themselves."""
         return not first_deferred(self.augmentations)
-
-    @property
-    def resizes(self) -> bool:
-        """The first step that `unfinished` batches leave is a resize."""
-        first = first_deferred(self.augmentations)
-        return any(isinstance(step, ResamplingAugmentation) for step in self.augmentations[first : first + 1])
 
     def share_out(self, threads: int) -> None:
         """From now on so many threads make each batch, the calling one included; augmentations are called by all of them."""

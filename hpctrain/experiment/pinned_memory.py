@@ -9,6 +9,7 @@ from pathlib import Path
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.base import PixelInput
 from hpctrain.config.data_section import SYNTHETIC
+from hpctrain.data.deferred import leaves_resize
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.pipeline import Pipeline
@@ -81,4 +82,5 @@ def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: in
     if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.kernels, PixelInput):
         return [0] * len(of_ranks)
     stored = pipeline.stored_shape(*file.shape)
-    return [task.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=pipeline.resizes) for count in of_ranks]
+    resizes = leaves_resize(pipeline.augmentations)
+    return [task.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]

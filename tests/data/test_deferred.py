@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box
+from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, leaves_resize, mirrored_box
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
@@ -74,6 +74,7 @@ def test_steps_are_left_up_to_the_last_that_makes_pixels_but_for_a_resize():
         steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, made, WINDOWS[1])]
         assert [first_deferred(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, first, first]
     assert first_deferred([steps[4], steps[4]]) == 1
+    assert [leaves_resize(steps[:number]) for number in (0, 4, 5, 6)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

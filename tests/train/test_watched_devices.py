@@ -46,8 +46,7 @@ Flip = Callable[[Replica], None]
 
 def _task(device: EmulatedDevice, checks: CheckCadence, precision: Precision = "float64", **changes: Any) -> Task:
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
-    dtype = "float64" if precision == "float64" else "float32"
-    task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), steps=5, checks=checks, dtype=dtype)
+    task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), steps=5, checks=checks, dtype=precision)
     return replace(task, **changes)
 
 
@@ -97,6 +96,7 @@ def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, ranks:
         replica.require_alike()
     except CorruptedStateError as error:
         run.error = str(error)
+    task.kernels.wait()  # what a step has enqueued still reads the replica's arrays
     return run
 
 
@@ -148,7 +148,7 @@ def test_checks_allocate_nothing_once_all_has_had_its_turn(emulated_device: Emul
     devices = [emulated_device(rank) for rank in range(2)]
 
     def program(comm: ThreadCommunicator) -> None:
-        task = _task(devices[comm.rank], IN_TURN, steps=8)
+        task = _task(devices[comm.rank], IN_TURN, steps=8, samples=40)  # batches of one size
         replica = replica_of(task, comm, virtual_engine(comm), Sharded)
         replica.require_alike(schedules=True)
         for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
