@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.comm.posting_queue import PostingQueue, Ticket
 from hpctrain.comm.single import Complete
+from hpctrain.flight.recorder import FlightRecorder
 
 
 class _Switch:
@@ -62,3 +63,44 @@ def test_letting_messages_move_completes_nothing() -> None:
     assert not ticket.done
     queue.collect()
     assert ticket.done
+
+
+class _Later(_Switch):
+    """Posts something once it is told to."""
+
+    operation = ""
+
+
+class _Heard(FlightRecorder):
+    """Keeps what it is told of starts and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def started(self, number: int, operation: str) -> None:
+        super().started(number, operation)
+        self.told.append(f"started: {operation}")
+
+    def done(self, number: int) -> None:
+        super().done(number)
+        self.told.append("done")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_once: bool) -> None:
+    """Of one that waits for its device first it would have no size, and ranks could not be compared by it."""
+    flight, later = _Heard(), _Later()
+    queue = PostingQueue("row", flight=flight)
+    queue.post(_Switch, "first")
+    queue.post(lambda: later, "second")
+    assert flight.told == ["started: a switch"]
+    queue.collect()
+    assert flight.told == ["started: a switch"]
+    later.operation = "allreduce of 3 float32 elements"
+    if not at_once:
+        queue.collect()
+    later.open = True
+    queue.collect()
+    queue.collect()
+    assert flight.told == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
