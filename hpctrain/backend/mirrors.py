@@ -34,7 +34,8 @@ class StagedBytes:
 class HostMirrors(Protocol):
     """Makes mirrors and copies; used by the thread that enqueues the device's work.
 
-    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do.
+    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do. Arrays
+    inside of one that is covered share its mirror.
 
     Attributes:
         copied: bytes so far. pinned_bytes: of all mirrors.
@@ -48,6 +49,10 @@ class HostMirrors(Protocol):
 
         Waits where the array's operation before has come so far that only its copies back are not done.
         """
+        ...
+
+    def cover(self, array: Array) -> None:
+        """Make one mirror for all arrays inside of this one that travel later: one operation after the other."""
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:

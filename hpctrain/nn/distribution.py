@@ -24,7 +24,14 @@ class Shard:
 
 
 class Distribution(Protocol):
-    """The share of a model that one rank computes."""
+    """The share of a model that one rank computes.
+
+    Attributes:
+        ranks: that compute together, of a split group.
+    """
+
+    @property
+    def ranks(self) -> int: ...
 
     def prepare(self, graph: Graph) -> None:
         """Take the model, lowered for one sample; called before all else, and for images of each further shape."""
@@ -45,6 +52,8 @@ class Distribution(Protocol):
 
 class Undistributed:
     """A rank that computes whole layers on its own samples."""
+
+    ranks: int = 1
 
     def prepare(self, graph: Graph) -> None:
         return None

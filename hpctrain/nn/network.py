@@ -165,8 +165,11 @@ class Network:
         return self._programs[key]
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
-        """Bytes that a program for N = batch needs beside parameters; nothing is allocated. image_shape: as for `program`."""
-        graph = self._local_graph((batch,), image_shape)
+        """Bytes that a program for N = batch needs beside parameters; nothing is allocated.
+
+        batch: N; where the model is split, the samples of each rank of the split group. image_shape: as for `program`.
+        """
+        graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
         return compile_graph(graph, self.kernels, training=training).arena_bytes
 
     def _local_graph(self, counts: Sequence[int], image_shape: ImageShape | None) -> Graph:

@@ -37,7 +37,7 @@ class GridDistribution:
 
     def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
         assert plan.rows == group.size
-        self.plan, self.group = plan, group
+        self.plan, self.group, self.ranks = plan, group, group.size
         self._shards: dict[str, Shard] = {}
         self._contributes: dict[str, tuple[bool, bool]] = {}
 
@@ -113,7 +113,7 @@ def make_network(
         ShapeError: layers that do not fit each other or the image.
         ConfigError: patterns of frozen layers that match nothing, or all of them.
     """
-    split_group = groups.split_group(progress)
+    split_group = groups.split_group(progress, kernels.arithmetic)
     distribution = None
     if split_group is not None:
         assert plan is not None, "ranks that share samples need a plan of what each of them does"

@@ -14,6 +14,7 @@ from hpctrain.backend.kernels.cuda.box_copy import copy_box
 from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
 from hpctrain.backend.kernels.cuda.mirrors import CudaMirrors
+from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.kernels.cuda.staging import Staging
 from hpctrain.backend.kernels.cuda.sums import ArrayTable
@@ -104,6 +105,12 @@ class CudaArithmetic(Arithmetic):
     ) -> None:
         """target[target_box] := source[source_box], or += with `accumulate`; see `box_copy`."""
         copy_box(self._runtime, target, target_box, source, source_box, accumulate=accumulate)
+
+    def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        sum_pixels(self._runtime, target, source, scale)
+
+    def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
+        spread_pixels(self._runtime, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
