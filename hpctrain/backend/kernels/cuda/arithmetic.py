@@ -68,10 +68,11 @@ class CudaArithmetic(Arithmetic):
             return
         aligned = all(array.pointer % (_CAST_WIDTH * array.itemsize) == 0 for array in (target, source))
         width = _CAST_WIDTH if aligned else 1
-        self._flat(f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
+        _launch_flat(self._runtime, f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
 
     def fill(self, target: Array, value: float) -> None:
-        self._flat(
+        _launch_flat(
+            self._runtime,
             f"fill_{TAGS[target.dtype]}",
             pack_width(target.itemsize, 0, (target,)),
             target,
@@ -79,26 +80,15 @@ class CudaArithmetic(Arithmetic):
         )
 
     def add(self, target: Array, source: Array) -> None:
-        self._add(target, source, 1.0)
+        _add(self._runtime, target, source, 1.0)
 
     def subtract(self, target: Array, source: Array) -> None:
-        self._add(target, source, -1.0)
-
-    def _add(self, target: DeviceArray, source: DeviceArray, sign: float) -> None:
-        _check_sizes(target, source)
-        assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-        width = pack_width(target.itemsize, 0, (target, source))
-        self._flat(f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
-
-    def _flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-        grid = grid_for(-(-target.size // width), self._runtime.threads, self._runtime.device.multiprocessors)
-        block = (self._runtime.threads,)
-        self._runtime.launch("copies", f"{kernel}_w{width}", grid, block, target, *arguments, np.int64(target.size))
+        _add(self._runtime, target, source, -1.0)
 
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         _check_sizes(target, source)
         width = pack_width(target.itemsize, 0, (target, source))
-        self._flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
+        _launch_flat(self._runtime, f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
     def copy_box(
         self, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
@@ -165,6 +155,19 @@ class CudaArithmetic(Arithmetic):
         self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
     ) -> MomentDescent:
         return CudaMomentDescent(self._runtime, data, gradient, first, second, shadow, rule)
+
+
+def _add(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, sign: float) -> None:
+    _check_sizes(target, source)
+    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+    width = pack_width(target.itemsize, 0, (target, source))
+    _launch_flat(runtime, f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+
+
+def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
+    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once where there are so many."""
+    grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
+    runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
 
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
