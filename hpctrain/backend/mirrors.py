@@ -51,8 +51,13 @@ class HostMirrors(Protocol):
         """
         ...
 
-    def cover(self, array: Array) -> None:
-        """Make one mirror for all arrays inside of this one that travel later: one operation after the other."""
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
+
+        Args:
+            instead_of: an array that was covered before, in which no operation is on its way, and none will be: its mirror goes.
+                Waits where copies from it are not done.
+        """
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:

@@ -40,11 +40,11 @@ class SplitGroup:
         return self._arithmetic.zeros(size_bytes, "uint8")
 
     def reserve(self, size_bytes: int) -> Array:
-        """The shared buffer, uint8, at least so large. Operators that were bound to a smaller one keep that."""
+        """The shared buffer, uint8, at least so large. It is replaced where it has to grow: ask again for each exchange."""
         if self._buffer.size < size_bytes:
-            self._buffer = self.memory(size_bytes)
+            old, self._buffer = self._buffer, self.memory(size_bytes)
             if self._mirrors is not None:
-                self._mirrors.cover(self._buffer)
+                self._mirrors.cover(self._buffer, instead_of=old if old.size else None)
         return self._buffer[:size_bytes]
 
     @property

@@ -77,8 +77,18 @@ class CudaMirrors:
             place.read = None
         return place.mirror(array)
 
-    def cover(self, array: Array) -> None:
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        old = [] if instead_of is None else [place for place in self._covered if place.pointer == instead_of.pointer]
+        for place in old:
+            self._forget(place)
         self._covered.append(self._place(array))
+
+    def _forget(self, place: _Place) -> None:
+        if place.read is not None:
+            place.read.synchronize()  # or its memory would be given back while it is copied from
+        self._covered.remove(place)
+        self._places = {key: other for key, other in self._places.items() if other is not place}
+        self.pinned_bytes -= place.memory.nbytes
 
     def _place(self, array: Array) -> _Place:
         self.pinned_bytes += array.nbytes
