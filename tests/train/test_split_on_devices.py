@@ -174,7 +174,7 @@ def test_every_place_that_waits_matters(kind: str, emulated_device: EmulatedDevi
     """Passes of two ranks, one of which leaves a wait of its moves out, end otherwise for some order of the work.
 
     Averaging waits at the same places: so there is none, and each rank keeps its own gradients. Two waits are left to
-    test_mirrors: those before a mirror is used again, and where a rank that only receives does so into a place that is still read.
+    test_mirrors: that before a mirror is used again, and that of a rank which only receives, into a place that is still read.
     """
     task = task_of("plain", kind, 2, 1, steps=2)
     made: list[EmulatedDevice] = []
