@@ -157,18 +157,18 @@ class TransferRunner:
         self.transfer, self._group, self._arithmetic, self._purpose = transfer, group, arithmetic, purpose
         self._dtype, self._bytes = dtype, (transfer.send_size + transfer.receive_size) * item_bytes(dtype)
         self._own = group.memory(self._bytes) if own_memory else None
-        self._take_memory()
+        self.source_side, self.target_side = self._sides()
         self._source_counts = _counts(transfer.sends, group.size)
         self._target_counts = _counts(transfer.receives, group.size)
 
-    def _take_memory(self) -> None:
+    def _sides(self) -> tuple[Array, Array]:
         """The group's buffer may be another one than before: it grows as operators are made, never while something travels."""
         memory = (self._group.reserve(self._bytes) if self._own is None else self._own).view(self._dtype)
-        self.source_side, self.target_side = memory[: self.transfer.send_size], memory[self.transfer.send_size :]
+        return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
 
     def start(self, x: Array) -> Ticket:
         """Send this rank's pieces of the source x."""
-        self._take_memory()
+        self.source_side, self.target_side = self._sides()
         self._pack(x, self.transfer.sends, self.source_side)
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
@@ -195,7 +195,7 @@ class TransferRunner:
 
     def start_adjoint(self, dy: Array) -> Ticket:
         """Send the gradients of received elements back to their owners."""
-        self._take_memory()
+        self.source_side, self.target_side = self._sides()
         self._pack(dy, self.transfer.receives, self.target_side)
         return self._group.alltoall(
             self.target_side, self.source_side, self._target_counts, self._source_counts, f"gradient of {self._purpose}"
