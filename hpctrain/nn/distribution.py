@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpctrain.backend.kernels.base import Operator
 from hpctrain.backend.kernels.graph import Graph
 
 
@@ -41,6 +42,10 @@ class Distribution(Protocol):
         """This rank's graph, where the ranks of its split group hold `counts` samples of `graph`."""
         ...
 
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        """Memory that these operators of one program take for messages inside the split group, beside the arena."""
+        ...
+
     def shard(self, name: str) -> Shard | None:
         """This rank's part of a parameter or statistic, by full name; None: it holds all of it."""
         ...
@@ -60,6 +65,9 @@ class Undistributed:
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         return graph
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        return 0
 
     def shard(self, name: str) -> Shard | None:
         return None

@@ -170,7 +170,8 @@ class Network:
         batch: N; where the model is split, the samples of each rank of the split group. image_shape: as for `program`.
         """
         graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
-        return compile_graph(graph, self.kernels, training=training).arena_bytes
+        plan = compile_graph(graph, self.kernels, training=training)
+        return plan.arena_bytes + self.distribution.message_bytes([step.operator for step in plan.steps])
 
     def _local_graph(self, counts: Sequence[int], image_shape: ImageShape | None) -> Graph:
         return self.distribution.local(self.graph(sum(counts), image_shape), counts)

@@ -57,13 +57,14 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
     target is little more than the source (a halo), it is recomputed for backward instead of being kept.
 
     Attributes:
-        share: the pieces that this rank sends, receives and copies.
+        share: the pieces that this rank sends, receives and copies. message_bytes: of its message buffers.
     """
 
     def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec: RedistributeSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.source, spec.target, spec.rank)
+        self.message_bytes = self.share.bytes(x.item_bytes)
         received = self.share.receive_size
         self.begins_early = spec.early
         # An edge is small enough to be kept.
@@ -138,13 +139,14 @@ class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
     """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient.
 
     Attributes:
-        share: this rank's, of the move whose adjoint the sum is.
+        share: this rank's, of the move whose adjoint the sum is. message_bytes: of its message buffers.
     """
 
     def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
         self.spec: ReduceScatterSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.target, spec.everything, spec.rank)
+        self.message_bytes = self.share.bytes(x.item_bytes)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
