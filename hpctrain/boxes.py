@@ -82,6 +82,16 @@ def replace_dim(box: Box, dim: int, interval: Interval) -> Box:
     return (*box[:dim], interval, *box[dim + 1 :])
 
 
+def within(box: Box, origin: Box) -> Box:
+    """`box` in the coordinates of an array that holds `origin`."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box in an array of NumPy."""
+    return tuple(slice(*interval) for interval in box)
+
+
 def relative(box: Box, origin: Box) -> tuple[slice, ...]:
     """Position of `box` in an array that holds `origin`."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
+    return slices(within(box, origin))

@@ -20,7 +20,9 @@ from hpctrain.boxes import (
     replace_dim,
     shape_of,
     size_of,
+    slices,
     whole,
+    within,
 )
 
 _INTERVALS = st.tuples(st.integers(-3, 6), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -72,6 +74,15 @@ def test_relative_slices_find_the_elements(inner: Box, origin: Box) -> None:
         slices = relative(common, origin)
         rows, columns = (list(range(start, stop)) for start, stop in origin)
         assert set(itertools.product(rows[slices[0]], columns[slices[1]])) == _elements(common)
+
+
+@given(_BOXES, _BOXES)
+def test_a_box_within_another_is_the_index_of_its_elements(inner: Box, origin: Box) -> None:
+    common = intersect(inner, origin)
+    if common is not None:
+        place = within(common, origin)
+        assert slices(place) == relative(common, origin)
+        assert shape_of(place) == shape_of(common)
 
 
 def test_a_dim_can_be_named_from_the_end() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from hpctrain.backend.arithmetic import Array, UpdateRun
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.boxes import whole
 
 _SIZE = 5_003  # no multiple of any pack
 _RUNS = (UpdateRun(0, 1_000, 1.0, 1e-4), UpdateRun(1_000, 1_001, 0.5, 0.0), UpdateRun(1_001, _SIZE, 2.0, 0.01))
@@ -30,6 +31,13 @@ def arithmetic_results(kernels: KernelSet, dtype: str) -> dict[str, np.ndarray]:
     arithmetic.add(results["sum"], array(1))
     arithmetic.subtract(results["difference"], array(2))
     arithmetic.fill(results["fill"], 0.375)
+    images = array(0)[: 5 * 9 * 7 * 15].reshape(5, 9, 7, 15)
+    results["box"], results["means"], results["spread"] = (arithmetic.zeros(size, kept) for size in (2 * 9 * 15, 75, images.size))
+    for accumulate in (False, True):
+        target = results["box"].reshape(2, 9, 1, 15)
+        arithmetic.copy_box(target, whole(target.shape), images, ((3, 5), (0, 9), (6, 7), (0, 15)), accumulate=accumulate)
+    arithmetic.sum_pixels(results["means"].reshape(5, 1, 1, 15), images, 1 / 63)
+    arithmetic.spread_pixels(results["spread"].reshape(images.shape), results["means"].reshape(5, 1, 1, 15), 0.25)
     for nesterov in (False, True):
         data, gradient, momentum = array(0), array(1), array(2)
         descent = arithmetic.descent(data, gradient, momentum, factor=0.9, nesterov=nesterov)

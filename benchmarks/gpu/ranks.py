@@ -1,7 +1,7 @@
 """Stage 6: `hpctrain train` as users run it, on one rank and on two that share a GPU: both must train the same network.
 
-So do two ranks whose averaging waits for the end of backward (`blocking`), and whose messages therefore hide nothing. How fast
-both ways are is told, too, with a network whose gradients are worth hiding.
+So do two ranks whose averaging waits for the end of backward (`blocking`), and whose messages therefore hide nothing, and two
+that split images and layers. How fast the first two ways are is told, too, with a network whose gradients are worth hiding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ name: ranks
 seed: 7
 backend: {backend}
 model: {{name: small, channels: [8, 16], hidden: 24}}
+batch_norm: {{statistics: synchronised}}
 data: {{train: {folder}/train.h5, test: {folder}/test.h5}}
 batch: 20
 epochs: 2
@@ -44,11 +45,12 @@ _TIMED = (
     "data.synthetic.width=64",
 )
 _SMALL_TIMED = (*_MADE_UP, "model=small", "batch=8", "data.synthetic.samples=16")
+_SPLIT = ("grid.rows=2", "plan.default=domain", "plan.classifier.*=model")
 _TOLERANCE = 1e-2  # roundings turn ReLUs at inputs near zero
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """One rank on the CPU, one on the device, two on the device."""
+    """One rank on the CPU, one on the device, two on the device: with samples of their own, and sharing them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_data(folder)
@@ -60,6 +62,8 @@ def run(settings: Settings, report: StageReport) -> None:
         for name, averager in (("two", "sharded"), ("two-bucketed", "bucketed"), ("two-blocking", "blocking")):
             two = checked_losses(folder, name, "cuda", 2, report, averager)
             compare(f"two ranks as one, {averager}", two, one, report)
+        split = losses_of(folder, "split", train(folder, "split", "cuda", 2, more=_SPLIT), report)
+        compare("two ranks that split layers as one", split, one, report)
         add_overlap(folder, settings, report)
 
 

@@ -157,6 +157,14 @@ class Arithmetic(ABC):
         """
 
     @abstractmethod
+    def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        """target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C): zeros where there are none."""
+
+    @abstractmethod
+    def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
+        """target (N, H, W, C) := scale * source (N, 1, 1, C) at every pixel."""
+
+    @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         """Sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
 

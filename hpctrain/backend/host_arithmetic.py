@@ -22,7 +22,7 @@ from hpctrain.backend.arithmetic import (
 )
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.backend.host_checksums import HostChecksums, HostFetch, HostGuard
-from hpctrain.boxes import Box
+from hpctrain.boxes import Box, slices
 
 #: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
 #: second-level cache; smaller ones lose more to calls than they win (measured)
@@ -175,13 +175,18 @@ class HostArithmetic(Arithmetic):
             np.add(average, values, out=average)
 
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
-        place, values = (
-            array[tuple(slice(*interval) for interval in box)] for array, box in ((target, target_box), (source, source_box))
-        )
+        place, values = target[slices(target_box)], source[slices(source_box)]
         if accumulate:
             np.add(place, values, out=place)
         else:
             np.copyto(place, values)
+
+    def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        np.sum(source, axis=(1, 2), keepdims=True, out=target)
+        np.multiply(target, scale, out=target)
+
+    def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
+        np.multiply(source, scale, out=target)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         return np.array([square_sum(array) for array in arrays], np.float64)

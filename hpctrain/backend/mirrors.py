@@ -50,7 +50,8 @@ class PinnedBytes:
 class HostMirrors(Protocol):
     """Makes mirrors and copies; used by the thread that enqueues the device's work.
 
-    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do.
+    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do. Arrays
+    inside of one that is covered share its mirror.
 
     Attributes:
         copied: bytes so far. pinned_bytes: of all mirrors.
@@ -63,6 +64,15 @@ class HostMirrors(Protocol):
         """The flat mirror of an array that is in no other operation; whatever it holds is nobody's any more.
 
         Waits where the array's operation before has come so far that only its copies back are not done.
+        """
+        ...
+
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
+
+        Args:
+            instead_of: an array that was covered before, in which no operation is on its way, and none will be: its mirror goes.
+                Waits where copies from it are not done.
         """
         ...
 

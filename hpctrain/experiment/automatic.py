@@ -131,8 +131,8 @@ def _space(config: Config, task: PlannedRun, ranks: int) -> SearchSpace:
     """All that the configuration leaves open; what it names is fixed, and so are micro-batches, which change batch statistics."""
     given = config.averager
     fixed_grid = None if config.grid.automatic else (config.grid.rows, grid.columns(config, ranks))
-    if not task.kernels.arithmetic.on_host:  # such kernels compute no split layers
-        fixed_grid = (1, ranks)
+    if fixed_grid is None and not task.kernels.arithmetic.on_host:
+        fixed_grid = (1, ranks)  # the costs know of no way through the host's memory, which split layers take
     return SearchSpace(
         fixed_grid=fixed_grid,
         fixed_plan=None if config.plan.automatic else grid.parallel_plan(config, max(1, ranks // config.grid.rows)),

@@ -36,8 +36,6 @@ def check_device(config: Config, kernels: KernelSet) -> None:
 def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if config.data.mixing.mixes:
         yield ("data", "mixing"), mixing_fault("cuda")
-    if config.grid.rows > 1:
-        yield ("backend",), split_fault(config.grid.rows)
     if config.progress in (ProgressMode.THREAD, ProgressMode.POSTING):
         yield ("progress",), progress_fault(config.progress)
     wire = config.averager.options.get("wire_parameters", "float32")
@@ -51,11 +49,6 @@ def mixing_fault(kernels: str) -> str:
         f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
         f"data.mixing.mixup and data.mixing.cutmix to 0, {_HOST_SETS}."
     )
-
-
-def split_fault(rows: int) -> str:
-    """The sentence that refuses split layers beside kernels of a device."""
-    return f"backend is cuda, which computes no split layers so far, and grid.rows is {rows}; set grid.rows to 1, {_HOST_SETS}."
 
 
 def progress_fault(mode: str) -> str:

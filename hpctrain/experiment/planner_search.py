@@ -78,7 +78,7 @@ def space_of(task: SearchTask, job: PlannedRun) -> SearchSpace:
         fixed_grid = config.grid.rows, grid.columns(config, ranks)
         check_grid(*fixed_grid, ranks)
         grid.check_batch(config.batch, *fixed_grid)
-    elif not job.kernels.arithmetic.on_host:  # such kernels compute no split layers
+    elif not job.kernels.arithmetic.on_host:  # the costs know of no way through the host's memory, which split layers take
         fixed_grid = (1, ranks)
     if "plan" in keep:
         fixed_plan = grid.parallel_plan(config, grid.columns(config, ranks))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpctrain.backend.kernels.base import Operator
 from hpctrain.backend.kernels.graph import Graph
 
 
@@ -24,7 +25,14 @@ class Shard:
 
 
 class Distribution(Protocol):
-    """The share of a model that one rank computes."""
+    """The share of a model that one rank computes.
+
+    Attributes:
+        ranks: that compute together, of a split group.
+    """
+
+    @property
+    def ranks(self) -> int: ...
 
     def prepare(self, graph: Graph) -> None:
         """Take the model, lowered for one sample; called before all else, and for images of each further shape."""
@@ -32,6 +40,10 @@ class Distribution(Protocol):
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         """This rank's graph, where the ranks of its split group hold `counts` samples of `graph`."""
+        ...
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        """Memory that these operators of one program take for messages inside the split group, beside the arena."""
         ...
 
     def shard(self, name: str) -> Shard | None:
@@ -46,11 +58,16 @@ class Distribution(Protocol):
 class Undistributed:
     """A rank that computes whole layers on its own samples."""
 
+    ranks: int = 1
+
     def prepare(self, graph: Graph) -> None:
         return None
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         return graph
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        return 0
 
     def shard(self, name: str) -> Shard | None:
         return None

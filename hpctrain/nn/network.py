@@ -165,9 +165,13 @@ class Network:
         return self._programs[key]
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
-        """Bytes that a program for N = batch needs beside parameters; nothing is allocated. image_shape: as for `program`."""
-        graph = self._local_graph((batch,), image_shape)
-        return compile_graph(graph, self.kernels, training=training).arena_bytes
+        """Bytes that a program for N = batch needs beside parameters; nothing is allocated.
+
+        batch: N; where the model is split, the samples of each rank of the split group. image_shape: as for `program`.
+        """
+        graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
+        plan = compile_graph(graph, self.kernels, training=training)
+        return plan.arena_bytes + self.distribution.message_bytes([step.operator for step in plan.steps])
 
     def _local_graph(self, counts: Sequence[int], image_shape: ImageShape | None) -> Graph:
         return self.distribution.local(self.graph(sum(counts), image_shape), counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.base import StatisticsMerger
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
@@ -70,9 +71,24 @@ class GridGroups:
             groups._statistics = {**self._statistics, "all": statistics, "data": SingleCommunicator("data statistics alone")}
         return groups
 
-    def split_group(self, progress: ProgressEngine) -> SplitGroup | None:
-        """The group that exchanges activations; None where every rank has samples of its own."""
-        return None if self._split is None else SplitGroup(self._split, progress)
+    def local_where_alone(self) -> GridGroups:
+        """The groups with a communicator of this process alone in place of each that has one rank. Not collective.
+
+        Such a rank sends nothing, and so its arrays may lie where transports between processes do not reach them.
+        """
+        groups = copy.copy(self)
+        groups.gradients = {name: _local(comm) for name, comm in self.gradients.items()}
+        groups._statistics = {name: _local(comm) for name, comm in self._statistics.items()}
+        groups.norms, groups.messages = _local(self.norms), _local(self.messages)
+        return groups
+
+    def split_group(self, progress: ProgressEngine, arithmetic: Arithmetic | None = None) -> SplitGroup | None:
+        """The group that exchanges activations; None where every rank has samples of its own.
+
+        Args:
+            arithmetic: of the activations; by default those of the host.
+        """
+        return None if self._split is None else SplitGroup(self._split, progress, arithmetic)
 
     def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
         """The mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
@@ -88,6 +104,10 @@ class GridGroups:
         if group == ALL or self.split_size == 1:
             return counts
         return tuple(sum(counts[first : first + self.split_size]) for first in range(0, len(counts), self.split_size))
+
+
+def _local(comm: Communicator) -> Communicator:
+    return comm if comm.size > 1 else SingleCommunicator(comm.name)
 
 
 def _copy(comm: Communicator, key: int, name: str) -> Communicator:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from hpctrain.backend.kernels.abilities import AnyArrays
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec, Window
-from hpctrain.boxes import Interval, replace_dim
+from hpctrain.boxes import Interval, consecutive, replace_dim, whole
 from hpctrain.errors import ShapeError
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind
@@ -133,22 +132,22 @@ class JoinRowsSpec:
         return JoinRowsOperator(self, inputs)
 
 
-class JoinRowsOperator(Operator):
+class JoinRowsOperator(AnyArrays, Operator):
     """Copies forward, and gradients back."""
 
     def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)
         self.needs_inputs = (False,) * len(inputs)
-        ends = np.cumsum([x.shape[1] for x in inputs]).tolist()
-        self._rows = [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+        rows = consecutive([x.shape[_HEIGHT] for x in inputs])
+        self._places = [replace_dim(whole(self.output.shape), _HEIGHT, interval) for interval in rows]
 
     def forward(self, context: StepContext) -> None:
-        for x, rows in zip(self.buffers.inputs, self._rows, strict=True):
-            self.buffers.output[:, rows] = x
+        for x, place in zip(self.buffers.inputs, self._places, strict=True):
+            self.arithmetic.copy_box(self.buffers.output, place, x, whole(x.shape))
 
     def backward_input(self) -> None:
         dy = self.buffers.output_grad
         assert dy is not None
-        for dx, rows in zip(self.buffers.input_grads, self._rows, strict=True):
+        for dx, place in zip(self.buffers.input_grads, self._places, strict=True):
             if dx is not None:
-                dx[...] = dy[:, rows]
+                self.arithmetic.copy_box(dx, whole(dx.shape), dy, place)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.base import KernelSet, Operator
 from hpctrain.backend.kernels.graph import Graph
 from hpctrain.boxes import Box
 from hpctrain.comm.progress import ProgressEngine
@@ -17,6 +17,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.parallel.redistribute import RedistributeOperator, ReduceScatterOperator
 from hpctrain.parallel.split_group import SplitGroup
 
 
@@ -37,7 +38,7 @@ class GridDistribution:
 
     def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
         assert plan.rows == group.size
-        self.plan, self.group = plan, group
+        self.plan, self.group, self.ranks = plan, group, group.size
         self._shards: dict[str, Shard] = {}
         self._contributes: dict[str, tuple[bool, bool]] = {}
 
@@ -80,6 +81,12 @@ class GridDistribution:
 
         return functools.lru_cache(maxsize=16)(boxes)
 
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        moves = [operator for operator in operators if isinstance(operator, RedistributeOperator | ReduceScatterOperator)]
+        early = [move for move in moves if isinstance(move, RedistributeOperator) and move.begins_early]
+        shared = max((move.message_bytes for move in moves if move not in early), default=0)
+        return shared + sum(move.message_bytes for move in early)
+
     def shard(self, name: str) -> Shard | None:
         return self._shards.get(name)
 
@@ -113,7 +120,7 @@ def make_network(
         ShapeError: layers that do not fit each other or the image.
         ConfigError: patterns of frozen layers that match nothing, or all of them.
     """
-    split_group = groups.split_group(progress)
+    split_group = groups.split_group(progress, kernels.arithmetic)
     distribution = None
     if split_group is not None:
         assert plan is not None, "ranks that share samples need a plan of what each of them does"

@@ -1,7 +1,9 @@
 """The operations that partitioning inserts into a graph: moves of a tensor between layouts, and sums of partial tensors.
 
-They bring their own operators and work on plain memory. Their gradients are exact adjoints: a move's sends each gradient back
-to its owner and adds, a sum's hands out copies.
+They bring their own operators and work on plain memory, wherever that lies: what they compute is the arithmetic service's. Their
+gradients are exact adjoints: a move's sends each gradient back to its owner and adds, a sum's hands out copies.
+
+Between a start and its end the host waits for other ranks, so no program with one of these is captured.
 """
 
 from __future__ import annotations
@@ -9,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from hpctrain.backend.kernels.abilities import Accumulating, DeferredStart, RecomputedOutput
+from hpctrain.backend.kernels.abilities import Accumulating, AnyArrays, CallsHost, DeferredStart, RecomputedOutput
 from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.specs import Shape, TensorSpec
 from hpctrain.boxes import shape_of
@@ -50,20 +50,21 @@ class RedistributeSpec:
         return RedistributeOperator(self, inputs[0], training=training)
 
 
-class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operator):
+class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, RecomputedOutput, Operator):
     """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
 
     `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
     target is little more than the source (a halo), it is recomputed for backward instead of being kept.
 
     Attributes:
-        share: the pieces that this rank sends, receives and copies.
+        share: the pieces that this rank sends, receives and copies. message_bytes: of its message buffers.
     """
 
     def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
         self.spec: RedistributeSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.source, spec.target, spec.rank)
+        self.message_bytes = self.share.bytes(x.item_bytes)
         received = self.share.receive_size
         self.begins_early = spec.early
         # An edge is small enough to be kept.
@@ -75,7 +76,9 @@ class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operat
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         dtype = self.inputs[0].dtype
-        self._runner = TransferRunner(self.share, self.spec.group, dtype, self.spec.purpose, own_memory=self.spec.early)
+        self._runner = TransferRunner(
+            self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose, own_memory=self.spec.early
+        )
         self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
 
     def begin_forward(self) -> None:
@@ -89,8 +92,7 @@ class RedistributeOperator(Accumulating, DeferredStart, RecomputedOutput, Operat
         self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
 
     def recompute_output(self) -> None:
-        kept = np.zeros(0, self.inputs[0].dtype) if self._kept is None else self._kept
-        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, kept)
+        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._kept)
 
     def begin_backward(self) -> None:
         dy = self.buffers.output_grad
@@ -133,21 +135,22 @@ class ReduceScatterSpec:
         return ReduceScatterOperator(self, inputs[0])
 
 
-class ReduceScatterOperator(Operator):
+class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
     """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient.
 
     Attributes:
-        share: this rank's, of the move whose adjoint the sum is.
+        share: this rank's, of the move whose adjoint the sum is. message_bytes: of its message buffers.
     """
 
     def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
         self.spec: ReduceScatterSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.target, spec.everything, spec.rank)
+        self.message_bytes = self.share.bytes(x.item_bytes)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
-        self._runner = TransferRunner(self.share, self.spec.group, self.inputs[0].dtype, self.spec.purpose)
+        self._runner = TransferRunner(self.share, self.spec.group, self.arithmetic, self.inputs[0].dtype, self.spec.purpose)
 
     def forward(self, context: StepContext) -> None:
         x = self.buffers.inputs[0]
@@ -178,7 +181,7 @@ class PartialMeanSpec:
         return PartialMeanOperator(self, inputs[0])
 
 
-class PartialMeanOperator(Operator):
+class PartialMeanOperator(AnyArrays, Operator):
     """The partial mean; zero for an empty tile."""
 
     def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
@@ -187,15 +190,13 @@ class PartialMeanOperator(Operator):
         self._scale = 1.0 / max(1, spec.elements)
 
     def forward(self, context: StepContext) -> None:
-        y = self.buffers.output
-        np.sum(self.buffers.inputs[0], axis=(1, 2), keepdims=True, out=y)
-        np.multiply(y, self._scale, out=y)
+        self.arithmetic.sum_pixels(self.buffers.output, self.buffers.inputs[0], self._scale)
 
     def backward_input(self) -> None:
         dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
         assert dy is not None
         assert dx is not None
-        np.multiply(dy, self._scale, out=dx)
+        self.arithmetic.spread_pixels(dx, dy, self._scale)
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class NothingSpec:
         return NothingOperator(self, inputs)
 
 
-class NothingOperator(Operator):
+class NothingOperator(AnyArrays, Operator):
     """Computes nothing; its parameters on this rank are empty too."""
 
     def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
@@ -229,4 +230,4 @@ class NothingOperator(Operator):
     def backward_input(self) -> None:
         for dx in self.buffers.input_grads:
             if dx is not None:
-                dx[...] = 0
+                self.arithmetic.fill(dx, 0.0)

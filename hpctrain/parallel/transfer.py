@@ -12,22 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from hpctrain.boxes import Box, intersect, relative, shape_of, size_of, whole
+from hpctrain.backend.arithmetic import Arithmetic, Array
+from hpctrain.backend.dtypes import item_bytes
+from hpctrain.boxes import Box, intersect, shape_of, size_of, whole, within
 from hpctrain.comm.progress import Ticket
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.split_group import SplitGroup
 
-Slices = tuple[slice, ...]
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that go to or come from rank `peer`: their place in the local array, and in the flat message buffer."""
+    """Elements that go to or come from rank `peer`: their box in the local array, and their place in the flat message buffer."""
 
     peer: int
-    slices: Slices
+    box: Box
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -37,14 +35,14 @@ class Piece:
 class Transfer:
     """One rank's share of a move from `source` to `target`.
 
-    sends: pieces of the local source. receives: pieces of the local target. local: the same elements in both, None where there
-    are none. gaps: some element of the local target has no owner (it is zero). spare: some element of the local source is
-    not in the local target.
+    sends: pieces of the local source. receives: pieces of the local target. local: the same elements' boxes in both, None
+    where there are none. gaps: some element of the local target has no owner (it is zero). spare: some element of the local
+    source is not in the local target.
     """
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
-    local: tuple[Slices, Slices] | None
+    local: tuple[Box, Box] | None
     gaps: bool
     spare: bool
 
@@ -57,6 +55,10 @@ class Transfer:
     def receive_size(self) -> int:
         """Elements from other ranks."""
         return self.receives[-1].stop if self.receives else 0
+
+    def bytes(self, item_bytes: int) -> int:
+        """Of the buffers of both sides."""
+        return (self.send_size + self.receive_size) * item_bytes
 
 
 @functools.lru_cache(maxsize=32)  # a move's operator, its costs and its adjoint ask for the same one after the other
@@ -73,17 +75,17 @@ def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
         _append(sends, peer, intersect(owned, target.boxes[peer]), owned)
         _append(receives, peer, intersect(source.boxes[peer], wanted), wanted)
     common = intersect(owned, wanted)
-    local = None if common is None else (relative(common, owned), relative(common, wanted))
+    local = None if common is None else (within(common, owned), within(common, wanted))
     kept = 0 if common is None else size_of(common)
     received = sum(piece.stop - piece.start for piece in receives)
     return Transfer(tuple(sends), tuple(receives), local, kept + received < size_of(wanted), kept < size_of(owned))
 
 
-def _append(pieces: list[Piece], peer: int, box: tuple[tuple[int, int], ...] | None, origin: tuple[tuple[int, int], ...]) -> None:
+def _append(pieces: list[Piece], peer: int, box: Box | None, origin: Box) -> None:
     if box is None:
         return
     start = pieces[-1].stop if pieces else 0
-    pieces.append(Piece(peer, relative(box, origin), shape_of(box), start, start + size_of(box)))
+    pieces.append(Piece(peer, within(box, origin), shape_of(box), start, start + size_of(box)))
 
 
 def moved(source: Layout, target: Layout) -> tuple[int, ...]:
@@ -142,65 +144,88 @@ class TransferRunner:
     """Runs one rank's transfer, forward or as its adjoint. Collective over the split group; one at a time per group.
 
     Args:
-        transfer: this rank's share. group: the ranks. dtype: of both tensors. purpose: for messages and traces.
+        transfer: this rank's share. group: the ranks. arithmetic, dtype: of both tensors. purpose: for messages and traces.
         own_memory: its messages do not lie in the group's shared buffer, so others may start before this one ends.
     """
 
-    def __init__(self, transfer: Transfer, group: SplitGroup, dtype: str, purpose: str, *, own_memory: bool = False) -> None:
-        self.transfer, self._group, self._purpose = transfer, group, purpose
-        sizes = (transfer.send_size, transfer.receive_size)
-        size_bytes = sum(sizes) * np.dtype(dtype).itemsize
-        memory = (np.zeros(size_bytes, np.uint8) if own_memory else group.reserve(size_bytes)).view(dtype)
-        self.source_side = memory[: sizes[0]]
-        self.target_side = memory[sizes[0] : sum(sizes)]
+    def __init__(
+        self,
+        transfer: Transfer,
+        group: SplitGroup,
+        arithmetic: Arithmetic,
+        dtype: str,
+        purpose: str,
+        *,
+        own_memory: bool = False,
+    ) -> None:
+        self.transfer, self._group, self._arithmetic, self._purpose = transfer, group, arithmetic, purpose
+        self._dtype, self._bytes = dtype, transfer.bytes(item_bytes(dtype))
+        self._own = group.memory(self._bytes) if own_memory else None
+        self.source_side, self.target_side = self._sides()
         self._source_counts = _counts(transfer.sends, group.size)
         self._target_counts = _counts(transfer.receives, group.size)
 
-    def start(self, x: np.ndarray) -> Ticket:
+    def _sides(self) -> tuple[Array, Array]:
+        """The group's buffer may be another one than before: it grows as operators are made, never while something travels."""
+        memory = (self._group.reserve(self._bytes) if self._own is None else self._own).view(self._dtype)
+        return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
+
+    def start(self, x: Array) -> Ticket:
         """Send this rank's pieces of the source x."""
-        _pack(x, self.transfer.sends, self.source_side)
+        self.source_side, self.target_side = self._sides()
+        self._pack(x, self.transfer.sends, self.source_side)
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
-    def finish(self, ticket: Ticket, x: np.ndarray, y: np.ndarray, kept: np.ndarray | None = None) -> None:
+    def finish(self, ticket: Ticket, x: Array, y: Array, kept: Array | None = None) -> None:
         """Fill the target y; copying the local elements hides some of the wait. kept: gets the received ones."""
         self._copy_local(x, y)
         self._group.wait(ticket)
-        _unpack(self.target_side, self.transfer.receives, y)
+        self._unpack(self.target_side, self.transfer.receives, y)
         if kept is not None:
-            kept[...] = self.target_side
+            self._arithmetic.copy(kept, self.target_side)
 
-    def recompute(self, x: np.ndarray, y: np.ndarray, kept: np.ndarray) -> None:
-        """Fill y again from x and the elements that `finish` kept. Not collective."""
+    def recompute(self, x: Array, y: Array, kept: Array | None) -> None:
+        """Fill y again from x and the elements that `finish` kept, None where it received none. Not collective."""
         self._copy_local(x, y)
-        _unpack(kept, self.transfer.receives, y)
+        if kept is not None:
+            self._unpack(kept, self.transfer.receives, y)
 
-    def _copy_local(self, x: np.ndarray, y: np.ndarray) -> None:
+    def _copy_local(self, x: Array, y: Array) -> None:
         if self.transfer.gaps:
-            y[...] = 0
+            self._arithmetic.fill(y, 0.0)
         if self.transfer.local is not None:
             here, there = self.transfer.local
-            y[there] = x[here]
+            self._arithmetic.copy_box(y, there, x, here)
 
-    def start_adjoint(self, dy: np.ndarray) -> Ticket:
+    def start_adjoint(self, dy: Array) -> Ticket:
         """Send the gradients of received elements back to their owners."""
-        _pack(dy, self.transfer.receives, self.target_side)
+        self.source_side, self.target_side = self._sides()
+        self._pack(dy, self.transfer.receives, self.target_side)
         return self._group.alltoall(
             self.target_side, self.source_side, self._target_counts, self._source_counts, f"gradient of {self._purpose}"
         )
 
-    def finish_adjoint(self, ticket: Ticket, dy: np.ndarray, dx: np.ndarray, *, accumulate: bool) -> None:
+    def finish_adjoint(self, ticket: Ticket, dy: Array, dx: Array, *, accumulate: bool) -> None:
         """Write, or add to, the gradient of the source: this rank's own elements, then the others' in rank order."""
-        local = self.transfer.local
         if self.transfer.spare and not accumulate:
-            dx[...] = 0
-        if local is not None:
-            if accumulate:
-                dx[local[0]] += dy[local[1]]
-            else:
-                dx[local[0]] = dy[local[1]]
+            self._arithmetic.fill(dx, 0.0)
+        if self.transfer.local is not None:
+            here, there = self.transfer.local
+            self._arithmetic.copy_box(dx, here, dy, there, accumulate=accumulate)
         self._group.wait(ticket)
-        for piece in self.transfer.sends:
-            dx[piece.slices] += self.source_side[piece.start : piece.stop].reshape(piece.shape)
+        self._unpack(self.source_side, self.transfer.sends, dx, accumulate=True)
+
+    def _pack(self, array: Array, pieces: Sequence[Piece], flat: Array) -> None:
+        for piece in pieces:
+            self._arithmetic.copy_box(_piece_of(flat, piece), whole(piece.shape), array, piece.box)
+
+    def _unpack(self, flat: Array, pieces: Sequence[Piece], array: Array, *, accumulate: bool = False) -> None:
+        for piece in pieces:
+            self._arithmetic.copy_box(array, piece.box, _piece_of(flat, piece), whole(piece.shape), accumulate=accumulate)
+
+
+def _piece_of(flat: Array, piece: Piece) -> Array:
+    return flat[piece.start : piece.stop].reshape(piece.shape)
 
 
 def _counts(pieces: Sequence[Piece], ranks: int) -> list[int]:
@@ -208,13 +233,3 @@ def _counts(pieces: Sequence[Piece], ranks: int) -> list[int]:
     for piece in pieces:
         counts[piece.peer] = piece.stop - piece.start
     return counts
-
-
-def _pack(array: np.ndarray, pieces: Sequence[Piece], flat: np.ndarray) -> None:
-    for piece in pieces:
-        flat[piece.start : piece.stop].reshape(piece.shape)[...] = array[piece.slices]
-
-
-def _unpack(flat: np.ndarray, pieces: Sequence[Piece], array: np.ndarray) -> None:
-    for piece in pieces:
-        array[piece.slices] = flat[piece.start : piece.stop].reshape(piece.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.backend.kernels.base import Operator
+from hpctrain.boxes import size_of
 from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel.redistribute import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec
 from hpctrain.parallel.transfer import Transfer
@@ -73,9 +74,4 @@ def _adjoint(share: Transfer, owned: int, *, accumulate: bool) -> tuple[int, int
 
 
 def _local_size(share: Transfer) -> int:
-    if share.local is None:
-        return 0
-    size = 1
-    for interval in share.local[0]:
-        size *= interval.stop - interval.start
-    return size
+    return 0 if share.local is None else size_of(share.local[0])

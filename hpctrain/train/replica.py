@@ -91,8 +91,8 @@ class Replica:
         ema: EmaRule | None = None,
         loop: OwnLoop | None = None,
     ) -> None:
-        if groups.all_ranks.size == 1 and not network.kernels.arithmetic.on_host:
-            groups = groups.alone()  # transports between processes read arrays of the host only, and nobody else is there
+        if not network.kernels.arithmetic.on_host:
+            groups = groups.local_where_alone()  # where nobody else is there nothing is staged
         self.network, self.groups, self.progress = network, groups, progress
         self.loop = OwnLoop(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None

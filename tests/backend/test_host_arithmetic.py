@@ -63,6 +63,15 @@ def test_targets_come_first_and_shapes_may_differ() -> None:
     assert np.array_equal(single, source.astype(np.float32))
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 5, 2), (2, 0, 5, 2), (0, 4, 5, 2)])
+def test_pixels_are_summed_and_values_spread_over_them(shape: tuple[int, ...]) -> None:
+    images, means = np.random.default_rng(0).standard_normal(shape), np.full((shape[0], 1, 1, shape[3]), np.nan)
+    ARITHMETIC.sum_pixels(means, images, 0.25)
+    np.testing.assert_allclose(means, images.sum(axis=(1, 2), keepdims=True) / 4, rtol=1e-14)
+    ARITHMETIC.spread_pixels(images, means, 2.0)
+    np.testing.assert_array_equal(images, np.broadcast_to(2.0 * means, shape))
+
+
 def test_what_lies_on_the_host_is_not_copied() -> None:
     array = values(4, "float32")
     assert ARITHMETIC.to_host(array) is array

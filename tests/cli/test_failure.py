@@ -120,7 +120,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         (["bytes"], "is not UTF-8"),
         ([CONFIG, "backend=onednn", "precision=bfloat16"], "precision is bfloat16, in which only backend cuda computes"),
-        ([CONFIG, "backend=cuda", "grid.rows=2"], "backend is cuda, which computes no split layers so far, and grid.rows is 2"),
+        ([CONFIG, "backend=cuda", "progress=posting"], "progress is posting, but one thread enqueues the work of backend cuda"),
         ([CONFIG, "dtype=float16"], "dtype is float16, but must be 'float32' or 'float64'.\n"),
     ],
     "config copy": [(["nowhere"], "nowhere"), (["quickstart", "--to", "file/x"], "file")],

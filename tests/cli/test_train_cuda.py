@@ -186,6 +186,36 @@ def test_a_run_of_two_devices_goes_on_on_others(run: Run, folder: Path) -> None:
             np.testing.assert_allclose(tensors[name], tensor, rtol=1e-10, atol=1e-10, err_msg=f"{way}: {name}")
 
 
+@pytest.mark.parametrize("use", ["model", "domain"])
+def test_two_ranks_that_split_layers_train_what_one_trains(run: Run, folder: Path, use: str) -> None:
+    """Images and layers, their activations and split parameters, checkpoints and evaluation, through a real MPI."""
+    options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4", f"plan.default={use}")
+    ours = _passed(run("train", *options, "grid.rows=2", "trace=true", ranks=2, seed=6))
+    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
+    mine, reference = _last(folder), _last(folder, "numpy")
+    assert mine.tensors.keys() == reference.tensors.keys()
+    for name, tensor in reference.tensors.items():
+        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert _accuracy(ours) == _accuracy(theirs)
+    assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
+
+
+def test_a_split_training_is_resumed_to_the_last_bit_and_evaluated(run: Run, folder: Path) -> None:
+    """Its mixed plan in bfloat16, with weights that are watched; a checkpoint goes on anywhere."""
+    options = ("precision=bfloat16", "grid.rows=2", "plan.default=domain", "plan.classifier.*=model", "checks.every_steps=1")
+    _passed(run("train", *options, f"output={folder}/whole", ranks=2, seed=0))
+    _passed(run("train", *options, "--steps", "4", ranks=2, seed=1))
+    _passed(run("train", *options, "--resume", "auto", ranks=2, seed=2))
+    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
+    assert ours.keys() == whole.keys()
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    split = json.loads(_passed(run("eval", *options, "--json", ranks=2, seed=3)).stdout)
+    alone = json.loads(_passed(run("eval", "backend=numpy", "precision=float32", "--json")).stdout)
+    assert split["samples"] == alone["samples"] == 21
+    assert np.isclose(split["loss"], alone["loss"], rtol=0.02)
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a thread for messages": (
         {"ranks": 2},
@@ -198,7 +228,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "averager.wire_parameters is bfloat16, but on backend cuda parameters travel as they are so far",
     ),
     "no such device": ({"seed": "x"}, [], "HPCTRAIN_CUDA_DEVICE is 'emulated:x'; it must be emulated, or emulated:SEED"),
-    "split layers": ({}, ["grid.rows=2"], "backend is cuda, which computes no split layers so far, and grid.rows is 2"),
     "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
@@ -27,6 +28,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.virtual.run import run_virtual
 from tests.support import planned
+from tests.support.emulated import EmulatedDeviceFactory
 
 CONFIG = """
 name: tiny
@@ -143,6 +145,17 @@ def test_what_is_named_is_fixed(folder: Path, search: _Search, override: str, fi
         assert (given.name, dict(given.options)) == value if name == "fixed_averager" else given == value
     open_names = {"fixed_grid", "fixed_plan", "fixed_averager"} - set(fixed)
     assert all(getattr(space, name) is None for name in open_names)
+
+
+@pytest.mark.parametrize(("overrides", "grid"), [((), (1, 2)), (("grid.rows=2",), (2, 1))])
+def test_on_devices_one_row_is_taken_unless_a_grid_is_named(
+    folder: Path, search: _Search, emulated_device: EmulatedDeviceFactory, overrides: tuple[str, ...], grid: tuple[int, int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DEVICE_VARIABLE, "emulated")
+        _resolved(folder, 2, "backend=cuda", *overrides)
+    (space,) = search.spaces
+    assert space.fixed_grid == grid
 
 
 def test_a_named_plan_is_fixed_also_where_the_grid_is_open(folder: Path, search: _Search) -> None:

@@ -20,7 +20,6 @@ schedule: constant
 """
 FAULTS = {
     "data.mixing.mixup=0.2": r"^data\.mixing mixes the labels of images, which the loss of backend cuda does not take",
-    "grid.rows=2": r"^backend is cuda, which computes no split layers so far, and grid\.rows is 2; set grid\.rows to 1, or",
     "progress=thread": r"^progress is thread, but one thread enqueues .*; set progress to auto or test, or",
     "progress=posting": r"^progress is posting, but one thread enqueues",
     "averager={name: sharded, wire_parameters: float16}": r"^averager\.wire_parameters is float16, but .*; set it to float32, or",
@@ -37,7 +36,9 @@ def test_an_option_is_refused_with_a_sentence(override: str) -> None:
             check_device(config, LateKernelSet())
 
 
-@pytest.mark.parametrize("override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy"])
+@pytest.mark.parametrize(
+    "override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy", "grid.rows=2"]
+)
 def test_others_are_taken(override: str) -> None:
     config, _ = parse(CONFIG, overrides=(override, "backend=cuda"))
     assert list(device_faults(config)) == []

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.config.load import load
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.planner_search import SearchTask, job_of, space_of
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.averaging_costs import AveragerChoice
 from tests.planner.test_rate_costs import MACHINE
+from tests.support.emulated import EmulatedDeviceFactory
 
 GRID = Path(__file__).parents[2] / "configs" / "quickstart-grid.yaml"
 IMAGE = (28, 28, 1)
@@ -44,6 +46,15 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
     assert space.fixed_micro_batches == 2
     assert space.fixed_plan is not None
     assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
+
+
+@pytest.mark.parametrize(("keep", "grid"), [((), (1, 4)), (("grid",), (2, 2))])
+def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
+    keep: tuple[str, ...], grid: tuple[int, int], emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    kept = task("backend=cuda", keep=keep)
+    assert space_of(kept, job_of(kept)).fixed_grid == grid
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(3, "nearest legal grid"), (5, "nearest legal grid")])

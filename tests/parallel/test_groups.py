@@ -3,6 +3,7 @@
 import pytest
 
 from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
@@ -33,6 +34,21 @@ def test_every_position_is_in_a_split_group_and_a_data_group(rows: int, cols: in
             assert found["model"].index(position) == data_rank
         else:
             assert "model" not in found
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_groups_of_one_rank_take_arrays_that_transports_do_not(rows: int, cols: int) -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        groups = GridGroups(ProcessGrid(comm, rows, cols))
+        local = groups.local_where_alone()
+        for ours, before in ((local.norms, groups.norms), (local.messages, groups.messages)):
+            assert (ours is before) == (rows * cols > 1)
+        for name, ours in local.gradients.items():
+            assert (ours.size, ours.name) == (groups.gradients[name].size, groups.gradients[name].name)
+            assert isinstance(ours, SingleCommunicator) == (ours.size == 1)
+        assert local.counts_of("model", (1,) * comm.size) == groups.counts_of("model", (1,) * comm.size)
+
+    run_virtual(rows * cols, program)
 
 
 def test_counts_of_split_groups() -> None:

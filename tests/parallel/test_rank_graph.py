@@ -13,6 +13,7 @@ from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
+from hpctrain.parallel.redistribute import RedistributeOperator
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
@@ -54,6 +55,28 @@ def test_parts_of_parameters_are_those_of_the_whole_network(rows: int) -> None:
         assert dim == (None if name in every else 1 if name == "fc1.weight" else 0)
         joined = parts[0] if dim is None else np.concatenate(parts, axis=dim)
         np.testing.assert_array_equal(joined, parameter.data, err_msg=name)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("use", [_D, _M])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Parallelism, early: bool) -> None:
+    """Known before the program is made: one buffer for all moves, and one more for each that travels under computation."""
+    names = frozenset(full for full, _ in nets.residual().walk()) if early else frozenset()
+    plan = ParallelPlan(rows, 1, use, overlapped=names)
+
+    def program(comm: ThreadCommunicator) -> int:
+        network, _, distribution = _network(comm, nets.residual(), plan)
+        needed = network.arena_bytes(2, training=True)
+        assert distribution.group.buffer_bytes == 0
+        made = network.program((2,) * rows, training=True)
+        moves = [step.operator for step in made.steps if isinstance(step.operator, RedistributeOperator)]
+        apart = sum(move.message_bytes for move in moves if move.begins_early)
+        assert needed == made.plan.arena_bytes + distribution.group.buffer_bytes + apart
+        assert distribution.group.buffer_bytes > 0
+        return apart
+
+    assert (sum(run_virtual(rows, program)) > 0) == (early and use is _D)
 
 
 def test_optimiser_state_and_gradients_are_a_share() -> None:

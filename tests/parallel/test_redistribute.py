@@ -3,15 +3,19 @@
 Every element of a partition has one owner and counts once; each copy of what several ranks read has a gradient of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from hpctrain.backend.kernels.abilities import RecomputedOutput
-from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
+from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import ReluSpec, TensorSpec
-from hpctrain.boxes import relative, shape_of, whole
+from hpctrain.boxes import even_intervals, relative, shape_of, whole
 from hpctrain.data.loader import cut
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
@@ -19,6 +23,7 @@ from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, Redistr
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.layouts import random_moves
 
 RANKS = [2, 3, 4, 6]
@@ -233,3 +238,73 @@ def test_little_is_rebuilt_and_much_is_kept(ranks: int) -> None:
     for rank, (rebuilds, saved, keeps) in enumerate(run_virtual(ranks, program)):
         assert (rebuilds, keeps) == (True, False)
         assert saved == 8 * (_words(halo)[rank] - _words(tiles)[rank])
+
+
+def _tall(ranks: int) -> list[tuple[Layout, Layout]]:
+    """Images of 225 rows with the halo of a window of 7, and of 7 rows whose channels, 225, are gathered."""
+    tall, wide = (1, 225, 3, 2), (2, 7, 1, 225)
+    rows = layout.tiles(tall, (ranks, 1))
+    halo = [(box[0], (box[1][0] - 3, box[1][1] + 3), *box[2:]) for box in rows.boxes]
+    return [
+        (rows, layout.needed(tall, halo)),
+        (layout.channels(wide, even_intervals(225, ranks)), layout.everything(wide, ranks)),
+    ]
+
+
+def _whole_numbers(seed: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Numbers of which a few add up exactly in any dtype."""
+    return np.random.default_rng(seed).integers(-9, 9, shape).astype(np.float64)
+
+
+def _results(spec: RedistributeSpec | ReduceScatterSpec, kernels: KernelSet, dtype: str, number: int) -> list[np.ndarray]:
+    """The output, as it is recomputed, and the input's gradient: of whole numbers, in arrays of a kernel set."""
+    arithmetic, rank, accumulate = kernels.arithmetic, spec.rank, number % 2 == 1
+
+    def put(values: np.ndarray) -> Array:
+        array = arithmetic.zeros(values.size, dtype).reshape(values.shape)
+        arithmetic.from_host(array, values)
+        return array
+
+    shape = spec.target.shape if isinstance(spec, ReduceScatterSpec) else shape_of(spec.source.boxes[rank])
+    operator = spec.operator((TensorSpec(shape, dtype),), training=True)
+    operator.use(arithmetic)
+    grads = put(_whole_numbers([number, rank, 1], shape)), put(_whole_numbers([number, rank, 2], operator.output.shape))
+    saved = arithmetic.zeros(operator.saved_bytes, "uint8") if operator.saved_bytes else None
+    x, y = put(_whole_numbers([number, rank, 0], shape)), put(np.full(operator.output.shape, np.nan))
+    accumulates = (accumulate and isinstance(spec, RedistributeSpec),)
+    operator.bind(Buffers((x,), y, grads[:1], grads[1], accumulates, saved=saved))
+    operator.forward(StepContext())
+    found = [np.array(arithmetic.to_host(y))]
+    if isinstance(operator, RecomputedOutput) and operator.recomputes_output:
+        arithmetic.fill(y, np.nan)
+        operator.recompute_output()
+        np.testing.assert_array_equal(found[0], arithmetic.to_host(y))
+    operator.backward_input()
+    return [*found, np.array(arithmetic.to_host(grads[0]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_moves_and_sums_on_devices_are_those_of_the_host(ranks: int, dtype: str, emulated_device: EmulatedDeviceFactory) -> None:
+    moves = [*random_moves(200 + ranks, ranks, 25), *_tall(ranks)]
+
+    def program(comm: ThreadCommunicator) -> None:
+        others = comm.split(0, comm.rank, "host")
+        assert others is not None
+        device = emulated_device(10 * ranks + comm.rank)
+        on_device = CudaKernelSet(CudaRuntime(device, device.stream("compute"), dtype))
+        engine = virtual_engine(comm)
+        group, host_group = SplitGroup(comm, engine, on_device.arithmetic), SplitGroup(others, engine)
+        for number, (source, target) in enumerate(moves):
+            everything = layout.everything(source.shape, ranks)
+            for kind, reader, purpose in ((RedistributeSpec, target, "move"), (ReduceScatterSpec, everything, "sum")):
+                found = _results(kind(source, reader, comm.rank, purpose, group), on_device, dtype, number)
+                expected = _results(kind(source, reader, comm.rank, purpose, host_group), NumpyKernelSet(), "float64", number)
+                for one, other in zip(found, expected, strict=True):
+                    np.testing.assert_array_equal(one, other)
+        assert on_device.arithmetic.mirrors().pinned_bytes == group.buffer_bytes
+        device.finish()
+
+    for seed in range(3):
+        run_virtual(ranks, program, seed=seed)

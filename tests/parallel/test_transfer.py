@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpctrain.boxes import even_intervals, relative, whole
+from hpctrain.boxes import even_intervals, relative, slices, whole
 from hpctrain.data.loader import cut
 from hpctrain.parallel import layout
 from hpctrain.parallel.transfer import moved, moved_back, transfer
@@ -19,19 +19,19 @@ def test_pieces_put_together_are_the_target(ranks: int) -> None:
             y = cut(x, target.boxes[rank])
             found, seen = np.zeros_like(y), np.zeros(y.shape, int)
             if mine.local is not None:
-                found[mine.local[1]] = x[relative(source.boxes[rank], whole(x.shape))][mine.local[0]]
-                seen[mine.local[1]] += 1
+                found[slices(mine.local[1])] = x[relative(source.boxes[rank], whole(x.shape))][slices(mine.local[0])]
+                seen[slices(mine.local[1])] += 1
             for piece in mine.receives:
                 (theirs,) = [each for each in transfers[piece.peer].sends if each.peer == rank]
                 assert theirs.shape == piece.shape
-                found[piece.slices] = x[relative(source.boxes[piece.peer], whole(x.shape))][theirs.slices]
-                seen[piece.slices] += 1
+                found[slices(piece.box)] = x[relative(source.boxes[piece.peer], whole(x.shape))][slices(theirs.box)]
+                seen[slices(piece.box)] += 1
             np.testing.assert_array_equal(found, y)
             assert seen.max(initial=0) <= 1
             assert mine.gaps == bool((seen == 0).any())
             kept = np.zeros([stop - start for start, stop in source.boxes[rank]], int)
             if mine.local is not None:
-                kept[mine.local[0]] = 1
+                kept[slices(mine.local[0])] = 1
             assert mine.spare == bool((kept == 0).any())
 
 

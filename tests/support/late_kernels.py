@@ -193,6 +193,12 @@ class LateArithmetic(Arithmetic):
 
         self._queue.put(work, target, source)
 
+    def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        self._queue.put(lambda into, values: self._host.sum_pixels(into, values, scale), target, source)
+
+    def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
+        self._queue.put(lambda into, values: self._host.spread_pixels(into, values, scale), target, source)
+
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         assert all(isinstance(array, DeviceArray) for array in arrays)
         self._queue.wait()

@@ -13,7 +13,7 @@ from hpctrain.comm.grid import coordinates
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.device_faults import mixing_fault, progress_fault, split_fault, wire_fault
+from hpctrain.experiment.device_faults import mixing_fault, progress_fault, wire_fault
 from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.unreadable import check_skip
@@ -109,13 +109,11 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
 def _refused_device(row: Row) -> str | None:
     if not {"grid", "device"} <= row.keys() or value_of(row, "device") is None:
         return None
-    rows, cols = value_of(row, "grid")
-    if rows > 1:
-        return split_fault(rows)
+    ranks = math.prod(value_of(row, "grid"))
     wire = value_of(row, "wire_parameters")
-    if wire is not None and cols > 1:
+    if wire is not None and ranks > 1:
         return wire_fault(wire)
-    return progress_fault("posting") if value_of(row, "posting") and cols > 1 else None
+    return progress_fault("posting") if value_of(row, "posting") and ranks > 1 else None
 
 
 def _refused_mixing(row: Row) -> str | None:

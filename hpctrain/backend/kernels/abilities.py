@@ -7,17 +7,22 @@ once, when it is made; a step hardly asks at all.
 from __future__ import annotations
 
 from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
 
 
 class AnyArrays:
     """The operator computes by the arithmetic service alone, so it runs wherever the arrays of a kernel set lie.
 
     It is the specs that bring their own operators (see `nn.compile.steps`) that may need it: they know no kernel set.
+
+    arithmetic: the service, that of the host until another one is given.
     """
+
+    arithmetic: Arithmetic = HostArithmetic()
 
     def use(self, arithmetic: Arithmetic) -> None:
         """Compute by this service. Called before `bind`."""
-        raise NotImplementedError
+        self.arithmetic = arithmetic
 
 
 class InPlace:

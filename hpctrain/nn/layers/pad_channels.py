@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.abilities import AnyArrays
 from hpctrain.backend.kernels.base import Operator, StepContext
 from hpctrain.backend.kernels.specs import TensorSpec, Window
@@ -65,17 +63,13 @@ class PadChannelsOperator(AnyArrays, Operator):
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
         self._all: Box = tuple((0, size) for size in x.shape)
         self._middle: Box = (*self._all[:-1], (spec.before, spec.before + x.shape[-1]))
-        self._arithmetic: Arithmetic = HostArithmetic()
-
-    def use(self, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
 
     def forward(self, context: StepContext) -> None:
-        self._arithmetic.fill(self.buffers.output, 0.0)
-        self._arithmetic.copy_box(self.buffers.output, self._middle, self.buffers.inputs[0], self._all)
+        self.arithmetic.fill(self.buffers.output, 0.0)
+        self.arithmetic.copy_box(self.buffers.output, self._middle, self.buffers.inputs[0], self._all)
 
     def backward_input(self) -> None:
         target, dy = self.buffers.input_grads[0], self.buffers.output_grad
         assert target is not None
         assert dy is not None
-        self._arithmetic.copy_box(target, self._all, dy, self._middle)
+        self.arithmetic.copy_box(target, self._all, dy, self._middle)

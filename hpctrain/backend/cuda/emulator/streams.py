@@ -16,6 +16,8 @@ from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.emulator.work import Mark, Work, WorkQueue, WorkScheduler
 
 _POISON = 0xFF
+#: times in vain that a host which enqueues nothing asks for an event, until its work is done: time passes, also for a late device
+_PATIENCE = 50
 
 
 class Capture:
@@ -31,12 +33,14 @@ class EmulatedEvent:
 
     Attributes:
         mark: of the latest record. asked, ignored: since then the host has asked for it, and that wait is left out.
+        polls: times that the host has asked. polled_at: how much was enqueued when it did so last.
     """
 
     def __init__(self, table: StreamTable, number: int) -> None:
         self.table, self.number = table, number
         self.mark: Mark | Capture | None = None
         self.asked, self.ignored = False, False
+        self.polls = self.polled_at = 0
 
     @property
     def done(self) -> bool:
@@ -91,7 +95,7 @@ class StreamTable:
         self.waits: list[str] = []
         self._counters, self._check, self._ignored_wait = counters, check, ignored_wait
         self._lock = threading.RLock()
-        self._events = 0
+        self._events = self._enqueued = 0
 
     def stream(self, name: str) -> EmulatedStream:
         """A new stream."""
@@ -106,6 +110,7 @@ class StreamTable:
         """Add work to a stream, or to what is captured there."""
         with self._lock:
             self._counters.enqueued[work.text] += 1
+            self._enqueued += 1
             self._require_own(stream)
             if stream.capture:
                 stream.capture.works.append(replace(work, kept=()))  # a graph keeps no memory in use
@@ -147,7 +152,12 @@ class StreamTable:
         """True where the event's work is done, or where this wait is left out."""
         with self._lock:
             self.refuse_in_capture(f"ask for {event}")
-            self.scheduler.run_some()
+            event.polls = event.polls + 1 if event.polled_at == self._enqueued else 1
+            event.polled_at = self._enqueued
+            if event.polls > _PATIENCE and isinstance(event.mark, Mark):
+                self.scheduler.run_until(event.mark)
+            else:
+                self.scheduler.run_some()
             return self._goes_on(event) or event.mark is None or self._mark(event).done
 
     def synchronize_event(self, event: EmulatedEvent) -> None:

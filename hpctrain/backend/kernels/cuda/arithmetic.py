@@ -24,6 +24,7 @@ from hpctrain.backend.kernels.cuda.checksums import CudaChecksums, CudaGuard
 from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
 from hpctrain.backend.kernels.cuda.mirrors import CudaMirrors
+from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.kernels.cuda.staging import Staging
 from hpctrain.backend.kernels.cuda.sums import ArrayTable
@@ -80,10 +81,10 @@ class CudaArithmetic(Arithmetic):
             return
         aligned = all(array.pointer % (_CAST_WIDTH * array.itemsize) == 0 for array in (target, source))
         width = _CAST_WIDTH if aligned else 1
-        _flat(self._runtime, f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
+        _launch_flat(self._runtime, f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
 
     def fill(self, target: Array, value: float) -> None:
-        _flat(
+        _launch_flat(
             self._runtime,
             f"fill_{TAGS[target.dtype]}",
             pack_width(target.itemsize, 0, (target,)),
@@ -100,13 +101,19 @@ class CudaArithmetic(Arithmetic):
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         _check_sizes(target, source)
         width = pack_width(target.itemsize, 0, (target, source))
-        _flat(self._runtime, f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
+        _launch_flat(self._runtime, f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
     def copy_box(
         self, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
     ) -> None:
         """target[target_box] := source[source_box], or += with `accumulate`; see `box_copy`."""
         copy_box(self._runtime, target, target_box, source, source_box, accumulate=accumulate)
+
+    def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        sum_pixels(self._runtime, target, source, scale)
+
+    def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
+        spread_pixels(self._runtime, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
@@ -169,17 +176,17 @@ class CudaArithmetic(Arithmetic):
         return CudaMomentDescent(self._runtime, data, gradient, first, second, shadow, rule)
 
 
-def _flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-    """Enqueue a kernel of flat arrays, of which a thread takes `width` elements at once."""
-    grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
-    runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
-
-
 def _add(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, sign: float) -> None:
     _check_sizes(target, source)
     assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
     width = pack_width(target.itemsize, 0, (target, source))
-    _flat(runtime, f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+    _launch_flat(runtime, f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+
+
+def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
+    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once where there are so many."""
+    grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
+    runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
 
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:

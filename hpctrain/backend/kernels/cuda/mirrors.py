@@ -33,10 +33,24 @@ class CudaTransit:
 
 @dataclass
 class _Place:
-    """The mirror of one array, and the event behind the latest copies from it, if any."""
+    """The mirror of the memory of an array, and the event behind the latest copies from it, if any.
 
-    mirror: np.ndarray
+    pointer: where the array begins on the device. memory: pinned, uint8, as long as the array.
+    """
+
+    pointer: int
+    memory: np.ndarray
     read: DeviceEvent | None = None
+
+    def has(self, array: Array) -> bool:
+        """Whether all of the array lies in this one."""
+        return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
+
+    def mirror(self, array: Array) -> np.ndarray:
+        """The part of the mirror that is an array's, flat."""
+        begin = array.pointer - self.pointer
+        part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
+        return part
 
 
 class CudaMirrors:
@@ -48,20 +62,37 @@ class CudaMirrors:
         self._to_host = runtime.device.stream("to the host")
         self._from_host = runtime.device.stream("from the host")
         self._places: dict[tuple[int, int], _Place] = {}  # by address and bytes of an array
+        self._covered: list[_Place] = []
         self._events: list[DeviceEvent] = []
 
     def mirror(self, array: Array) -> np.ndarray:
         key = array.pointer, array.nbytes
         if key not in self._places:
-            mirror = self._runtime.device.pinned(array.nbytes).view(host_dtype(array))
-            self.pinned_bytes += array.nbytes
-            self._places[key] = _Place(mirror)
+            covered = next((place for place in self._covered if place.has(array)), None)
+            self._places[key] = self._place(array) if covered is None else covered
         place = self._places[key]
         if place.read is not None:
             place.read.synchronize()
             self._events.append(place.read)
             place.read = None
-        return place.mirror
+        return place.mirror(array)
+
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        old = [] if instead_of is None else [place for place in self._covered if place.pointer == instead_of.pointer]
+        for place in old:
+            self._forget(place)
+        self._covered.append(self._place(array))
+
+    def _forget(self, place: _Place) -> None:
+        if place.read is not None:
+            place.read.synchronize()  # or its memory would be given back while it is copied from
+        self._covered.remove(place)
+        self._places = {key: other for key, other in self._places.items() if other is not place}
+        self.pinned_bytes -= place.memory.nbytes
+
+    def _place(self, array: Array) -> _Place:
+        self.pinned_bytes += array.nbytes
+        return _Place(array.pointer, self._runtime.device.pinned(array.nbytes))
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> CudaTransit:
         begun = self._event()
@@ -83,8 +114,9 @@ class CudaMirrors:
             if transit.copied is None:  # else the host has seen that the work before the operation is done
                 self._from_host.wait(transit.begun)
             place, flat, arrived = self._places[array.pointer, array.nbytes], array.reshape(-1), self._event()
+            mirror = place.mirror(array)
             for begin, end in intervals:
-                self._runtime.device.upload(self._from_host, flat[begin:end], place.mirror[begin:end])
+                self._runtime.device.upload(self._from_host, flat[begin:end], mirror[begin:end])
                 self.copied.from_host += (end - begin) * array.itemsize
             self._from_host.record(arrived)
             self._runtime.stream.wait(arrived)

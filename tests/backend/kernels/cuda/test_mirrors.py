@@ -89,6 +89,55 @@ def test_mirrors_are_used_again(emulated_device: EmulatedDeviceFactory) -> None:
     assert mirrors.pinned_bytes == 80
 
 
+#: of the shared buffer: where what leaves ends, and where what arrives does; some ranks only receive
+_PARTS = [(20, 40), (0, 60), (5, 64), (0, 40), (0, 60), (50, 60)]
+
+
+def _covered(device: EmulatedDevice) -> list[np.ndarray]:
+    """Operations one after the other on parts of one buffer that overlap, as those of a split group: what each has brought."""
+    kernels = _kernels(device)
+    arithmetic, mirrors = kernels.arithmetic, kernels.arithmetic.mirrors()
+    buffer = _upload(kernels, np.zeros(64))
+    mirrors.cover(buffer)
+    found = []
+    for step, (middle, end) in enumerate(_PARTS):
+        sent, received = buffer[:middle], buffer[middle:end]
+        arithmetic.fill(sent, float(step + 1))  # packs, behind what the operation before has brought
+        leaving, arriving = mirrors.mirror(sent), mirrors.mirror(received)
+        transit = mirrors.leave([(leaving, sent)] if middle else [])
+        while not transit.on_host():
+            pass
+        arriving[:] = leaving[0] * 10 if middle else (step + 1) * 10
+        mirrors.arrive(transit, received, [(0, received.size)])
+        found.append(empty(kernels, (received.size,), "float64"))
+        arithmetic.copy(found[-1], received)  # unpacks
+    assert mirrors.pinned_bytes == buffer.nbytes
+    return [take(kernels, kept) for kept in found]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_arrays_inside_of_one_that_is_covered_share_its_mirror(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
+    for step, (found, (middle, end)) in enumerate(zip(_covered(emulated_device(seed)), _PARTS, strict=True)):
+        np.testing.assert_array_equal(found, np.full(end - middle, 10.0 * (step + 1)))
+
+
+def test_each_wait_of_a_shared_mirror_matters(emulated_device: EmulatedDeviceFactory) -> None:
+    device = emulated_device(0)
+    _covered(device)
+    places: dict[str, list[int]] = {}
+    for number, text in enumerate(device.waits):
+        if "mirrors" in text:
+            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
+    assert len(places) == 5, f"three of streams, and two of the host: {sorted(places)}"
+
+    def wrong(seed: int, number: int) -> bool:
+        found = _covered(emulated_device(seed, ignored_wait=number))
+        return any(not np.array_equal(part, np.full(part.size, 10.0 * (step + 1))) for step, part in enumerate(found))
+
+    for place, numbers in places.items():
+        assert any(wrong(seed, number) for seed in range(8) for number in numbers), place
+
+
 def test_bfloat16_travels_as_its_bits(emulated_device: EmulatedDeviceFactory) -> None:
     mirrors = _kernels(emulated_device()).arithmetic.mirrors()
     assert isinstance(mirrors, CudaMirrors)

@@ -1,0 +1,343 @@
+"""Layers that ranks with an emulated device each split: the numbers of one rank of NumPy in float64, whatever is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.kernels.base import KernelSet, StepContext
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.loader import Batch
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import DivergedError
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.program import Program
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph
+from hpctrain.parallel.redistribute import RedistributeOperator
+from hpctrain.parallel.transfer import moved, moved_back
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
+from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.training import Result, Task, batches, made_up, replica_of, result_of, train
+
+TOLERANCE = 1e-10
+
+_MIXED = {
+    "plain": {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc1": Parallelism.MODEL, "fc2": Parallelism.BATCH},
+    "residual": {"layer2.*": Parallelism.MODEL, "fc": Parallelism.MODEL},
+    "narrow": {"conv": Parallelism.MODEL, "fc*": Parallelism.MODEL},
+}
+MODELS: dict[str, Callable[[], Layer]] = {
+    "plain": partial(nets.plain, dropout=0.3),
+    "residual": nets.residual,
+    "narrow": partial(nets.narrow, classes=5),
+}
+OPTIMIZERS: list[Callable[[], Optimizer]] = [
+    partial(Sgd, momentum=0.9, weight_decay=1e-3),
+    partial(Sgd, momentum=0.8, nesterov=True, clip_norm=0.5),
+    partial(Lars, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.1),
+    partial(Adamw, epsilon=0.1, beta2=0.9, weight_decay=1e-3),
+]
+STRATEGIES: list[tuple[type, dict[str, Any]]] = [
+    (Sharded, {"bucket_bytes": 2000}),
+    (Bucketed, {"bucket_bytes": 2000}),
+    (Priority, {"slice_parameters": 400}),
+    (Lazy, {"max_interval": 1}),
+    (Blocking, {}),
+]
+
+
+def plan_of(model: str, kind: str, rows: int, cols: int) -> ParallelPlan:
+    """One of the kinds of plans on a grid; "early" lets halos travel while interiors are computed."""
+    if kind == "mixed":
+        return ParallelPlan(rows, cols, Parallelism.DOMAIN, _MIXED[model])
+    if kind == "tiles":
+        return ParallelPlan(rows, cols, Parallelism.DOMAIN, tiles=(1, rows))
+    if kind == "early":
+        names = frozenset(full for full, _ in MODELS[model]().walk())
+        return ParallelPlan(rows, cols, Parallelism.DOMAIN, overlapped=names)
+    return ParallelPlan(rows, cols, Parallelism(kind))
+
+
+def task_of(model: str, kind: str, rows: int, cols: int, **changes: Any) -> Task:
+    """37 samples in batches of 8: uneven shares, and a last batch that some ranks have nothing of."""
+    task = Task(MODELS[model], NumpyKernelSet(), OPTIMIZERS[0], steps=5, plan=plan_of(model, kind, rows, cols))
+    return replace(task, **changes)
+
+
+def kernels_on(device: EmulatedDevice) -> CudaKernelSet:
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+
+
+def trained(
+    task: Task, strategy: tuple[type, dict[str, Any]], kernels: Callable[[int], KernelSet], *, seed: int | None = None
+) -> list[Result]:
+    kind, options = strategy
+
+    def program(comm: ThreadCommunicator) -> Result:
+        of_rank = replace(task, kernels=kernels(comm.rank))
+        return train(of_rank, comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options)
+
+    return run_virtual(task.plan.rows * task.plan.cols, program, seed=seed)
+
+
+def alone(task: Task) -> Result:
+    return trained(replace(task, plan=ParallelPlan()), (Blocking, {}), lambda rank: NumpyKernelSet())[0]
+
+
+def assert_close(result: Result, expected: Result) -> None:
+    for ours, theirs in ((result.parameters, expected.parameters), (result.statistics, expected.statistics)):
+        assert ours.keys() == theirs.keys()
+        for name, aim in theirs.items():
+            limit = TOLERANCE * max(1.0, float(np.abs(aim).max(initial=0.0)))
+            assert np.abs(ours[name] - aim).max(initial=0.0) <= limit, name
+    for one, other in zip(result.totals, expected.totals, strict=True):
+        assert (one.top1, one.count) == (other.top1, other.count)
+        assert abs(one.loss - other.loss) <= TOLERANCE * abs(other.loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "domain", "mixed", "tiles", "early"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2), (3, 1)], ids=lambda grid: "x".join(map(str, grid)))
+def test_a_training_is_that_of_one_rank_of_numpy(
+    grid: tuple[int, int], model: str, kind: str, emulated_device: EmulatedDeviceFactory
+) -> None:
+    rows, cols = grid
+    seed = 7 * rows + 3 * cols + 11 * list(MODELS).index(model) + len(kind)
+    task = task_of(model, kind if rows > 1 else "batch", rows, cols, optimizer=OPTIMIZERS[seed % 4])
+    devices = [emulated_device(seed + rank) for rank in range(rows * cols)]
+    results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(devices[rank]), seed=seed)
+    expected = alone(task)
+    for result in results:
+        assert_close(result, expected)
+    for device in devices:
+        device.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
+    """Uneven micro-batches, norms over both groups of parameters, and batches of which a split group has no sample."""
+    model, kind = list(MODELS)[seed % 3], ("mixed", "early", "model", "domain")[seed % 4]
+    rows, cols = ((2, 1), (3, 1), (2, 2))[seed // 4 % 3]
+    changes: dict[str, Any] = {"micro_batches": 1 + seed % 2} if model != "residual" else {}
+    task = task_of(model, kind, rows, cols, optimizer=OPTIMIZERS[seed % 4], **changes)
+    results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
+    assert_close(results[0], alone(task))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "kind", "batch"), [((3, 1), "domain", 2), ((2, 2), "model", 3), ((3, 1), "early", 8)])
+def test_ranks_and_parts_without_anything(
+    grid: tuple[int, int], kind: str, batch: int, emulated_device: EmulatedDeviceFactory
+) -> None:
+    """Fewer samples than ranks; and images of two rows, of which a third rank has none."""
+    shape = (9, 7, 3) if batch < 8 else (2, 7, 3)
+    task = task_of("narrow", kind, *grid, batch=batch, samples=2 * batch + 1, image_shape=shape)
+    results = trained(task, STRATEGIES[0], lambda rank: kernels_on(emulated_device(rank)), seed=batch)
+    expected = alone(task)
+    for result in results:
+        assert_close(result, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "early"])
+def test_every_place_that_waits_matters(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
+    """Passes of two ranks, one of which leaves a wait of its moves out, end otherwise for some order of the work.
+
+    Averaging waits at the same places: so there is none, and each rank keeps its own gradients. Two waits are left to
+    test_mirrors: that before a mirror is used again, and that of a rank which only receives, into a place that is still read.
+    """
+    task = task_of("plain", kind, 2, 1, steps=2)
+    made: list[EmulatedDevice] = []
+
+    def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> KernelSet:
+        device = emulated_device(seed + rank, ignored_wait=ignored_wait if rank == 0 else None)
+        made.extend([device] if rank == 0 else [])
+        return kernels_on(device)
+
+    expected = passes(task, kernels)
+    places: dict[str, list[int]] = {}
+    for number, text in enumerate(made[0].waits):
+        if "mirrors" in text and not text.startswith("from the host") and not text.endswith((".mirror", "._forget")):
+            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
+    assert len(places) == 3, sorted(places)
+
+    def fails(seed: int, number: int) -> bool:
+        try:
+            found = passes(task, partial(kernels, ignored_wait=number, seed=seed))
+        except (EmulatedDeviceError, DivergedError, ValueError):
+            return True
+        return any(not np.array_equal(found[name], values) for name, values in expected.items())
+
+    for place, numbers in places.items():
+        trials = ((seed, number) for seed in range(1, 5) for number in numbers[:: max(1, len(numbers) // 12)])
+        assert any(fails(seed, number) for seed, number in trials), place
+
+
+def passes(task: Task, kernels: Callable[..., KernelSet]) -> dict[str, np.ndarray]:
+    """The gradients of the first rank after forward and backward passes over a few batches, whose sums stay its own."""
+
+    def program(comm: ThreadCommunicator) -> dict[str, np.ndarray]:
+        replica = replica_of(replace(task, kernels=kernels(comm.rank)), comm, virtual_engine(comm), Blocking)
+        found = {}
+        for number, batch in enumerate(batches(task, comm.rank, comm.size, replica.tiles)):
+            run = replica.network.program(batch.share.counts, training=True)
+            forward_and_backward(run, batch)
+            for name, parameter in replica.network.parameters.items():
+                found[f"{number} {name}"] = np.array(replica.network.kernels.arithmetic.to_host(parameter.grad))
+        return found
+
+    return run_virtual(2, program)[0]
+
+
+def forward_and_backward(run: Program, batch: Batch) -> None:
+    """A step without its update."""
+    run.set_input(batch.x)
+    run.forward(StepContext(sample_ids=batch.sample_ids, global_count=batch.global_count))
+    sums = run.loss(batch.y, batch.global_count)
+    run.backward()
+    sums.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "domain", "mixed", "early"])
+@pytest.mark.parametrize("grid", [(2, 1), (3, 1), (2, 2)], ids=lambda grid: "x".join(map(str, grid)))
+def test_bytes_over_the_bus_are_those_of_the_plan(
+    grid: tuple[int, int], kind: str, emulated_device: EmulatedDeviceFactory
+) -> None:
+    """In integers: what a rank sends leaves, what it receives arrives, in forward and, the other way round, in backward."""
+    task = task_of("residual" if kind == "early" else "plain", kind, *grid)
+
+    def program(comm: ThreadCommunicator) -> None:
+        kernels = kernels_on(emulated_device(comm.rank))
+        replica = replica_of(replace(task, kernels=kernels), comm, virtual_engine(comm), Blocking)
+        network, distribution = replica.network, replica.distribution
+        assert distribution is not None
+        sent = received = 0
+        early: dict[tuple[int, ...], int] = {}  # elements of messages with memory of their own, by program
+        for batch in batches(task, replica.groups.position, comm.size, replica.tiles):
+            counts = batch.share.counts
+            run = network.program(counts, training=True)
+            forward_and_backward(run, batch)
+            partitioned = distribution.partitioned(network.graph(sum(counts)), counts)
+            for there, back in words(partitioned, distribution.group.rank):
+                sent, received = sent + there, received + back
+            moves = [step.operator for step in run.steps if isinstance(step.operator, RedistributeOperator)]
+            early[counts] = sum(move.share.send_size + move.share.receive_size for move in moves if move.begins_early)
+        assert sent > 0
+        assert (sum(early.values()) > 0) == (kind == "early")
+        mirrors = kernels.arithmetic.mirrors()
+        assert (mirrors.copied.to_host, mirrors.copied.from_host) == (8 * sent, 8 * received)
+        assert mirrors.pinned_bytes == distribution.group.buffer_bytes + 8 * sum(early.values())
+
+    run_virtual(grid[0] * grid[1], program)
+
+
+def words(graph: PartitionedGraph, rank: int) -> Iterator[tuple[int, int]]:
+    """(sent, received) of a rank in each pass of each move. No gradient goes back to what has no parameters before it."""
+    trained = {0: False}
+    for step in graph.steps:
+        parameters = step.node is not None and bool(step.node.parameters)
+        trained[step.output] = parameters or any(trained[tensor] for tensor in step.inputs)
+        if step.move is not None:
+            there, back = moved(*step.move)[rank], moved_back(*step.move)[rank]
+            yield (back, there) if step.summed else (there, back)
+            if trained[step.inputs[0]]:
+                yield (there, back) if step.summed else (back, there)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "early"])
+def test_steps_allocate_nothing_and_wait_where_it_is_said(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
+    task = task_of("residual", kind, 2, 1, steps=9, samples=40)
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+
+    def program(comm: ThreadCommunicator) -> list[str]:
+        device = emulated_device(comm.rank)
+        of_rank = replace(task, kernels=kernels_on(device))
+        replica = replica_of(of_rank, comm, virtual_engine(comm), Sharded, nominal_batch=8, bucket_bytes=2000, replan=False)
+        for step, batch in enumerate(batches(task, comm.rank, comm.size, replica.tiles)):
+            replica.step(batch, task.lr)
+            replica.settle()
+            if step == 4:
+                device.seal()
+                device.counters.synchronisations.clear()
+        replica.drain()
+        for _, function in device.counters.synchronisations:
+            assert f"`{'.'.join(function.split('.')[-2:])}`" in page, function
+        return device.counters.late_allocations
+
+    assert run_virtual(2, program) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "mixed"])
+def test_checkpoints_and_evaluations_are_those_of_whole_layers(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
+    """A training goes on to the last bit on the same grid; its content is whole, and another grid evaluates it alike."""
+    task = task_of("residual", kind, 2, 1, steps=6, checks=CheckCadence(1, 1))
+    images, labels, _ = made_up(task)
+
+    def evaluated(replica: Replica) -> RunningSums:
+        order = Sampler(len(images), task.batch, shuffle=False)
+        return replica.evaluate(ArrayLoader(images, labels, order, **replica.place))
+
+    def program(comm: ThreadCommunicator) -> tuple[Result, Result, CheckpointContent, RunningSums]:
+        parts = []
+        for interrupted in (False, True):
+            device = emulated_device(comm.rank + 10 * interrupted)
+            of_rank = replace(task, kernels=kernels_on(device))
+            replica = replica_of(of_rank, comm, virtual_engine(comm), Sharded, nominal_batch=8)
+            for step, batch in enumerate(batches(task, comm.rank, comm.size, replica.tiles)):
+                replica.step(batch, task.lr)
+                if step == 2 and interrupted:
+                    replica.settle()
+                    replica.require_alike()
+                    content = replica.state(Position(), {})
+                    replica = replica_of(of_rank, comm, virtual_engine(comm), Sharded, nominal_batch=8)
+                    replica.load(content)
+            replica.settle()
+            replica.require_alike()
+            parts.append(result_of(replica))
+        return (*parts, replica.state(Position(), {}), evaluated(replica))  # type: ignore[return-value]
+
+    for whole, resumed, content, sums in run_virtual(2, program, seed=3):
+        for name, values in (whole.parameters | whole.statistics).items():
+            np.testing.assert_array_equal((resumed.parameters | resumed.statistics)[name], values, err_msg=name)
+
+        def on_one(comm: ThreadCommunicator, content: CheckpointContent = content) -> RunningSums:
+            replica = replica_of(replace(task, plan=ParallelPlan()), comm, virtual_engine(comm), Sharded, nominal_batch=8)
+            replica.load(content)
+            return evaluated(replica)
+
+        (expected,) = run_virtual(1, on_one)
+        assert (sums.count, sums.top1) == (expected.count, expected.top1)
+        assert abs(sums.loss - expected.loss) <= TOLERANCE * expected.loss
