@@ -103,9 +103,12 @@ class TwoLevel:
     All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
     handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
     communicator sees the same order on every rank, whatever is complete first. Making it is collective.
+
+    Args:
+        make: (elements, an array like them) -> a buffer of what is summed within a node; by default one of NumPy's.
     """
 
-    def __init__(self, flat: Communicator, two: Levels) -> None:
+    def __init__(self, flat: Communicator, two: Levels, make: Callable[[int, Array], Array] | None = None) -> None:
         self.rank, self.size, self.name, self.world_ranks = flat.rank, flat.size, flat.name, flat.world_ranks
         self.flat, self.levels = flat, two
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
@@ -116,7 +119,7 @@ class TwoLevel:
         self._gather_within = _split(flat, self._node, f"{flat.name} within nodes")
         self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._reductions, self._gathers = Stages(), Stages()
-        self._spare = SpareBuffers()
+        self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
         """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.

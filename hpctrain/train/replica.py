@@ -12,6 +12,7 @@ from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import Transport
 from hpctrain.data.loader import Batch, BatchSource, Place
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
@@ -68,7 +69,7 @@ class Replica:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
-        loop: as given.
+        loop: as given. transport: of arrays that lie on a device; may be set until `agree`.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -107,6 +108,7 @@ class Replica:
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
+        self.transport: Transport = "staged"
         self.global_step, self.lr = 0, 0.0
         self._current_lr, self._finite_at_step = 0.0, -1
         self.kept_step: int | None = None
@@ -121,7 +123,7 @@ class Replica:
             CollectiveMismatchError: ranks with different schedules.
         """
         averagers = self.averagers = make_averagers(
-            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}
+            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self.transport
         )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:

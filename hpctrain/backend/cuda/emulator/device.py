@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,10 +20,12 @@ from hpctrain.backend.cuda.emulator.counters import DeviceCounters
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.emulator.gemm import check_product, product
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+from hpctrain.backend.cuda.emulator.links import EmulatedLinks, Exchange
 from hpctrain.backend.cuda.emulator.memory import Heap, borrowed, bytes_of
 from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
 from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
 from hpctrain.backend.cuda.emulator.work import Work
+from hpctrain.backend.device_messages import Peers
 
 #: named where memory is found damaged
 _MOST_RECENT = 20
@@ -37,7 +40,7 @@ class EmulatedDevice:
             needs the wait are then wrong for most seeds.
 
     Attributes:
-        counters: of what was enqueued, waited for and allocated.
+        identity: no other device has it. counters: of what was enqueued, waited for and allocated.
     """
 
     name = "emulated"
@@ -48,6 +51,7 @@ class EmulatedDevice:
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def __init__(self, seed: int = 0, *, ignored_wait: int | None = None) -> None:
+        self.identity = f"emulated {uuid.uuid4().hex}"
         self.counters = DeviceCounters()
         self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
@@ -117,6 +121,7 @@ class EmulatedDevice:
         *,
         reads: tuple[np.ndarray, ...] = (),
         writes: tuple[np.ndarray, ...] = (),
+        goes_on: Callable[[], bool] | None = None,
     ) -> None:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
 
@@ -124,7 +129,7 @@ class EmulatedDevice:
             self._recent.append(text)
             action()
 
-        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes))
+        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
 
     def _check_memory(self) -> None:
         recent, self._recent = self._recent[-_MOST_RECENT:], []
@@ -182,8 +187,23 @@ class EmulatedDevice:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
         return capturing(self._streams, stream)
 
+    def group_fault(self) -> str | None:
+        return None
+
+    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
+        assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
+
+        def enqueue(text: str, exchange: Exchange, kept: Sequence[DeviceArray]) -> None:
+            self._enqueue(stream, _nothing, text, kept, goes_on=exchange.advance)
+
+        return EmulatedLinks(peers, enqueue, self._heap.require)
+
     def memory_used(self) -> int:
         return self._heap.used_bytes
+
+
+def _nothing() -> None:
+    """The end of what is done in steps."""
 
 
 def _require_equal(target_bytes: int, source_bytes: int) -> None:

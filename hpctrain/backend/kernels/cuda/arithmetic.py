@@ -13,6 +13,7 @@ from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
 from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
+from hpctrain.backend.kernels.cuda.messages import CudaMessages
 from hpctrain.backend.kernels.cuda.mirrors import CudaMirrors
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.kernels.cuda.staging import Staging
@@ -49,12 +50,19 @@ class CudaArithmetic(Arithmetic):
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
         self._mirrors: CudaMirrors | None = None
+        self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
         """Made at the first call: a rank that is alone has none, and no streams for them."""
         if self._mirrors is None:
             self._mirrors = CudaMirrors(self._runtime)
         return self._mirrors
+
+    def messages(self) -> CudaMessages:
+        """Made at the first call."""
+        if self._messages is None:
+            self._messages = CudaMessages(self._runtime)
+        return self._messages
 
     def zeros(self, size: int, dtype: str) -> DeviceArray:
         return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
