@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.comm.base import Array
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 #: NumPy's characters of the dtypes of a device; bfloat16 travels as its bits
 _CHARS = {"float32": "f", "float64": "d", "bfloat16": "H", "uint8": "B"}
@@ -37,17 +34,15 @@ class MpiBuffers:
             "H": mpi.UINT16_T,
         }
 
-    def whole(self, array: Array) -> tuple[Any, MPI.Datatype]:
-        """All elements of a C-contiguous array."""
+    def whole(self, array: Array) -> tuple[Any, Any]:
+        """All elements of a C-contiguous array, with MPI's datatype."""
         datatype = self._types[dtype_char(array)]
         if isinstance(array, DeviceArray):
             return self._mpi.buffer.fromaddress(array.pointer, array.nbytes), datatype
         assert array.flags.c_contiguous, "a buffer is C-contiguous"
         return array, datatype
 
-    def others_parts(
-        self, array: Array, counts: Sequence[int], rank: int
-    ) -> tuple[Any, tuple[list[int], list[int]], MPI.Datatype]:
+    def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
         """A buffer in pieces, of which this rank's own is left out and keeps its place."""
         buffer, datatype = self.whole(array)
         places = list(accumulate(counts, initial=0))[:-1]

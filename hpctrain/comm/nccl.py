@@ -52,8 +52,8 @@ class NcclHandle:
 class NcclCommunicator:
     """Implements `Communicator` for arrays of a device, by NCCL, and of the host, by another communicator.
 
-    Operations on arrays of the host, messages, barriers, objects and splits go to that one, and have an order of their own. (NCCL's
-    messages hold up the stream until they are received: two ranks that send before they receive would wait for each other.)
+    Operations on arrays of the host, messages, barriers, objects and splits go to that one, and have an order of their own. (With
+    NCCL a message holds up the stream until it is received: two ranks that send before they receive would wait for each other.)
     Operations of several communicators must be enqueued in one order on all ranks, so a run puts all of a group on one.
 
     Args:

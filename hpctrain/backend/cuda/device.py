@@ -143,6 +143,18 @@ class TimedPlans(Protocol):
         ...
 
 
+class LinkMaker(Protocol):
+    """The part of a device that joins others."""
+
+    def fault(self) -> str | None:
+        """Why this device cannot exchange arrays with others by itself, in one clause; None where it can."""
+        ...
+
+    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
+        """This device's links to those of its peers, whose work is enqueued on that stream. Collective; waits for all of them."""
+        ...
+
+
 class Device(Protocol):
     """A GPU, or what stands in for one.
 
@@ -151,6 +163,7 @@ class Device(Protocol):
         multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.
+        groups: joins it with others.
     """
 
     name: str
@@ -160,6 +173,9 @@ class Device(Protocol):
     dtypes: tuple[str, ...]
     memory_bytes: int
     versions: Mapping[str, str]
+
+    @property
+    def groups(self) -> LinkMaker: ...
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
@@ -214,14 +230,6 @@ class Device(Protocol):
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
         """Inside: what is enqueued on `stream` is recorded and not done. Allocating and waiting are refused."""
-        ...
-
-    def group_fault(self) -> str | None:
-        """Why this device cannot exchange arrays with others by itself, in one clause; None where it can."""
-        ...
-
-    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """This device's links to those of its peers, whose work is enqueued on that stream. Collective; waits for all of them."""
         ...
 
     def memory_used(self) -> int:

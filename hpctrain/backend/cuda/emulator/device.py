@@ -20,12 +20,11 @@ from hpctrain.backend.cuda.emulator.counters import DeviceCounters
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.emulator.gemm import check_product, product
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
-from hpctrain.backend.cuda.emulator.links import EmulatedLinks, Exchange
+from hpctrain.backend.cuda.emulator.links import EmulatedGroups
 from hpctrain.backend.cuda.emulator.memory import Heap, borrowed, bytes_of
 from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
 from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
 from hpctrain.backend.cuda.emulator.work import Work
-from hpctrain.backend.device_messages import Peers
 
 #: named where memory is found damaged
 _MOST_RECENT = 20
@@ -56,6 +55,7 @@ class EmulatedDevice:
         self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
+        self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
         self._recent: list[str] = []  # work since memory was checked
@@ -187,23 +187,8 @@ class EmulatedDevice:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
         return capturing(self._streams, stream)
 
-    def group_fault(self) -> str | None:
-        return None
-
-    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
-        assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
-
-        def enqueue(text: str, exchange: Exchange, kept: Sequence[DeviceArray]) -> None:
-            self._enqueue(stream, _nothing, text, kept, goes_on=exchange.advance)
-
-        return EmulatedLinks(peers, enqueue, self._heap.require)
-
     def memory_used(self) -> int:
         return self._heap.used_bytes
-
-
-def _nothing() -> None:
-    """The end of what is done in steps."""
 
 
 def _require_equal(target_bytes: int, source_bytes: int) -> None:

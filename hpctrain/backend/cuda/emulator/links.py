@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hpctrain.backend.cuda.device import DeviceStream
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.emulator.memory import borrowed, bytes_of, on_host
@@ -65,18 +66,42 @@ class Exchange:
             self.waiting = list(step)
 
 
+class EmulatedGroups:
+    """Implements `LinkMaker` of one emulated device.
+
+    Args:
+        enqueue: as the device enqueues work. require: fails for arrays that do not lie in memory that is in use.
+    """
+
+    def __init__(self, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
+        self._enqueue, self._require = enqueue, require
+
+    def fault(self) -> str | None:
+        return None
+
+    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
+        def enqueue(exchange: Exchange, kept: Sequence[DeviceArray]) -> None:
+            self._enqueue(stream, _nothing, "links", kept, goes_on=exchange.advance)
+
+        return EmulatedLinks(peers, enqueue, self._require)
+
+
+def _nothing() -> None:
+    """The end of what is done in steps."""
+
+
 class EmulatedLinks:
     """Implements `DeviceLinks` of one emulated device.
 
     Args:
-        peers: their processes. enqueue: takes the words of a piece of work, its exchange and its arrays, for the stream of the
-            links. require: fails for arrays that do not lie in memory that is in use.
+        peers: their processes. enqueue: takes a piece of work and its arrays, for the stream of the links. require: fails for
+            arrays that do not lie in memory that is in use.
     """
 
     def __init__(
         self,
         peers: Peers,
-        enqueue: Callable[[str, Exchange, Sequence[DeviceArray]], None],
+        enqueue: Callable[[Exchange, Sequence[DeviceArray]], None],
         require: Callable[..., None],
     ) -> None:
         self._peers, self._enqueue, self._require = peers, enqueue, require
@@ -123,7 +148,7 @@ class EmulatedLinks:
     def _put(self, calls: Sequence[tuple[_Call, tuple[DeviceArray, ...]]]) -> None:
         if calls:
             kept = [array for _, arrays in calls for array in arrays]
-            self._enqueue("links", Exchange(self._steps([call for call, _ in calls])), kept)
+            self._enqueue(Exchange(self._steps([call for call, _ in calls])), kept)
 
     def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
         """Compare what all ranks have enqueued, move arrays, add up."""

@@ -86,16 +86,10 @@ class CudaArithmetic(Arithmetic):
         )
 
     def add(self, target: Array, source: Array) -> None:
-        self._add(target, source, 1.0)
+        self._flat(*_sum(target, source, 1.0))
 
     def subtract(self, target: Array, source: Array) -> None:
-        self._add(target, source, -1.0)
-
-    def _add(self, target: DeviceArray, source: DeviceArray, sign: float) -> None:
-        _check_sizes(target, source)
-        assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-        width = pack_width(target.itemsize, 0, (target, source))
-        self._flat(f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+        self._flat(*_sum(target, source, -1.0))
 
     def _flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
         grid = grid_for(-(-target.size // width), self._runtime.threads, self._runtime.device.multiprocessors)
@@ -170,6 +164,14 @@ class CudaArithmetic(Arithmetic):
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
     assert target.size == source.size, f"{source.size} elements do not fit {target!r}"
+
+
+def _sum(target: DeviceArray, source: DeviceArray, sign: float) -> tuple[str, int, DeviceArray, DeviceArray, np.generic]:
+    """The kernel of target := target + sign * source, with its width and its arguments."""
+    _check_sizes(target, source)
+    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+    width = pack_width(target.itemsize, 0, (target, source))
+    return f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign)
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:

@@ -49,7 +49,8 @@ class CudaGroup:
     """
 
     def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:
-        self._runtime, self.links, self._stream, self._pool = runtime, links, stream, pool
+        self.links: DeviceLinks = links
+        self._runtime, self._stream, self._pool = runtime, stream, pool
 
     def wait_for_kernels(self) -> None:
         event = self._pool.take()
@@ -65,22 +66,19 @@ class CudaMessages:
     """Implements `DeviceMessages` on one device."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
+        self.identity = runtime.device.identity
         self._runtime = runtime
         self._pool = EventPool(runtime)
         self._stream: DeviceStream | None = None
-
-    @property
-    def identity(self) -> str:
-        return self._runtime.device.identity
 
     def mark(self) -> CudaMark:
         return CudaMark(self._pool, self._runtime.stream)
 
     def group_fault(self) -> str | None:
-        return self._runtime.device.group_fault()
+        return self._runtime.device.groups.fault()
 
     def join(self, peers: Peers) -> CudaGroup:
         if self._stream is None:
             self._stream = self._runtime.device.stream("between devices")
-        links = self._runtime.device.join(peers, self._stream)
+        links = self._runtime.device.groups.join(peers, self._stream)
         return CudaGroup(self._runtime, links, self._stream, self._pool)

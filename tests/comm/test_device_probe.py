@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.cuda import choose
-from hpctrain.comm import mpi
-from hpctrain.doctor import gpu_probe
-from hpctrain.doctor.subjects.gpu import AWARE, UNAWARE, UNTRIED
+from hpctrain.comm import device_probe, mpi
+from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
 from hpctrain.errors import BackendError, MissingLibraryError
 
 
@@ -28,6 +27,9 @@ class _Device:
 
     def stream(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: None)
+
+    def pinned(self, size_bytes: int) -> np.ndarray:
+        return np.zeros(size_bytes, np.uint8)
 
     def upload(self, stream: object, target: SimpleNamespace, source: np.ndarray) -> None:
         self.memory[target.number][...] = source
@@ -53,22 +55,22 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_messages_that_arrive_are_compared(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_probe.outcome() == AWARE  # through MPI itself: this process's memory is what it can take
+    assert device_probe.outcome() == AWARE  # through MPI itself: this process's memory is what it can take
     monkeypatch.setattr(mpi, "send_to_itself", lambda *words: None)
-    assert gpu_probe.outcome() == f"{UNAWARE}: the bytes that arrived are others"
+    assert device_probe.outcome() == f"{UNAWARE}: the bytes that arrived are others"
 
 
 def test_a_gpu_that_cannot_be_used_is_told(cupy: Any) -> None:
     cupy.CupyDevice = _NoDevice
-    assert gpu_probe.outcome() == f"{UNAWARE}: GPU 0 cannot be used: no driver."
+    assert device_probe.outcome() == f"{UNAWARE}: GPU 0 cannot be used: no driver."
 
 
 def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "cupy_is_installed", lambda: False)
-    assert gpu_probe.outcome() == UNTRIED
+    assert device_probe.outcome() == UNTRIED
 
     def missing(seconds: float) -> None:
         raise MissingLibraryError("There is none.")
 
     monkeypatch.setattr(mpi, "world", missing)
-    assert gpu_probe.outcome() == UNTRIED
+    assert device_probe.outcome() == UNTRIED
