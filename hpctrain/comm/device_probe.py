@@ -23,6 +23,7 @@ AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
 #: what Cray's library says where it is asked for GPUs and has not what it needs for them
 GTL_WORDS = "GTL library is not linked"
 
+_COMMAND = ("-m", "hpctrain.comm.device_probe")
 _SECONDS = 20.0
 _DEADLINE_SECONDS = 15.0
 _BYTES = 1 << 16
@@ -30,10 +31,14 @@ _BYTES = 1 << 16
 
 def trial() -> str:
     """AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process. Not once MPI has started here."""
-    command = [sys.executable, "-m", "hpctrain.comm.device_probe"]
     try:
         done = subprocess.run(
-            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_SECONDS, check=False
+            [sys.executable, *_COMMAND],
+            env=without_launcher(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{UNAWARE}: {type(error).__name__}"

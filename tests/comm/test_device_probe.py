@@ -74,3 +74,42 @@ def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mpi, "world", missing)
     assert device_probe.outcome() == UNTRIED
+
+
+def test_last_lines() -> None:
+    assert device_probe.last_line("a\n b \n\n") == "b"
+    assert device_probe.last_line("\n") == "it said nothing"
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_what_the_process_says_is_told_whatever_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says its word and ends; or MPI ends it, with or without words of GPUs; or it does not end."""
+
+    def says(*words: str, code: int = 0) -> None:
+        program = f"import sys; print({chr(10).join(words)!r}); sys.exit({code})"
+        monkeypatch.setattr(device_probe, "_COMMAND", ("-c", program))
+
+    says("aware")
+    assert device_probe.trial() == AWARE
+    says("first", "Fatal error in MPI_Sendrecv", code=11)
+    assert device_probe.trial() == f"{UNAWARE}: Fatal error in MPI_Sendrecv"
+    says("abort", device_probe.GTL_WORDS, code=1)
+    assert device_probe.trial() == f"abort\n{device_probe.GTL_WORDS}"
+    monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert device_probe.trial() == f"{UNAWARE}: it said nothing"
+    monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(device_probe, "_SECONDS", 0.2)
+    assert device_probe.trial() == f"{UNAWARE}: TimeoutExpired"
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_the_process_is_an_mpi_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beneath a launcher, whose ranks it must not disturb: without CuPy it says that it has tried nothing."""
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_FD", "999")
+    found = device_probe.trial()
+    assert found in (UNTRIED, AWARE) or found.startswith(UNAWARE)
+    assert choose.cupy_is_installed() or found == UNTRIED

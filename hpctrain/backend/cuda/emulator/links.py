@@ -44,7 +44,7 @@ class _Call:
             return ""
         array = self.arrays[0]
         root = "" if self.peer < 0 else f" at {self.peer}"
-        return f"{self.kind}{root} of {array.size} {array.dtype}; "
+        return f"{self.kind}{root} of {array.size} {array.dtype}"
 
 
 @dataclass
@@ -172,7 +172,7 @@ class EmulatedLinks:
 
     def _description(self, calls: Sequence[_Call]) -> np.ndarray:
         """The words of collectives, and the bytes to and from each other rank."""
-        words = "".join(call.words for call in calls).encode()
+        words = ", ".join(filter(None, (call.words for call in calls))).encode()
         text = np.zeros(_WORDS_BYTES, np.uint8)
         kept = words[: _WORDS_BYTES - 8]
         text[: len(kept)] = np.frombuffer(kept, np.uint8)
@@ -191,7 +191,7 @@ class EmulatedLinks:
         words = [bytes(row[: _WORDS_BYTES - 8]).rstrip(b"\0").decode() or "messages alone" for row in everybody]
         for rank, row in enumerate(everybody):
             if not np.array_equal(row[:_WORDS_BYTES], everybody[0, :_WORDS_BYTES]):
-                raise EmulatedDeviceError(f"The devices of ranks 0 and {rank} do unlike things: {words[0]} and {words[rank]}.")
+                raise EmulatedDeviceError(f"The devices of ranks 0 and {rank} do unlike things: {words[0]}; and {words[rank]}.")
         ranks = self._peers.size
         sent, received = (
             everybody[:, _WORDS_BYTES:].copy().view(np.int64).reshape(ranks, 2, ranks).transpose(1, 0, 2)
