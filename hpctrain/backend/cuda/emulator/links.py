@@ -1,8 +1,9 @@
 """Links between emulated devices: what NCCL does between GPUs, as messages of the host between their processes.
 
 A call is a piece of the stream's work: it begins when it is next, and ends once the other devices' pieces have come so far. Ranks
-may be threads of one process or processes under MPI. Devices that enqueue unlike calls are told so, on every rank; where two
-groups are used in another order on another rank, each waits for the other, as on GPUs, and whoever drives the ranks finds that.
+may be threads of one process or processes under MPI. Devices that enqueue unlike calls are told so, on every rank. Where two
+groups are used in another order on another rank, each waits for the other, as on GPUs; virtual ranks tell of the deadlock, and
+processes of the deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Call:
 
 
 @dataclass
-class Exchange:
+class LinkWork:
     """A piece of work that is done in steps: each begins once the messages of the step before are complete."""
 
     steps: Iterator[_Handles]
@@ -80,8 +81,8 @@ class EmulatedGroups:
         return None
 
     def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
-        def enqueue(exchange: Exchange, kept: Sequence[DeviceArray]) -> None:
-            self._enqueue(stream, _nothing, "links", kept, goes_on=exchange.advance)
+        def enqueue(work: LinkWork, kept: Sequence[DeviceArray]) -> None:
+            self._enqueue(stream, _nothing, "links", kept, goes_on=work.advance)
 
         return EmulatedLinks(peers, enqueue, self._require)
 
@@ -101,7 +102,7 @@ class EmulatedLinks:
     def __init__(
         self,
         peers: Peers,
-        enqueue: Callable[[Exchange, Sequence[DeviceArray]], None],
+        enqueue: Callable[[LinkWork, Sequence[DeviceArray]], None],
         require: Callable[..., None],
     ) -> None:
         self._peers, self._enqueue, self._require = peers, enqueue, require
@@ -148,7 +149,7 @@ class EmulatedLinks:
     def _put(self, calls: Sequence[tuple[_Call, tuple[DeviceArray, ...]]]) -> None:
         if calls:
             kept = [array for _, arrays in calls for array in arrays]
-            self._enqueue(Exchange(self._steps([call for call, _ in calls])), kept)
+            self._enqueue(LinkWork(self._steps([call for call, _ in calls])), kept)
 
     def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
         """Compare what all ranks have enqueued, move arrays, add up."""

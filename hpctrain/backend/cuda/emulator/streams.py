@@ -151,7 +151,7 @@ class StreamTable:
             if self._goes_on(event) or event.mark is None:
                 return True
             mark = self._mark(event)
-            self.scheduler.advance(mark)  # whoever asks again and again drives the messages between devices
+            self.scheduler.advance(mark)  # a program that asks again and again drives the messages between devices
             return mark.done
 
     def synchronize_event(self, event: EmulatedEvent) -> None:

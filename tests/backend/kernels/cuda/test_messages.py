@@ -11,20 +11,6 @@ from hpctrain.testing.transfers import empty, put, take
 from tests.support.emulated import EmulatedDeviceFactory
 
 
-def test_a_mark_is_done_with_the_work_before_it(emulated_device: EmulatedDeviceFactory) -> None:
-    for seed in range(10):
-        device = emulated_device(seed)
-        kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
-        array, messages = empty(kernels, (9,), "float64"), kernels.arithmetic.messages()
-        kernels.arithmetic.fill(array, 3.0)
-        mark = messages.mark()
-        while not mark.done:
-            pass
-        assert mark.done
-        device.run_all()
-        np.testing.assert_array_equal(take(kernels, array), np.full(9, 3.0))
-
-
 def test_events_are_used_again_once_they_are_done(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device(0)
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
