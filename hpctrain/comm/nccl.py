@@ -133,10 +133,10 @@ class NcclCommunicator:
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         inner = self._inner.split(color, key, name)
-        return None if inner is None else _joined(inner, self._arithmetic)
+        return None if inner is None else joined(inner, self._arithmetic)
 
     def split_shared_memory(self, name: str) -> Communicator:
-        return _joined(self._inner.split_shared_memory(name), self._arithmetic)
+        return joined(self._inner.split_shared_memory(name), self._arithmetic)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return self._inner.allgather_object(value)
@@ -156,10 +156,11 @@ def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
     """The ranks of `inner`, with their devices joined. Collective; set-up only, once `group_fault` has found nothing wrong."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
-    return _joined(StagedCommunicator(inner, mirrors), arithmetic)
+    return joined(StagedCommunicator(inner, mirrors), arithmetic)
 
 
-def _joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
+def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
+    """The same, where `inner` takes arrays of the device by way of the host. Collective; set-up only."""
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
     assert messages is not None, "the arrays lie on a device"
     assert peers is not None

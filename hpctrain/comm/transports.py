@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.device_mpi import over_mpi
-from hpctrain.comm.nccl import over_nccl
+from hpctrain.comm.nccl import joined, over_nccl
 from hpctrain.comm.staged import StagedCommunicator
 from hpctrain.comm.two_level import TwoLevel
 
@@ -25,15 +26,21 @@ def staged(comm: Communicator, arithmetic: Arithmetic) -> StagedCommunicator:
 def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -> Communicator:
     """The ranks of `comm`, for arrays of the device of `arithmetic` too. Collective; set-up only.
 
-    NCCL has the links between nodes and within them in view: it takes the ranks in the order of two levels, but makes none.
+    In two levels, MPI reaches devices in both; NCCL does within nodes, and between nodes arrays go by way of the host.
     """
     match transport:
         case "staged":
             return staged(comm, arithmetic)
         case "mpi" if isinstance(comm, TwoLevel):
-            flat = over_mpi(comm.flat, arithmetic)
-            return TwoLevel(flat, comm.levels, lambda size, like: arithmetic.zeros(size, like.dtype))
+            return TwoLevel(over_mpi(comm.flat, arithmetic), comm.levels, partial(_buffer, arithmetic))
         case "mpi":
             return over_mpi(comm, arithmetic)
+        case "nccl" if isinstance(comm, TwoLevel):
+            by_host, within = staged(comm.flat, arithmetic), partial(joined, arithmetic=arithmetic)
+            return TwoLevel(by_host, comm.levels, partial(_buffer, arithmetic), within)
         case "nccl":
-            return over_nccl(comm.flat if isinstance(comm, TwoLevel) else comm, arithmetic)
+            return over_nccl(comm, arithmetic)
+
+
+def _buffer(arithmetic: Arithmetic, size: int, like: Array) -> Array:
+    return arithmetic.zeros(size, like.dtype)

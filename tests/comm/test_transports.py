@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,13 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.comm.base import Communicator
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.comm import two_level
+from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.transports import Transport, reaching
 from hpctrain.comm.two_level import TwoLevel, in_levels, levels
+from hpctrain.errors import DeadlockError
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, wait
 from tests.support.device_operations import OPERATIONS, DeviceRank
@@ -82,7 +87,7 @@ def test_groups_of_a_communicator_reach_the_device_too(way: Transport, emulated_
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_levels_reach_the_device(way: Transport, seed: int, emulated_device: EmulatedDeviceFactory) -> None:
-    """By MPI each level reaches the device itself; NCCL makes one of them, in the order of the ranks in two."""
+    """By MPI each level reaches the device itself, by NCCL the one within nodes does."""
 
     def program(comm: ThreadCommunicator) -> None:
         two = levels([0, 0, 1, 1])
@@ -105,6 +110,57 @@ def test_two_levels_reach_the_device(way: Transport, seed: int, emulated_device:
             gathered = rank.on_device(np.zeros(6))
             wait(rank.comm.iallgather(recv, gathered, counts))
             np.testing.assert_array_equal(rank.on_host(gathered), total)
-        assert (rank.comm.rank, isinstance(rank.comm, TwoLevel)) == (place, way == "mpi")
+        assert (rank.comm.rank, isinstance(rank.comm, TwoLevel)) == (place, way != "staged")
 
     run_virtual(4, program, seed=seed, ranks_per_node=2)
+
+
+def _mixed(comm: ThreadCommunicator, device: Any, seed: int) -> None:
+    """Reductions and gathers of four ranks on two nodes, each of which drives its messages when it likes."""
+    two = levels([0, 0, 1, 1])
+    assert two is not None
+    rank = DeviceRank(comm, device, lambda ranks, arithmetic: reaching("nccl", in_levels(ranks, two, "gradients"), arithmetic))
+    place, counts, source = two.order.index(comm.rank), (3, 1, 2, 2), random.Random(100 * seed + comm.rank)
+    begin = sum(counts[:place])
+    own = slice(begin, begin + counts[place])
+    flying, checks = [], []
+    total = sum(rank.values(other, 8) for other in range(4))
+    for _ in range(4):
+        send, recv = rank.on_device(rank.values(comm.rank, 8)), rank.on_device(np.zeros(counts[place]))
+        mine = np.zeros(8)
+        mine[own] = total[own]
+        gathered = rank.on_device(mine)
+        flying.append(rank.comm.ireduce_scatter(send, recv, counts))
+        _drive(flying, source.randrange(30))
+        flying.append(rank.comm.iallgather(None, gathered, counts))
+        _drive(flying, source.randrange(30))
+        checks += [(recv, total[own]), (gathered, total)]
+    while _drive(flying, 1):
+        pass
+    for array, expected in checks:
+        np.testing.assert_array_equal(rank.on_host(array), expected)
+
+
+def _drive(flying: list[Handle], times: int) -> list[Handle]:
+    left = flying
+    for _ in range(times):
+        left = [handle for handle in flying if not handle.test()]
+    return left
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_within_nodes_have_one_order(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
+    run_virtual(4, lambda comm: _mixed(comm, emulated_device(seed + comm.rank), seed), seed=seed, ranks_per_node=2)
+
+
+@pytest.mark.usefixtures("emulated_device")  # has its kernels built; what hangs is not done at the end
+def test_without_turns_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, emulated_device: EmulatedDeviceFactory) -> None:
+    """Gathers within a node begin when those between nodes are complete, which is another moment on each rank."""
+    monkeypatch.setattr(TwoLevel, "_turn", lambda self: two_level._at_once)
+    wrong = 0
+    for seed in range(10):
+        try:
+            run_virtual(4, lambda comm: _mixed(comm, EmulatedDevice(seed + comm.rank), seed), seed=seed, ranks_per_node=2)  # noqa: B023
+        except (EmulatedDeviceError, DeadlockError, AssertionError):
+            wrong += 1
+    assert wrong > 2
