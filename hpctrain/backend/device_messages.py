@@ -67,7 +67,7 @@ class DeviceLinks(Protocol):
         ...
 
     def fault(self) -> str | None:
-        """What has gone wrong in the background, in one clause; None while all is well."""
+        """A failure in the background, in one clause; None while all is well."""
         ...
 
     def abort(self) -> None:

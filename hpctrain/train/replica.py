@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.transports import Transport
 from hpctrain.data.loader import Batch, BatchSource, Place
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
@@ -108,9 +107,8 @@ class Replica:
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
-        self.transport: Transport = "staged"
-        self.global_step, self.lr = 0, 0.0
-        self._current_lr, self._finite_at_step = 0.0, -1
+        self.transport = AveragerSetup.transport  # the default
+        self.global_step, self.lr, self._current_lr, self._finite_at_step = 0, 0.0, 0.0, -1
         self.kept_step: int | None = None
 
     def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None) -> None:

@@ -40,7 +40,7 @@ class _Call:
 
     @property
     def words(self) -> str:
-        """What has to be the same on all ranks; nothing for a message between two."""
+        """The words that have to be the same on all ranks; none for a message between two."""
         if self.kind in ("send", "receive"):
             return ""
         array = self.arrays[0]
