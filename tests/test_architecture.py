@@ -20,7 +20,7 @@ MOST_METHODS = 20
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_A_MODULE = 400
 ONLY_IMPORTER_OF_MPI4PY = "hpctrain.comm.mpi"
-ONLY_IMPORTER_OF_CUPY = "hpctrain.backend.cuda.cupy_device"
+IMPORTERS_OF_CUPY = ["hpctrain.backend.cuda.cupy_device", "hpctrain.backend.cuda.cupy_links"]
 
 CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.backend.kernels.numpy.adaptive_pool.NumpyAdaptiveAveragePool",
@@ -219,8 +219,9 @@ def test_one_module_imports_mpi4py() -> None:
     assert importers("mpi4py") == [ONLY_IMPORTER_OF_MPI4PY]
 
 
-def test_one_module_imports_cupy() -> None:
-    assert importers("cupy") == importers("cupy_backends") == [ONLY_IMPORTER_OF_CUPY]
+def test_two_modules_import_cupy() -> None:
+    assert importers("cupy") == IMPORTERS_OF_CUPY
+    assert importers("cupy_backends") == IMPORTERS_OF_CUPY[:1]
 
 
 def test_the_contracts_of_imports_lack_no_module() -> None:

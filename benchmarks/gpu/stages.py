@@ -43,6 +43,7 @@ STAGES = (
     Stage("pixels", 30),
     Stage("sanitizer", 70),
     Stage("training", 90),
+    Stage("links", 30),
     Stage("ranks", 60),
     Stage("speed", 120),
     Stage("plans", 40),

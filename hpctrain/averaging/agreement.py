@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm import transports
 from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate, measure_operation_seconds
 from hpctrain.comm.sixteen_bit import sums_over
-from hpctrain.comm.staged import StagedCommunicator
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
-from hpctrain.nn.parameter import FlatGroup
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
@@ -32,8 +32,8 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
         sums = _sums(strategy, setup.comm, allreduces=True)
-        comm, sums = _reaching(setup.group, setup.comm, sums)
-        return strategy.averager(replace(setup, comm=comm), Agreement(streams=streams, sums=sums))
+        reaching, sums = _reaching(setup, {Stream.GRADIENTS: setup.comm}, sums)
+        return strategy.averager(replace(setup, comm=reaching[Stream.GRADIENTS]), Agreement(streams=streams, sums=sums))
     comm = streams[Stream.GRADIENTS]
     usable = stored if strategy.accepts(stored) else None
     measures = any(comm.allgather_object(strategy.needs_link(usable)))  # the same on every rank, as measuring is collective
@@ -45,18 +45,38 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     check_same_schedule(comm, schedule)
     allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
     sums = _sums(strategy, comm, allreduces=allreduces)
-    reaching = {stream: _reaching(setup.group, posted_on)[0] for stream, posted_on in streams.items()}
-    reaching[Stream.GRADIENTS], sums = _reaching(setup.group, comm, sums)
+    reaching, sums = _reaching(setup, streams, sums)
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
 
 
-def _reaching(group: FlatGroup, comm: Communicator, sums: GradientSums | None = None) -> tuple[Communicator, GradientSums | None]:
-    """A communicator, and sums over its ranks, that take the arrays of the group, wherever these lie."""
-    mirrors = group.arithmetic.mirrors()
-    if mirrors is None or comm.size == 1:
-        return comm, sums
-    staged = StagedCommunicator(comm, mirrors)
-    return staged, None if sums is None else staged.sums_of(sums)
+#: streams of all ranks of a group whose operations are on arrays of its parameters
+_OF_ARRAYS = (Stream.GRADIENTS, Stream.PARAMETERS)
+
+
+def _reaching(
+    setup: AveragerSetup, streams: Mapping[Stream, Communicator], sums: GradientSums | None
+) -> tuple[Mapping[Stream, Communicator], GradientSums | None]:
+    """The streams' communicators, and the sums, that take the arrays of the group, wherever these lie. Collective.
+
+    Sums in 16 bits are rounded on the host: these go by way of it, and so does all else on their communicator, as both have one
+    order. By NCCL all arrays go on one communicator, and so in the one order of the schedule: of operations on several ones, two
+    could be enqueued in another order on another rank, where each then waits for the other.
+    """
+    arithmetic = setup.group.arithmetic
+    if arithmetic.mirrors() is None or setup.comm.size == 1:
+        return streams, sums
+    by_device = [stream for stream in _OF_ARRAYS if stream in streams and (stream is not Stream.GRADIENTS or sums is None)]
+    if setup.transport == "staged" or (setup.transport == "nccl" and Stream.NODES in streams):
+        by_device.clear()  # what compresses on the host posts in stages, whose order on several communicators follows from timing
+    reached: dict[Stream, Communicator] = {}
+    for stream in by_device:
+        shared = setup.transport == "nccl" and reached
+        comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
+        reached[stream] = comm
+    by_host = {stream: transports.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
+    if sums is not None:
+        sums = by_host[Stream.GRADIENTS].sums_of(sums)
+    return reached | by_host, sums
 
 
 def _sums(strategy: Strategy, comm: Communicator, *, allreduces: bool) -> GradientSums | None:

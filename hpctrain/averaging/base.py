@@ -23,6 +23,7 @@ from hpctrain.averaging.norms import JointNorms
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import Transport
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms, Optimizer
 
@@ -36,6 +37,7 @@ class AveragerSetup:
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
         norms: of all groups, where the network has several; None where this one has all parameters.
         interval: of lazy averaging, where the network has several groups that must share it.
+        transport: of arrays that lie on a device; of others there is nothing to choose.
     """
 
     group: FlatGroup
@@ -44,6 +46,7 @@ class AveragerSetup:
     progress: ProgressEngine
     norms: JointNorms | None = None
     interval: LazyInterval | None = None
+    transport: Transport = "staged"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from hpctrain.backend.device_messages import DeviceMessages
 from hpctrain.backend.mirrors import HostMirrors
 from hpctrain.boxes import Box
 
@@ -122,7 +123,11 @@ class Arithmetic(ABC):
     on_host: ClassVar[bool] = False
 
     def mirrors(self) -> HostMirrors | None:
-        """The one service by which transports between processes reach such arrays; None where they read them themselves."""
+        """Mirrors of such arrays on the host, for transports that read that alone; None where the arrays lie there."""
+        return None
+
+    def messages(self) -> DeviceMessages | None:
+        """The service for transports that reach such arrays themselves; None where these lie on the host."""
         return None
 
     @abstractmethod

@@ -70,6 +70,7 @@ class ConfiguredProcess(JobProcess):
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
         self._asked = False  # this rank was at the end of the run, and has asked the others
         self._revision: Mapping[str, object] = {}
+        self._device_messages: str | None = None
 
     def end_mpi(self) -> None:
         if not self.memory.shrunk:  # what is left of MPI after a loss cannot always end: see `leave`
@@ -174,9 +175,11 @@ class ConfiguredProcess(JobProcess):
         except HpctrainError as error:
             self._prepared = error
         from hpctrain.experiment import automatic  # noqa: F401  loads h5py, which starts a process: no one should once MPI runs
+        from hpctrain.experiment.transport import tried
         from hpctrain.storage.run_directory import git_state
 
         self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
+        self._device_messages = tried(self._config, self.launcher)  # and this one
         self.start_world(self._deadline_seconds)
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 
@@ -214,7 +217,7 @@ class ConfiguredProcess(JobProcess):
             config, notes = self._trial.config, self._trial.notes
         resolved = resolve(config, started, resume, repeated)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
-        session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight)
+        session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight, self._device_messages)
         self.started(session.progress)
         return session
 

@@ -16,14 +16,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import numpy as np
-
+from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.comm import objects
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.lost_ranks import LostRanks, named, translated
+from hpctrain.comm.mpi_buffers import MpiBuffers, not_empty, piece
 from hpctrain.comm.mpi_handle import MpiHandle
 from hpctrain.comm.poll_policy import WaitPolicy
 from hpctrain.comm.progress import ProgressEngine
@@ -280,15 +279,8 @@ class MpiCommunicator:
         self._mpi, self._lost = MPI, origin.lost
         if self._lost is not None and comm is not origin.world:
             self._lost.made(comm)
-        self._types = {
-            "f": MPI.FLOAT,
-            "d": MPI.DOUBLE,
-            "i": MPI.INT32_T,
-            "l": MPI.INT64_T,
-            "q": MPI.INT64_T,
-            "B": MPI.UINT8_T,
-            "H": MPI.UINT16_T,
-        }
+        self._buffers = MpiBuffers(MPI)
+        self._whole = self._buffers.whole
         self.world_ranks = translated(comm, origin.world)
         self._flight = flight
         self._place = f"communicator {name} of ranks {spans(self.world_ranks)}"
@@ -320,11 +312,12 @@ class MpiCommunicator:
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
         assert (send.size, recv.size, send.dtype) == (sum(send_counts), sum(recv_counts), recv.dtype)
-        # Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
-        send, recv = (buffer if buffer.size else np.empty(1, buffer.dtype)[:0] for buffer in (send, recv))
-        # A rank's piece for itself is copied here: through shared memory libraries can take many times as long for it.
-        _piece(recv, recv_counts, self.rank)[...] = _piece(send, send_counts, self.rank)
-        post = partial(self.comm.Ialltoallv, self._others_parts(send, send_counts), self._others_parts(recv, recv_counts))
+        if not isinstance(recv, DeviceArray):  # there the caller has the device copy a rank's piece for itself
+            # It is copied here: through shared memory libraries can take many times as long for it.
+            piece(recv, recv_counts, self.rank)[...] = piece(send, send_counts, self.rank)
+        sent = self._buffers.others_parts(not_empty(send), send_counts, self.rank)
+        received = self._buffers.others_parts(not_empty(recv), recv_counts, self.rank)
+        post = partial(self.comm.Ialltoallv, sent, received)
         return self._posted(post, "all-to-all", send)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
@@ -382,19 +375,3 @@ class MpiCommunicator:
         except self._lost.error as error:
             self._lost.check(error)
             raise
-
-    def _whole(self, array: Array) -> tuple[Array, MPI.Datatype]:
-        assert array.flags.c_contiguous, "a buffer is C-contiguous"
-        return array, self._types[array.dtype.char]
-
-    def _others_parts(self, array: Array, counts: Sequence[int]) -> tuple[Array, tuple[list[int], list[int]], MPI.Datatype]:
-        """A buffer in pieces, of which this rank's own is left out and keeps its place."""
-        buffer, datatype = self._whole(array)
-        places = list(accumulate(counts, initial=0))[:-1]
-        return buffer, ([0 if rank == self.rank else count for rank, count in enumerate(counts)], places), datatype
-
-
-def _piece(array: Array, counts: Sequence[int], rank: int) -> Array:
-    """A rank's piece of an all-to-all's buffer."""
-    begin = sum(counts[:rank])
-    return array.reshape(-1)[begin : begin + counts[rank]]

@@ -8,6 +8,7 @@ import numpy as np
 
 from hpctrain.comm.base import Array
 from hpctrain.comm.lost_ranks import LostRanks
+from hpctrain.comm.mpi_buffers import dtype_char
 
 # The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
 _DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
@@ -27,7 +28,7 @@ class MpiHandle:
         self._request, self._lost = request, lost
         self._operation = operation
         self._elements: int = 0 if buffer is None else buffer.size
-        self._dtype: str = "" if buffer is None else buffer.dtype.char
+        self._dtype: str = "" if buffer is None else dtype_char(buffer)
         if lost is not None:
             lost.begun(self)
 

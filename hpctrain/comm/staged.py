@@ -26,16 +26,22 @@ class StagedOperation:
 
     Args:
         order: of the communicator. transit: of its arrays. post: begins the second phase. finish: begins the third.
-        text: the operation, for messages before it is posted.
+        text: the operation, for messages before it is posted. finished: what messages say of it in the end.
     """
 
-    __slots__ = ("_finish", "_handle", "_order", "_post", "_text", "operation", "transit")
+    __slots__ = ("_finish", "_finished", "_handle", "_order", "_post", "_text", "operation", "transit")
 
     def __init__(
-        self, order: PostingOrder, transit: Transit, post: Callable[[], Handle], finish: Callable[[], None], text: str
+        self,
+        order: PostingOrder,
+        transit: Transit,
+        post: Callable[[], Handle],
+        finish: Callable[[], None],
+        text: str,
+        finished: str = "on its way to the device",
     ) -> None:
         self.transit, self.operation = transit, ""
-        self._order, self._text = order, text
+        self._order, self._text, self._finished = order, text, finished
         self._post: Callable[[], Handle] | None = post
         self._handle: Handle | None = None
         self._finish: Callable[[], None] | None = finish
@@ -59,7 +65,7 @@ class StagedOperation:
 
     def __str__(self) -> str:
         if self._finish is None:
-            return f"{self._text}, on its way to the device"
+            return f"{self._text}, {self._finished}"
         if self._handle is not None:
             return str(self._handle)
         waits_for = "its turn behind operations that wait for the device" if self.transit.on_host() else "the device"

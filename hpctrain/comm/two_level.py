@@ -16,6 +16,7 @@ from hpctrain.boxes import even
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.spare_buffers import SpareBuffers
 from hpctrain.comm.stages import Stages
+from hpctrain.comm.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,44 @@ def _split(comm: Communicator, color: int, name: str) -> Communicator:
     return group
 
 
+def _at_once(start: Callable[[], Handle]) -> Handle:
+    return start()
+
+
 class TwoLevel:
     """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
 
     All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
     handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
     communicator sees the same order on every rank, whatever is complete first. Making it is collective.
+
+    Args:
+        make: (elements, an array like them) -> a buffer of what is summed within a node; by default one of NumPy's.
+        within: makes of the ranks of a node the communicator of all stages there, which then begin in the order in which
+            operations are posted, of both kinds together; None: each kind has one of its own, as `flat` splits it.
     """
 
-    def __init__(self, flat: Communicator, two: Levels) -> None:
+    def __init__(
+        self,
+        flat: Communicator,
+        two: Levels,
+        make: Callable[[int, Array], Array] | None = None,
+        within: Callable[[Communicator], Communicator] | None = None,
+    ) -> None:
         self.rank, self.size, self.name, self.world_ranks = flat.rank, flat.size, flat.name, flat.world_ranks
         self.flat, self.levels = flat, two
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
         self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
-        self._reduce_within = _split(flat, self._node, f"{flat.name} within nodes")
+        node = _split(flat, self._node, f"{flat.name} within nodes")
+        self._turns = None if within is None else Turns()
+        self._reduce_within = node if within is None else within(node)
         self._reduce_across: Communicator = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._sums_across: GradientSums = self._reduce_across
-        self._gather_within = _split(flat, self._node, f"{flat.name} within nodes")
+        shared = self._reduce_within if within is not None else None
+        self._gather_within = shared or _split(flat, self._node, f"{flat.name} within nodes")
         self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._reductions, self._gathers = Stages(), Stages()
-        self._spare = SpareBuffers()
+        self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
         """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.
@@ -135,7 +154,7 @@ class TwoLevel:
         def across() -> Handle:
             return self._sums_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
 
-        within = self._reduce_within.ireduce_scatter(send, of_node, run_sizes)
+        within = self._turn()(lambda: self._reduce_within.ireduce_scatter(send, of_node, run_sizes))
         return self._reductions.add(within, across, lambda: self._spare.give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
@@ -143,12 +162,17 @@ class TwoLevel:
         run_sizes = [sum(counts[run]) for run in self._runs]
         begin = sum(run_sizes[: self._local_rank])
         own_run = recv[begin : begin + run_sizes[self._local_rank]]
+        turn = self._turn()
 
         def within() -> Handle:
-            return self._gather_within.iallgather(None, recv, run_sizes)
+            return turn(lambda: self._gather_within.iallgather(None, recv, run_sizes))
 
         across = self._gather_across.iallgather(send, own_run, counts[self._runs[self._local_rank]])
         return self._gathers.add(across, within)
+
+    def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
+        """The place, in the order within the node, of a stage of an operation that is posted now; takes what starts it."""
+        return _at_once if self._turns is None else self._turns.take().when_ready
 
     def iallreduce(self, buffer: Array) -> Handle:
         return self.flat.iallreduce(buffer)

@@ -350,6 +350,11 @@ class Config(Section):
         description="Way in which messages move while kernels run: not at all (none), by tests after operators (test), by a "
         "thread too (thread), or one that starts operations as well (posting); auto takes test, unless another is surely faster.",
     )
+    transport: Literal["auto", "staged", "mpi", "nccl"] = Field(
+        default="auto",
+        description="Way of gradients and parameters between GPUs: through the host's memory (staged), by an MPI that reads the "
+        "GPU's (mpi), or by NCCL (nccl); auto takes mpi where a trial shows that MPI does, else staged. For backend cuda only.",
+    )
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")
     deadline_seconds: Number = Field(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.comm.base import Communicator
+from hpctrain.comm.device_probe import last_line
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import node_numbers
 from hpctrain.config.schema import Config
@@ -140,7 +141,7 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
     if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
         ended = launcher.wrong_launcher(place.launcher, library.library, library.beside)
     if ended is None:
-        words = f": {gpu.last_line(end.words)}" if end.code is not None and end.words.strip() else ""
+        words = f": {last_line(end.words)}" if end.code is not None and end.words.strip() else ""
         sentence = f"{_rank_of(place)} {end.in_words} while it was {note.phase}{words}"
         ended = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
     configured = replace(place, config=note.config)

@@ -21,6 +21,7 @@ from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.transport import chosen
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.ema import EmaRule
@@ -79,14 +80,9 @@ def build(session: Session, known: DataFacts | None = None, *, stop_requested: C
     parts = raise_on_all_ranks(session.world, lambda: _build(session, known))
     loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
     cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
-    return replace(parts, cache=cache, notes=(*parts.notes, *cache.notes))
-
-
-def _transport(session: Session, backend: Backend) -> tuple[str, ...]:
-    """Where arrays lie on devices, the way of messages between them."""
-    if backend.kernels.arithmetic.on_host or session.world.size == 1:
-        return ()
-    return ("transport staged: through the host's memory, as every MPI can",)
+    arithmetic = parts.backend.kernels.arithmetic
+    parts.replica.transport, way = chosen(session.config, session.world, arithmetic, session.device_messages)
+    return replace(parts, cache=cache, notes=(*parts.notes, *way, *cache.notes))
 
 
 def _build(session: Session, known: DataFacts | None) -> Parts:
@@ -115,7 +111,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         steps_per_epoch=len(loader),
         warmup_epochs=config.schedule.warmup_epochs,
     )
-    notes = (*train.notes, *(test.notes if test is not None else ()), *_transport(session, backend))
+    notes = (*train.notes, *(test.notes if test is not None else ()))
     return Parts(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.grid import GridAxis
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.watchdog import guard
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.session import Session
@@ -19,6 +21,8 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
 
 _META = "schedules"
+#: the link is measured meanwhile, where a strategy needs that, and NCCL looks for networks
+_LEAST_JOIN_SECONDS = 60.0
 
 
 def agree(session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None) -> None:
@@ -32,7 +36,16 @@ def agree(session: Session, parts: Parts, start: CheckpointContent | None = None
         CollectiveMismatchError: ranks with different schedules.
     """
     stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts.replica.strategies, start, schedule_from))
-    parts.replica.agree(stored)
+    with _guarded(session, parts):
+        parts.replica.agree(stored)
+
+
+def _guarded(session: Session, parts: Parts) -> AbstractContextManager[None]:
+    """A deadline where NCCL joins GPUs, as it waits for all ranks and asks nobody."""
+    if parts.replica.transport != "nccl":
+        return nullcontext()
+    seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
+    return guard("The start of NCCL", seconds, rank=session.world.rank)
 
 
 def _stored(

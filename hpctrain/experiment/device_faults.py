@@ -17,9 +17,11 @@ _HOST_SETS = 'or backend to "onednn" or "numpy"'
 
 
 def device_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each option that the configured backend, cuda, does not take; none for other backends."""
+    """(key path, sentence) of each option that the configured backend, cuda, does not take, or that others do not."""
     if config.backend == "cuda":
         yield from _faults(config)
+    elif config.backend != "auto" and config.transport != "auto":
+        yield ("transport",), transport_fault(config.transport)
 
 
 def check_device(config: Config, kernels: KernelSet) -> None:
@@ -41,6 +43,29 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     wire = config.averager.options.get("wire_parameters", "float32")
     if wire != "float32":
         yield ("averager", "wire_parameters"), wire_fault(wire)
+
+    if config.transport == "nccl" and config.averager.name == "sparse":
+        yield ("transport",), sparse_fault()
+    if config.transport == "nccl" and config.on_lost_rank.shrinks:
+        yield ("transport",), shrink_fault()
+
+
+def transport_fault(transport: str) -> str:
+    """The sentence that refuses a way between GPUs where none compute."""
+    return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
+
+
+def sparse_fault() -> str:
+    """The sentence that refuses NCCL beside an averager that chooses what travels on the host."""
+    return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
+
+
+def shrink_fault() -> str:
+    """The sentence that refuses NCCL where a run is to go on without lost ranks."""
+    return (
+        "transport is nccl, whose operations do not end when a rank is lost, and on_lost_rank is shrink; set transport to "
+        "staged, or on_lost_rank to stop."
+    )
 
 
 def mixing_fault(kernels: str) -> str:

@@ -73,11 +73,12 @@ class Session(StartedRank):
     """A started process of a configured job.
 
     resolved: the configuration, with what was chosen for this run. revision: of the repository around the working directory, on
-    rank 0.
+    rank 0. device_messages: the outcome of this rank's trial of MPI's messages from GPUs, see `experiment.transport`.
     """
 
     resolved: Resolved
     revision: Mapping[str, object]
+    device_messages: str | None = None
 
     @property
     def config(self) -> Config:
@@ -93,11 +94,12 @@ class Session(StartedRank):
         world: Communicator,
         revision: Mapping[str, object],
         flight: FlightRecorder | None = None,
+        device_messages: str | None = None,
     ) -> Session:
         """Make the groups and the progress engine over a started world. Collective.
 
         Args:
-            flight: is told of all operations and waits.
+            flight: is told of all operations and waits. device_messages: as in the session.
 
         Raises:
             ShapeError: a grid that does not multiply to it.
@@ -114,7 +116,7 @@ class Session(StartedRank):
             trace=Tracer(capacity_for(world.size)) if config.trace else None,
             flight=flight,
         )
-        return cls(launcher, threads, world, grid, GridGroups(grid), progress, resolved, revision)
+        return cls(launcher, threads, world, grid, GridGroups(grid), progress, resolved, revision, device_messages)
 
 
 def on_grid(

@@ -16,6 +16,9 @@ from hpctrain.speaker import place
 #: set by the user: how many ranks the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
 
+#: of launchers: without these variables a process is alone
+_VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
+
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
 _FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
 
@@ -85,6 +88,11 @@ _SIGNATURES = (
 _INTEL = "Intel MPI mpiexec"
 _OF_HYDRA = ("MPICH hydra mpiexec", _INTEL)
 _PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK")
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that no launcher has started."""
+    return {name: value for name, value in environ.items() if not name.startswith(_VARIABLES)}
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:

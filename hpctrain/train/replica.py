@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
@@ -68,7 +68,7 @@ class Replica:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
-        loop: as given.
+        loop: as given. transport: of arrays that lie on a device; may be set until `agree`.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -107,8 +107,8 @@ class Replica:
         self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
-        self.global_step, self.lr = 0, 0.0
-        self._current_lr, self._finite_at_step = 0.0, -1
+        self.transport = AveragerSetup.transport  # the default
+        self.global_step, self.lr, self._current_lr, self._finite_at_step = 0, 0.0, 0.0, -1
         self.kept_step: int | None = None
 
     def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None) -> None:
@@ -121,7 +121,7 @@ class Replica:
             CollectiveMismatchError: ranks with different schedules.
         """
         averagers = self.averagers = make_averagers(
-            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}
+            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self.transport
         )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:

@@ -12,6 +12,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import Transport
 from hpctrain.errors import BackendError
 from hpctrain.nn.network import MODEL, Network
 from hpctrain.optim.base import Optimizer
@@ -113,11 +114,13 @@ def make_averagers(
     strategies: Mapping[str, Strategy],
     optimizers: Optimizers,
     stored: Mapping[str, CollectiveSchedule],
+    transport: Transport,
 ) -> dict[str, GradientAverager]:
     """The averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
         strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
+        transport: of arrays that lie on a device.
 
     Raises:
         CollectiveMismatchError: ranks with different schedules.
@@ -132,7 +135,7 @@ def make_averagers(
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, transport)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 

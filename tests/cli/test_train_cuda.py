@@ -136,17 +136,26 @@ def test_scores_of_the_device_are_counted_as_its_loss_counts_them(run: Run, fold
         assert np.isclose(here, on_host, rtol=0.02)
 
 
-def test_two_ranks_train_what_one_trains(run: Run, folder: Path) -> None:
-    """With an MPI between them, their gradients, synchronised statistics and checkpoints cross by way of the host."""
+WAYS = {
+    "staged": "transport staged: through the host's memory, as every MPI can",
+    "mpi": "transport mpi: as the configuration says (not yet run on a GPU)",
+    "nccl": "transport nccl: as the configuration says (not yet run on a GPU)",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_what_one_trains(way: str, run: Run, folder: Path) -> None:
+    """With an MPI between them, whatever way their gradients take, and statistics and checkpoints by way of the host."""
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4")
-    ours = _passed(run("train", *options, "trace=true", ranks=2, seed=4))
+    chosen = () if way == "staged" else (f"transport={way}",)
+    ours = _passed(run("train", *options, *chosen, "trace=true", ranks=2, seed=4))
     theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
     mine, reference = _last(folder), _last(folder, "numpy")
     for name, tensor in reference.tensors.items():
         np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
     assert _accuracy(ours) == _accuracy(theirs)
     assert "2 ranks" in ours.stdout
-    assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
+    assert f"{WAYS[way]}\n" in ours.stdout
 
 
 @pytest.mark.parametrize("averager", ["bucketed", "sharded"])
@@ -217,6 +226,16 @@ def test_a_split_training_is_resumed_to_the_last_bit_and_evaluated(run: Run, fol
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "a way between GPUs on the host": (
+        {"ranks": 2},
+        ["backend=numpy", "transport=nccl"],
+        "transport is nccl, which is a way between GPUs; set it to auto, or backend to",
+    ),
+    "NCCL beside sparse": (
+        {"ranks": 2},
+        ["averager.name=sparse", "transport=nccl"],
+        "transport is nccl, but averager sparse chooses on the host what travels",
+    ),
     "a thread for messages": (
         {"ranks": 2},
         ["progress=posting"],

@@ -16,6 +16,7 @@ from hpctrain.launch.launcher import (
     expand_counts,
     keeps_job_of_lost_ranks,
     may_overlook_exit_codes,
+    without_launcher,
 )
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
@@ -154,3 +155,8 @@ def test_hydra_and_fault_tolerant_launchers_may_overlook_exit_codes() -> None:
     assert may_overlook_exit_codes({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "I_MPI_INFO_NP": "2"})
     assert not may_overlook_exit_codes({"OMPI_COMM_WORLD_SIZE": "4"})
     assert not may_overlook_exit_codes({})
+
+
+def test_no_launchers_variable_is_left() -> None:
+    environ = {"PMI_RANK": "0", "PMIX_ID": "1", "OMPI_X": "2", "SLURM_JOB_ID": "3", "PATH": "p", "MPICH_X": "4"}
+    assert without_launcher(environ) == {"PATH": "p", "MPICH_X": "4"}

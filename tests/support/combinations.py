@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -32,6 +32,7 @@ from hpctrain.experiment.averager import make_strategy
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.device_views import ViewingCommunicator
 from tests.support.dimensions import (
     VALUES,
     Row,
@@ -71,6 +72,7 @@ _HIDES_NOTHING = {
     "hides": "no",
     "messages": "prompt",
     "device": "host",
+    "transport": "staged",
 }
 
 
@@ -176,7 +178,8 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
         engine = virtual_engine(comm, make_thread=partial(InterleavedThread, seed=seed))
         if value_of(row, "posting"):
             engine.start_thread(posts=True)
-        return program(comm, engine)
+        ranks: Any = ViewingCommunicator(comm) if value_of(row, "transport") == "mpi" else comm
+        return program(ranks, engine)
 
     seed = zlib.crc32(line(row).encode()) if value_of(row, "messages") else None
     ranks = math.prod(value_of(row, "grid"))

@@ -156,6 +156,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "resume": {name: None if name == "same" else name for name in ("same", "1x1", "1x3", "2x1", "2x2")},  # on which grid
     "frozen": {"none": None, "first": slice(0, 2), "last": slice(-1, None), "between": slice(1, None, 2)},  # of layers
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
+    "transport": {name: name for name in ("staged", "mpi", "nccl")},  # of arrays of devices
 }
 
 VALUES = {name: tuple(values) for name, values in DIMENSIONS.items()}
@@ -352,4 +353,5 @@ def task_of(row: Row) -> Task:
         mixing=value_of(row, "mixing"),
         frozen=frozen_layers(row),
         image_sizes=ImageSizes(value_of(row, "image_sizes")) if value_of(row, "image_sizes") else None,
+        transport=value_of(row, "transport"),
     )

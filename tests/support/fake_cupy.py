@@ -25,6 +25,7 @@ from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 #: the module that imports CuPy
 IMPORTER = "hpctrain.backend.cuda.cupy_device"
+LINKS = "hpctrain.backend.cuda.cupy_links"
 
 _NUMPY_SCALARS = tuple(np.dtype(code).type for code in "?bhilqBHILQefd")
 _DATA_TYPES = {0: np.dtype("float32"), 14: np.dtype("uint16")}
@@ -39,19 +40,33 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+class NcclError(RuntimeError):
+    """CuPy's error of NCCL's calls."""
+
+
 class FakeCupy:
     """The package and what happened to it.
 
     Attributes:
         calls: (name of a call, its arguments), in their order. modules: by name, for sys.modules.
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
+        without_nccl: NCCL is not installed. nccl_failing: the call of NCCL's that fails.
         without_nvrtc: NVRTC is not installed. capturing: a capture is going on. milliseconds: the time, for events that take it.
     """
 
-    def __init__(self, *, gpus: int = 1, capability: tuple[int, int] = (9, 0), free_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        *,
+        gpus: int = 1,
+        capability: tuple[int, int] = (9, 0),
+        free_bytes: int = 1 << 30,
+        without_nccl: bool = False,
+        nccl_failing: str = "",
+    ) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.gpus, self.capability, self.free_bytes = gpus, capability, free_bytes
         self.without_nvrtc = self.capturing = False
+        self.without_nccl, self.nccl_failing = without_nccl, nccl_failing
         self.captured: list[Callable[[], None]] = []
         self.current = -1
         self.milliseconds = 0.0
@@ -63,7 +78,8 @@ class FakeCupy:
         real = ctypes.CDLL
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, IMPORTER, raising=False)
+        for importer in (IMPORTER, LINKS):
+            monkeypatch.delitem(sys.modules, importer, raising=False)
         monkeypatch.setattr(ctypes, "CDLL", lambda name, *more: self.cublas if name == "libcublas.so.13" else real(name, *more))
 
     def names(self) -> list[str]:
@@ -77,11 +93,20 @@ class FakeCupy:
         cuda.alloc_pinned_memory = self._pinned  # type: ignore[attr-defined]
         cuda.Stream, cuda.Event = self._stream, self._event  # type: ignore[attr-defined]
         cuda.get_elapsed_time = lambda begin, end: end.milliseconds - begin.milliseconds  # type: ignore[attr-defined]
+        nccl = ModuleType("cupy.cuda.nccl")
+        nccl.available, nccl.NcclError, nccl.NCCL_SUM = not self.without_nccl, NcclError, 0  # type: ignore[attr-defined]
+        nccl.NCCL_UINT8, nccl.NCCL_FLOAT32, nccl.NCCL_FLOAT64 = 1, 7, 8  # type: ignore[attr-defined]
+        nccl.get_unique_id, nccl.NcclCommunicator = self._unique_id, self._nccl_group  # type: ignore[attr-defined]
+        nccl.groupStart = lambda: self._enqueue("groupStart", lambda: None)  # type: ignore[attr-defined]
+        nccl.groupEnd = lambda: self._enqueue("groupEnd", lambda: None)  # type: ignore[attr-defined]
+        cuda.nccl = nccl  # type: ignore[attr-defined]
         cupy.cuda, cupy.RawModule, cupy.__version__ = cuda, self._raw_module, "14.2.0"  # type: ignore[attr-defined]
         libs = ModuleType("cupy_backends.cuda.libs")
         libs.cublas, libs.nvrtc = self.cublas, SimpleNamespace(getVersion=self._nvrtc_version)  # type: ignore[attr-defined]
         return {
             "cupy": cupy,
+            "cupy.cuda": cuda,
+            "cupy.cuda.nccl": nccl,
             "cupy_backends": ModuleType("cupy_backends"),
             "cupy_backends.cuda": ModuleType("cupy_backends.cuda"),
             "cupy_backends.cuda.libs": libs,
@@ -95,6 +120,7 @@ class FakeCupy:
             memGetInfo=lambda: (self.free_bytes, 1 << 30),
             memset=lambda pointer, value, size: self._do("memset", lambda: ctypes.memset(pointer, value, size)),
             memsetAsync=self._memset,
+            deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
             deviceSynchronize=lambda: self._do("deviceSynchronize", lambda: None),
             memcpyAsync=self._memcpy,
             runtimeGetVersion=lambda: 13020,
@@ -104,6 +130,20 @@ class FakeCupy:
             memcpyDeviceToDevice=3,
             streamCaptureModeThreadLocal=1,
         )
+
+    def _unique_id(self) -> tuple[int, ...]:
+        self._nccl_call("get_unique_id")
+        return tuple(range(128))
+
+    def _nccl_group(self, ndev: int, number: tuple[int, ...], rank: int) -> FakeNcclGroup:
+        assert number == tuple(range(128))
+        self._nccl_call("NcclCommunicator", ndev, rank)
+        return FakeNcclGroup(self, ndev)
+
+    def _nccl_call(self, name: str, *details: object) -> None:
+        self.calls.append((name, *details))
+        if self.nccl_failing == name:
+            raise NcclError(f"NCCL_ERROR_SYSTEM_ERROR: {name}")
 
     def _nvrtc_version(self) -> tuple[int, int]:
         if self.without_nvrtc:
@@ -189,6 +229,42 @@ class FakeCupy:
             kernel(None, grid, block, *args)
 
         return function
+
+
+class FakeNcclGroup:
+    """A group of NCCL. Of one GPU, sums and broadcasts are copies; of several ones nothing is done, but calls are kept."""
+
+    def __init__(self, cupy: FakeCupy, size: int) -> None:
+        self._cupy, self._size = cupy, size
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
+        assert op == 0
+        self._move("allReduce", sendbuf, recvbuf, count, datatype, stream)
+
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        assert op == 0
+        self._move("reduce", sendbuf, recvbuf, count, datatype, stream, root)
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        self._move("broadcast", sendbuff, recvbuff, count, datatype, stream, root)
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._move("send", sendbuf, sendbuf, count, datatype, stream, peer)
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._move("recv", recvbuf, recvbuf, count, datatype, stream, peer)
+
+    def check_async_error(self) -> None:
+        self._cupy._nccl_call("check_async_error")
+
+    def abort(self) -> None:
+        self._cupy._nccl_call("abort")
+
+    def _move(self, name: str, source: int, target: int, count: int, datatype: int, stream: int, *details: int) -> None:
+        assert stream, "work on the default stream waits for others"
+        self._cupy._nccl_call(name, *details)
+        size = count * {1: 1, 7: 4, 8: 8}[datatype]
+        self._cupy._enqueue("nccl", lambda: ctypes.memmove(target, source, size) if self._size == 1 else None, size, stream)
 
 
 class _Memory:

@@ -13,7 +13,7 @@ from hpctrain.comm.grid import coordinates
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
-from hpctrain.experiment.device_faults import mixing_fault, progress_fault, wire_fault
+from hpctrain.experiment.device_faults import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
 from hpctrain.experiment.grid import check_batch, check_overlap
 from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.unreadable import check_skip
@@ -59,7 +59,7 @@ def refusal(row: Row) -> str | None:
     Also one by which it refuses to go on, on another grid.
     """
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
-    refused = refused or _refused_mixing(row) or _refused_sizes(_only(row, SIZING))
+    refused = refused or _refused_transport(row) or _refused_mixing(row) or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
 
@@ -104,6 +104,14 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
             _make_over_nothing(row, split=False, nodes=group)
 
     return _sentence(attempt)
+
+
+def _refused_transport(row: Row) -> str | None:
+    if not {"device", "transport", "averager"} <= row.keys() or value_of(row, "transport") == "staged":
+        return None
+    if value_of(row, "device") is None:
+        return transport_fault(value_of(row, "transport"))
+    return sparse_fault() if (value_of(row, "transport"), value_of(row, "averager")) == ("nccl", "sparse") else None
 
 
 def _refused_device(row: Row) -> str | None:

@@ -16,6 +16,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import Transport
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, TileOfRank
 from hpctrain.data.mixing import Mixing
@@ -39,7 +40,8 @@ class Task:
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
     are numbers in memory. frozen: patterns of layers that are not trained. image_sizes: of shorter sides by epoch: stored images
-    are resized, of numbers in memory some are left out or repeated; None: images keep their size.
+    are resized, of numbers in memory some are left out or repeated; None: images keep their size. transport: of arrays of
+    devices.
     """
 
     model: Callable[[], Layer]
@@ -65,6 +67,7 @@ class Task:
     mixing: Mixing | None = None
     frozen: tuple[str, ...] = ()
     image_sizes: ImageSizes | None = None
+    transport: Transport = "staged"
 
     def shape_at(self, epoch: int) -> tuple[int, int, int]:
         """(H, W, C) of an epoch's images."""
@@ -193,7 +196,7 @@ def replica_on(
         smoothing=task.smoothing,
         frozen=task.frozen,
     )
-    return Replica(
+    replica = Replica(
         network,
         groups=groups,
         progress=progress,
@@ -205,6 +208,8 @@ def replica_on(
         skips=task.skips,
         ema=task.ema,
     )
+    replica.transport = task.transport
+    return replica
 
 
 def train(

@@ -24,6 +24,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.transports import Transport
 from hpctrain.errors import BackendError, DivergedError
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
@@ -34,6 +35,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
+from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Result, Task, batches, replica_of, train
 
@@ -90,7 +92,8 @@ def _kernels(device: EmulatedDevice, *, graphs: bool = True) -> KernelSet:
 def _trained(task: Task, way: _Way, ranks: int, kernels: Callable[[int], KernelSet], *, seed: int | None = None) -> list[Result]:
     def program(comm: ThreadCommunicator) -> Result:
         of_rank = replace(task, kernels=kernels(comm.rank))
-        return train(of_rank, comm, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options)
+        ranks = ViewingCommunicator(comm) if task.transport == "mpi" else comm
+        return train(of_rank, ranks, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options)
 
     return run_virtual(ranks, program, seed=seed, ranks_per_node=way.per_node)
 
@@ -111,10 +114,13 @@ def _assert_close(result: Result, expected: Result) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
 @pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
-def test_a_training_is_that_of_one_rank_of_numpy(way: str, ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
+def test_a_training_is_that_of_one_rank_of_numpy(
+    way: str, ranks: int, transport: Transport, emulated_device: EmulatedDeviceFactory
+) -> None:
     seed = 10 * list(WAYS).index(way) + ranks
-    task = _task(seed)
+    task = _task(seed, transport=transport)
     devices = [emulated_device(seed + rank) for rank in range(ranks)]
     results = _trained(task, WAYS[way], ranks, lambda rank: _kernels(devices[rank], graphs=bool(seed % 4)), seed=seed)
     expected = _alone(task)
@@ -127,9 +133,13 @@ def test_a_training_is_that_of_one_rank_of_numpy(way: str, ranks: int, emulated_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
-    task, way = _task(seed), WAYS[list(WAYS)[seed % len(WAYS)]]
+@pytest.mark.parametrize(
+    ("transport", "seed"), [(way, seed) for way, seeds in (("staged", 20), ("mpi", 10), ("nccl", 10)) for seed in range(seeds)]
+)
+def test_whatever_the_orders_of_streams_and_messages(
+    transport: Transport, seed: int, emulated_device: EmulatedDeviceFactory
+) -> None:
+    task, way = _task(seed, transport=transport), WAYS[list(WAYS)[seed % len(WAYS)]]
     ranks = 4 if way.per_node == 2 else 2 + seed % 3
     results = _trained(task, way, ranks, lambda rank: _kernels(emulated_device(100 * seed + rank)), seed=seed)
     _assert_close(results[0], _alone(task))

@@ -1,4 +1,4 @@
-"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs. The one module that imports cupy.
+"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs. With `cupy_links`, all that imports cupy.
 
 CuPy's arrays and memory pools are not used: what is allocated here is allocated once, and stays.
 """
@@ -6,6 +6,7 @@ CuPy's arrays and memory pools are not used: what is allocated here is allocated
 from __future__ import annotations
 
 import ctypes
+import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +17,11 @@ import numpy as np
 
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.cudnn_plans import ConvolutionPlan, CudnnPlans, new_handle
+from hpctrain.backend.cuda.cupy_links import CupyLinks, nccl_fault
 from hpctrain.backend.cuda.device import Argument, ConvolutionKey, DeviceConvolution, DeviceEvent, DeviceStream, Extent, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
+from hpctrain.backend.device_messages import Peers
 from hpctrain.errors import BackendError
 
 _runtime = cupy.cuda.runtime
@@ -101,6 +104,16 @@ class CupyConvolution:
         self._plan.run(_stream(stream).ptr, *places)
 
 
+class CupyGroups:
+    """Implements `LinkMaker` by NCCL."""
+
+    def fault(self) -> str | None:
+        return nccl_fault()
+
+    def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
+        return CupyLinks(peers, _stream(stream).ptr)
+
+
 class CupyDevice:
     """Implements `Device` and `TimedPlans`. The thread that makes it works with that GPU.
 
@@ -117,12 +130,14 @@ class CupyDevice:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
             self.memory_bytes = int(_runtime.memGetInfo()[1])
+            self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)}"
         except _runtime.CUDARuntimeError as error:
             raise BackendError(f"GPU {index} cannot be used: {error}.") from error
         self.name = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
+        self.groups = CupyGroups()
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}

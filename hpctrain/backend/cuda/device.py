@@ -14,6 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 
 from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.device_messages import DeviceLinks, Peers
 
 #: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of the parameter's very type
 Argument = DeviceArray | np.generic | None
@@ -142,21 +143,39 @@ class TimedPlans(Protocol):
         ...
 
 
+class LinkMaker(Protocol):
+    """The part of a device that joins others."""
+
+    def fault(self) -> str | None:
+        """Why this device cannot exchange arrays with others by itself, in one clause; None where it can."""
+        ...
+
+    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
+        """This device's links to those of its peers, whose work is enqueued on that stream. Collective; waits for all of them."""
+        ...
+
+
 class Device(Protocol):
     """A GPU, or what stands in for one.
 
     Attributes:
-        name: as the vendor gives it. capability: (major, minor). multiprocessors: that run blocks at once.
+        name: as the vendor gives it. identity: no other device has it, on any node. capability: (major, minor).
+        multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.
+        groups: joins it with others.
     """
 
     name: str
+    identity: str
     capability: tuple[int, int]
     multiprocessors: int
     dtypes: tuple[str, ...]
     memory_bytes: int
     versions: Mapping[str, str]
+
+    @property
+    def groups(self) -> LinkMaker: ...
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""

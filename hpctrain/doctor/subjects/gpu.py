@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.subjects.launcher import without_launcher
 
 NO_GTL = FindingKind(
     "no-gtl",
     Severity.FAULT,
     "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
     "MPI ends each rank when it starts.",
-    "`export MPICH_GPU_SUPPORT_ENABLED=0`: no training sends from GPUs so far. Or link mpi4py to the site's libmpi_gtl_cuda.so.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings send through the host's memory then. Or link mpi4py to the site's "
+    "libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
     "too-few-gpus",
@@ -29,17 +28,13 @@ FEW_GPUS = FindingKind(
 HOST_MEMORY = FindingKind(
     "not-gpu-aware",
     Severity.REMARK,
-    "MPI takes no messages from the GPU's memory. No training sends such ones so far.",
-    "Use an MPI that was built for GPUs, once gradients travel between them.",
+    "MPI takes no messages from the GPU's memory: trainings send through the host's (`transport: staged`).",
+    "Use an MPI that was built for GPUs, or `transport: nccl`.",
 )
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SUPPORT = "MPICH_GPU_SUPPORT_ENABLED"
-_GTL = "GTL library is not linked"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_SECONDS = 20.0
-#: of the process that tries it out
-AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
 
 
 @dataclass(frozen=True)
@@ -64,30 +59,12 @@ def gather(place: OwnPlace) -> GpuFacts:
     else:
         visible = tuple(sorted(path.name for path in _DRIVER.iterdir())) if _DRIVER.is_dir() else ()
     tries = place.leads_node and (bool(visible) or os.environ.get(_SUPPORT) == "1")
-    return GpuFacts(visible, named is not None, _probe() if tries else UNTRIED)
-
-
-def _probe() -> str:
-    """The word that `gpu_probe` prints, or the last ones of an MPI that ended it."""
-    command = [sys.executable, "-m", "hpctrain.doctor.gpu_probe"]
-    try:
-        done = subprocess.run(
-            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{UNAWARE}: {type(error).__name__}"
-    said = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
-    return said if done.returncode == 0 or _GTL in said else f"{UNAWARE}: {last_line(said)}"
-
-
-def last_line(text: str) -> str:
-    """The last line that is not empty."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return GpuFacts(visible, named is not None, trial() if tries else UNTRIED)
 
 
 def from_start(text: str) -> DoctorFinding | None:
     """The finding that an MPI's last words lead to; None where they say nothing of GPUs."""
-    if _GTL not in text:
+    if GTL_WORDS not in text:
         return None
     return NO_GTL.found("MPI says at its start: GPU support is asked for, but the GTL library is not linked.")
 
@@ -108,7 +85,7 @@ def judge(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     if not any(counts):
         return [fine("No node shows a GPU.")]
     most = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    aware = "; MPI takes messages from their memory" if any(fact.probe == AWARE for fact in facts) else ""
+    aware = "; MPI takes messages from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
     return [fine(f"GPUs per node: {most}{aware}.")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,6 @@ WRONG_LAUNCHER = FindingKind(
     "Use the mpiexec of the MPI that `python -m mpi4py --mpi-lib-version` names.",
 )
 
-#: of launchers: without these variables a process is alone
-_VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
-
 
 @dataclass(frozen=True)
 class LauncherFacts:
@@ -65,11 +62,6 @@ def mpiexec_beside_python() -> str:
     """The mpiexec that was installed with this Python's packages; empty where there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else ""
-
-
-def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that no launcher has started."""
-    return {name: value for name, value in environ.items() if not name.startswith(_VARIABLES)}
 
 
 def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFinding | None:

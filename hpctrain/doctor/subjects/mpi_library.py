@@ -14,7 +14,8 @@ from pathlib import Path
 from hpctrain.config.schema import Config
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.subjects.launcher import mpiexec_beside_python, without_launcher
+from hpctrain.doctor.subjects.launcher import mpiexec_beside_python
+from hpctrain.launch.launcher import without_launcher
 
 NO_LIBRARY = FindingKind(
     "no-mpi-library",

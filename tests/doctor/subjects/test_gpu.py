@@ -23,7 +23,7 @@ def test_nodes_without_gpus_are_well() -> None:
 def test_gpus_are_counted_by_node() -> None:
     facts = [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))]
     [found] = gpu.judge(view(2, 1), facts)
-    assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI takes messages from their memory.")
+    assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI takes messages from their memory (transport mpi).")
 
 
 def test_crays_missing_library_is_named_with_its_cure() -> None:
@@ -63,14 +63,3 @@ def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], mo
     monkeypatch.delenv("MPICH_GPU_SUPPORT_ENABLED", raising=False)
     follower = OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))  # who starts no process
     assert gpu.gather(follower) == GpuFacts(names, True)
-
-
-def test_last_lines() -> None:
-    assert gpu.last_line("a\n b \n\n") == "b"
-    assert gpu.last_line("\n") == "it said nothing"
-
-
-@pytest.mark.job
-@pytest.mark.slow
-def test_the_process_that_tries_it_out_says_one_word() -> None:
-    assert gpu._probe() in (gpu.UNTRIED, AWARE) or gpu._probe().startswith(UNAWARE)

@@ -74,11 +74,6 @@ def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wr
         assert general.mend == launcher.WRONG_LAUNCHER.remedy
 
 
-def test_no_launchers_variable_is_left() -> None:
-    environ = {"PMI_RANK": "0", "PMIX_ID": "1", "OMPI_X": "2", "SLURM_JOB_ID": "3", "PATH": "p", "MPICH_X": "4"}
-    assert launcher.without_launcher(environ) == {"PATH": "p", "MPICH_X": "4"}
-
-
 def test_this_process_has_no_siblings_of_its_command() -> None:
     assert launcher._siblings(os.getpid()) == [] or "PYTEST_XDIST_WORKER" in os.environ
     assert launcher._parent(os.getpid()) == os.getppid()

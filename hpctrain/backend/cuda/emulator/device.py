@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +20,7 @@ from hpctrain.backend.cuda.emulator.counters import DeviceCounters
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.cuda.emulator.gemm import check_product, product
 from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+from hpctrain.backend.cuda.emulator.links import EmulatedGroups
 from hpctrain.backend.cuda.emulator.memory import Heap, borrowed, bytes_of
 from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
 from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
@@ -37,7 +39,7 @@ class EmulatedDevice:
             needs the wait are then wrong for most seeds.
 
     Attributes:
-        counters: of what was enqueued, waited for and allocated.
+        identity: no other device has it. counters: of what was enqueued, waited for and allocated.
     """
 
     name = "emulated"
@@ -48,10 +50,12 @@ class EmulatedDevice:
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def __init__(self, seed: int = 0, *, ignored_wait: int | None = None) -> None:
+        self.identity = f"emulated {uuid.uuid4().hex}"
         self.counters = DeviceCounters()
         self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
+        self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
         self._recent: list[str] = []  # work since memory was checked
@@ -117,6 +121,7 @@ class EmulatedDevice:
         *,
         reads: tuple[np.ndarray, ...] = (),
         writes: tuple[np.ndarray, ...] = (),
+        goes_on: Callable[[], bool] | None = None,
     ) -> None:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
 
@@ -124,7 +129,7 @@ class EmulatedDevice:
             self._recent.append(text)
             action()
 
-        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes))
+        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
 
     def _check_memory(self) -> None:
         recent, self._recent = self._recent[-_MOST_RECENT:], []

@@ -66,7 +66,8 @@ class Work:
 
     Args:
         after: it is done after this. kept: arrays whose memory stays in use until it is done.
-        reads, writes: host memory.
+        reads, writes: host memory. goes_on: is asked while the piece is the next one, as it needs other devices; True once it can
+            be done.
     """
 
     text: str
@@ -75,6 +76,7 @@ class Work:
     kept: Sequence[DeviceArray] = ()
     reads: tuple[np.ndarray, ...] = ()
     writes: tuple[np.ndarray, ...] = ()
+    goes_on: Callable[[], bool] | None = None
 
 
 class WorkScheduler:
@@ -108,17 +110,28 @@ class WorkScheduler:
         """Do what a mark needs, and maybe other work."""
         alone = self._random.random() < self._laziness
         while not mark.done:
-            self._step(self._needed(mark.queue) if alone else self._pick())
+            self._step_where_ready(self._needed(mark.queue) if alone else self._pick())
 
     def run_all(self) -> None:
         """Do all work."""
         while any(queue.pending for queue in self.queues):
-            self._step(self._pick())
+            self._step_where_ready(self._pick())
 
     def run_some(self) -> None:
         """Do some work, or none."""
         while self._random.random() < self._eagerness and any(q.pending and not q.blocked_by for q in self.queues):
-            self._step(self._pick())
+            self._step_where_ready(self._pick())
+
+    def advance(self, mark: Mark, *, everything: bool = False) -> None:
+        """Ask other devices, where the next piece that a mark needs is one that needs these; never waits for them.
+
+        everything: do all that the mark needs, as far as other devices have come.
+        """
+        while not mark.done:
+            queue = self._needed(mark.queue)
+            asks = queue.pending[0].goes_on is not None
+            if not (asks or everything) or not self._step_where_ready(queue) or not everything:
+                return
 
     def _pick(self) -> WorkQueue:
         """A queue whose next piece can be done."""
@@ -136,6 +149,18 @@ class WorkScheduler:
             if queue in passed or not queue.pending:
                 raise _deadlock(passed)
         return queue
+
+    def _step_where_ready(self, queue: WorkQueue) -> bool:
+        """Do the next piece of a queue, unless other devices have not come so far; True where it was done."""
+        goes_on = queue.pending[0].goes_on
+        try:
+            ready = goes_on is None or goes_on()
+        except BaseException:
+            self.failed = True
+            raise
+        if ready:
+            self._step(queue)
+        return ready
 
     def _step(self, queue: WorkQueue) -> None:
         work = queue.pending.popleft()

@@ -23,6 +23,7 @@ from hpctrain.backend.kernels.cuda.box_copy import copy_box
 from hpctrain.backend.kernels.cuda.checksums import CudaChecksums, CudaGuard
 from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
+from hpctrain.backend.kernels.cuda.messages import CudaMessages
 from hpctrain.backend.kernels.cuda.mirrors import CudaMirrors
 from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
@@ -63,12 +64,19 @@ class CudaArithmetic(Arithmetic):
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
         self.made_mirrors: CudaMirrors | None = None
+        self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
         """Made at the first call: a rank that is alone has none, and no streams for them."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
+
+    def messages(self) -> CudaMessages:
+        """Made at the first call."""
+        if self._messages is None:
+            self._messages = CudaMessages(self._runtime)
+        return self._messages
 
     def zeros(self, size: int, dtype: str) -> DeviceArray:
         return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
@@ -191,6 +199,14 @@ def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceAr
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
     assert target.size == source.size, f"{source.size} elements do not fit {target!r}"
+
+
+def _sum(target: DeviceArray, source: DeviceArray, sign: float) -> tuple[str, int, DeviceArray, DeviceArray, np.generic]:
+    """The kernel of target := target + sign * source, with its width and its arguments."""
+    _check_sizes(target, source)
+    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+    width = pack_width(target.itemsize, 0, (target, source))
+    return f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign)
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:

@@ -1,0 +1,95 @@
+"""Links between GPUs by NCCL, by way of CuPy. Beside `cupy_device` no other module imports cupy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.device_messages import Peers
+from hpctrain.errors import BackendError
+
+
+class CupyLinks:
+    """Implements `DeviceLinks`. Making it is collective over the peers, and waits for them.
+
+    Args:
+        pointer: of the CUDA stream.
+
+    Raises:
+        BackendError: NCCL finds no way between the GPUs.
+    """
+
+    def __init__(self, peers: Peers, pointer: int) -> None:
+        self._library: Any = _nccl()
+        self._pointer = pointer
+        self._types = {"float32": self._library.NCCL_FLOAT32, "float64": self._library.NCCL_FLOAT64}
+        number, fault = None, None
+        if peers.rank == 0:
+            try:
+                number = self._library.get_unique_id()
+            except self._library.NcclError as error:  # which the others, who wait for the number, have to hear of
+                fault = str(error)
+        number, fault = peers.broadcast_object((number, fault))
+        try:
+            self._group: Any = None if fault is not None else self._library.NcclCommunicator(peers.size, number, peers.rank)
+        except self._library.NcclError as error:
+            fault = str(error)
+        if fault is not None:
+            raise BackendError(f"NCCL does not join the GPUs of these {peers.size} ranks ({fault}); set transport to staged.")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._library.groupStart()
+        try:
+            yield
+        finally:  # NCCL holds everything back until then, of later groups as well
+            self._library.groupEnd()
+
+    def send(self, array: DeviceArray, to: int) -> None:
+        self._group.send(array.pointer, array.nbytes, self._library.NCCL_UINT8, to, self._pointer)
+
+    def receive(self, array: DeviceArray, source: int) -> None:
+        self._group.recv(array.pointer, array.nbytes, self._library.NCCL_UINT8, source, self._pointer)
+
+    def broadcast(self, array: DeviceArray, root: int) -> None:
+        self._group.broadcast(array.pointer, array.pointer, array.nbytes, self._library.NCCL_UINT8, root, self._pointer)
+
+    def sum_to_all(self, array: DeviceArray) -> None:
+        datatype = self._types[array.dtype]
+        self._group.allReduce(array.pointer, array.pointer, array.size, datatype, self._library.NCCL_SUM, self._pointer)
+
+    def sum_to_one(self, send: DeviceArray, recv: DeviceArray, root: int) -> None:
+        datatype = self._types[send.dtype]
+        self._group.reduce(send.pointer, recv.pointer, send.size, datatype, self._library.NCCL_SUM, root, self._pointer)
+
+    def fault(self) -> str | None:
+        try:
+            self._group.check_async_error()
+        except self._library.NcclError as error:
+            return str(error)
+        return None
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def nccl_fault() -> str | None:
+    """Why NCCL cannot be used here, in one clause; None where it can."""
+    library = _nccl()
+    if library is None:
+        return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
+    return None
+
+
+def _nccl() -> Any:
+    """CuPy's module; None where its library is not there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in which CuPy tells of a library that is not there
+        try:
+            from cupy.cuda import nccl
+        except ImportError:
+            return None
+    return nccl if nccl.available else None

@@ -1,0 +1,81 @@
+"""A trial whether MPI takes messages from a GPU's memory, in a process of its own: where it does not, MPI may end the process.
+
+The process is started before MPI is, without the launcher's variables, and so it is an MPI job of its own, of one rank. It sends
+a message to itself: that shows whether the library asks where memory lies, and not what its network does with such messages.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from hpctrain.backend.cuda import choose
+from hpctrain.backend.cuda.choose import NodePlace
+from hpctrain.comm import mpi
+from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain.launch.launcher import without_launcher
+
+#: the words for what was found; a reason stands behind UNAWARE and a colon
+AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
+#: what Cray's library says where it is asked for GPUs and has not what it needs for them
+GTL_WORDS = "GTL library is not linked"
+
+_COMMAND = ("-m", "hpctrain.comm.device_probe")
+_SECONDS = 20.0
+_DEADLINE_SECONDS = 15.0
+_BYTES = 1 << 16
+
+
+def trial() -> str:
+    """AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process. Not once MPI has started here."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *_COMMAND],
+            env=without_launcher(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{UNAWARE}: {type(error).__name__}"
+    said = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
+    return said if done.returncode == 0 or GTL_WORDS in said else f"{UNAWARE}: {last_line(said)}"
+
+
+def last_line(text: str) -> str:
+    """The last line that is not empty."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+
+
+def outcome() -> str:
+    """Start MPI alone, and send one message from the memory of a GPU to itself."""
+    try:
+        mpi.world(_DEADLINE_SECONDS)
+    except MissingLibraryError:
+        return UNTRIED
+    if not choose.cupy_is_installed():
+        return UNTRIED
+    try:
+        choose.narrow(os.environ, NodePlace())
+        from hpctrain.backend.cuda.cupy_device import CupyDevice
+
+        device = CupyDevice(0)
+        source, target, stream = device.allocate(_BYTES), device.allocate(_BYTES), device.stream("probe")
+    except BackendError as error:
+        return f"{UNAWARE}: {error}"
+    sent, received = device.pinned(_BYTES), device.pinned(_BYTES)
+    sent[:] = np.arange(_BYTES, dtype=np.uint8)
+    device.upload(stream, source, sent)
+    stream.synchronize()
+    mpi.send_to_itself(source.pointer, target.pointer, _BYTES)
+    device.download(stream, received, target)
+    stream.synchronize()
+    return AWARE if np.array_equal(sent, received) else f"{UNAWARE}: the bytes that arrived are others"
+
+
+if __name__ == "__main__":
+    print(outcome(), flush=True)
