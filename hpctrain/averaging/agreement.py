@@ -12,6 +12,7 @@ from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate, measure_operation_seconds
 from hpctrain.comm.sixteen_bit import sums_over
 from hpctrain.comm.staged import StagedCommunicator
+from hpctrain.comm.tree_sums import tree_sums_over
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
 from hpctrain.nn.parameter import FlatGroup
@@ -31,7 +32,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
-        sums = _sums(strategy, setup.comm, allreduces=True)
+        sums = _sums(strategy, setup, setup.comm, allreduces=True)
         comm, sums = _reaching(setup.group, setup.comm, sums)
         return strategy.averager(replace(setup, comm=comm), Agreement(streams=streams, sums=sums))
     comm = streams[Stream.GRADIENTS]
@@ -44,7 +45,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert schedule is not None
     check_same_schedule(comm, schedule)
     allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
-    sums = _sums(strategy, comm, allreduces=allreduces)
+    sums = _sums(strategy, setup, comm, allreduces=allreduces)
     reaching = {stream: _reaching(setup.group, posted_on)[0] for stream, posted_on in streams.items()}
     reaching[Stream.GRADIENTS], sums = _reaching(setup.group, comm, sums)
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
@@ -59,8 +60,10 @@ def _reaching(group: FlatGroup, comm: Communicator, sums: GradientSums | None = 
     return staged, None if sums is None else staged.sums_of(sums)
 
 
-def _sums(strategy: Strategy, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
-    """The sums of gradients over `comm` where they travel in 16 bits. Collective."""
+def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
+    """The sums of gradients over `comm` where they travel in 16 bits, or are made in the order of shards. Collective."""
+    if setup.gradients is not None:
+        return tree_sums_over(comm, setup.gradients.shards, allreduces=allreduces)
     if strategy.rounding is None:
         return None
     return sums_over(comm, caster(strategy.rounding.gradients), allreduces=allreduces)

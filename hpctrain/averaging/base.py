@@ -20,6 +20,7 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -36,6 +37,7 @@ class AveragerSetup:
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
         norms: of all groups, where the network has several; None where this one has all parameters.
         interval: of lazy averaging, where the network has several groups that must share it.
+        gradients: of this rank's shards, where sums are added in their order; None: the rank has one gradient.
     """
 
     group: FlatGroup
@@ -44,6 +46,11 @@ class AveragerSetup:
     progress: ProgressEngine
     norms: JointNorms | None = None
     interval: LazyInterval | None = None
+    gradients: ShardGradients | None = None
+
+    def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
+        """Elements [start, stop) of the gradient, as they are summed over ranks: one array, or several in a fixed order."""
+        return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Agreement:
     Attributes:
         schedule: the operations of a step; None for a strategy that has no schedule.
         streams: the communicators that the strategy asked for. link: measured, where the strategy needs it; else None.
-        sums: of gradients over the group's ranks, which may travel in 16 bits; None: those of the stream, which are exact.
+        sums: of gradients over the group's ranks, which may travel in 16 bits, or be made in a fixed order; None: the stream's.
     """
 
     schedule: CollectiveSchedule | None = None

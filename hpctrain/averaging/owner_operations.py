@@ -65,6 +65,7 @@ class OwnerOperations:
         sums: GradientSums | None = None,
     ) -> None:
         self._group, self._optimizer, self._schedule = setup.group, setup.optimizer, schedule
+        self._terms = setup.terms
         self._streams, self._comm = streams, streams[Stream.GRADIENTS]
         self._sums_of = self._comm if sums is None else sums
         self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
@@ -147,8 +148,7 @@ class OwnerOperations:
         if self._comm.size == 1:
             return Complete()
         piece = self._schedule.slices[k]
-        gradient = self._group.grad[piece.start : piece.stop]
-        return self._sums_of.ireduce_scatter(gradient, self._sums[k], self._counts[k])
+        return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self._sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch, BatchSource, Place
@@ -24,6 +25,7 @@ from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
+from hpctrain.train.exact_shards import check_exact, shard_gradients, shards_among
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.own_loop import OwnLoop
@@ -58,6 +60,8 @@ class Replica:
         optimizer: makes an optimiser that is not bound yet.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
         micro_batches: passes that one step's samples are split into.
+        exact_shards: terms of all sums over samples, added in one order on any number of ranks that divides them; a rank's
+            shards are its micro-batches. None: sums follow the ranks.
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
@@ -66,6 +70,7 @@ class Replica:
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
+        exact_shards: as given.
         distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
         loop: as given.
@@ -86,6 +91,7 @@ class Replica:
         optimizer: Callable[[], Optimizer] | None = None,
         nominal_batch: int | None = None,
         micro_batches: int = 1,
+        exact_shards: int | None = None,
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
         ema: EmaRule | None = None,
@@ -98,13 +104,19 @@ class Replica:
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
         self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
-        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, micro_batches)
+        self.exact_shards = exact_shards
+        if exact_shards is not None:
+            check_exact(exact_shards, network, groups, micro_batches)
+            micro_batches = exact_shards // groups.all_ranks.size
+        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, micro_batches, exact_shards)
         self._checks, self._skips, self._ema, self._micro_batches = checks, skips, ema, micro_batches
         self.watch: WeightWatch | None = None
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
+        shards = None if exact_shards is None else shards_among(groups.messages, micro_batches)
+        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, shards)
+        self._gradients: Mapping[str, ShardGradients] = {}
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.global_step, self.lr = 0, 0.0
@@ -120,8 +132,11 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
+        self._reduction.agree()
+        if self.exact_shards is not None:
+            self._gradients = shard_gradients(self.network, self.groups, self._micro_batches, self.strategies)
         averagers = self.averagers = make_averagers(
-            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}
+            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self._gradients
         )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
@@ -140,6 +155,7 @@ class Replica:
             self._reduction,
             self._micro_batches,
             self.groups.counts_of,
+            gradients=self._gradients,
             watch=self.watch,
             looks=not self._skips,
         )
@@ -153,7 +169,13 @@ class Replica:
     def place(self) -> Place:
         """Keywords of a loader of this replica's batches."""
         groups = self.groups
-        return {"rank": groups.position, "ranks": groups.all_ranks.size, "split_size": groups.split_size, "tiles": self.tiles}
+        return {
+            "rank": groups.position,
+            "ranks": groups.all_ranks.size,
+            "split_size": groups.split_size,
+            "tiles": self.tiles,
+            "shards": self.exact_shards,
+        }
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.
@@ -283,7 +305,9 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        run = partial(evaluate, self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored)
+        comm = self.groups.all_ranks
+        shards = None if self.exact_shards is None else shards_among(comm, self._micro_batches)
+        run = partial(evaluate, self.network, loader, comm, self.progress, mirrored=mirrored, shards=shards)
         return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:

@@ -10,6 +10,7 @@ from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.errors import BackendError
@@ -59,6 +60,7 @@ def make_strategies(
     groups: GridGroups,
     nominal_batch: int | None,
     micro_batches: int,
+    shards: int | None = None,
 ) -> dict[str, Strategy]:
     """The strategy of each group of parameters that has an optimiser; none where `make` is None.
 
@@ -67,7 +69,7 @@ def make_strategies(
     """
     if make is None:
         return {}
-    planned = partial(_planned_group, network, groups, nominal_batch, micro_batches)
+    planned = partial(_planned_group, network, groups, nominal_batch, micro_batches, shards)
     strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
     for strategy in strategies.values():
         _check_rounding(strategy, network)
@@ -89,7 +91,13 @@ def _check_rounding(strategy: Strategy, network: Network) -> None:
 
 
 def _planned_group(
-    network: Network, groups: GridGroups, nominal_batch: int | None, micro_batches: int, name: str, optimizer: Optimizer
+    network: Network,
+    groups: GridGroups,
+    nominal_batch: int | None,
+    micro_batches: int,
+    shards: int | None,
+    name: str,
+    optimizer: Optimizer,
 ) -> PlannedGroup:
     """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
     return PlannedGroup(
@@ -103,6 +111,7 @@ def _planned_group(
         momentum=optimizer.momentum,
         names=network.trained,
         on_host=network.kernels.arithmetic.on_host,
+        shards=shards,
     )
 
 
@@ -113,11 +122,13 @@ def make_averagers(
     strategies: Mapping[str, Strategy],
     optimizers: Optimizers,
     stored: Mapping[str, CollectiveSchedule],
+    gradients: Mapping[str, ShardGradients],
 ) -> dict[str, GradientAverager]:
     """The averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
         strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
+        gradients: of this rank's shards, by group; none where sums have no fixed order.
 
     Raises:
         CollectiveMismatchError: ranks with different schedules.
@@ -132,7 +143,7 @@ def make_averagers(
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, gradients.get(name))
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 
