@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.backend.kernels.specs import BatchNormSpec
 from hpctrain.comm.base import Communicator
+from hpctrain.data.sampler import counts
 from hpctrain.errors import ConfigError
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -55,6 +56,27 @@ def check_exact(shards: int, network: Network, groups: GridGroups, micro_batches
     fault = ranks_fault(shards, groups.all_ranks.size)
     if fault is not None:
         raise ConfigError(fault)
+
+
+def check_counts(of_ranks: Sequence[int], shards: int) -> None:
+    """Nothing, where a step's samples are shared out over shards, as a loader does that was told of them.
+
+    Args:
+        of_ranks: samples of each rank.
+
+    Raises:
+        ConfigError: they are shared out in another way; alike on every rank.
+    """
+    expected = counts(sum(of_ranks), len(of_ranks), shards=shards)
+    if tuple(of_ranks) != expected:
+        raise ConfigError(
+            f"A step has {_listed(of_ranks)} samples on the ranks, but {shards} shards of {sum(of_ranks)} samples are "
+            f"{_listed(expected)}; make the loader with the keywords of replica.place."
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def micro_batches_fault(micro_batches: int) -> str | None:

@@ -25,7 +25,7 @@ from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
-from hpctrain.train.exact_shards import check_exact, shard_gradients, shards_among
+from hpctrain.train.exact_shards import check_counts, check_exact, shard_gradients, shards_among
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.own_loop import OwnLoop
@@ -70,7 +70,7 @@ class Replica:
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
-        exact_shards: as given.
+        exact_shards: as given. micro_batches: passes of a step on this rank: as given, or its shards.
         distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
         tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
         loop: as given.
@@ -109,7 +109,7 @@ class Replica:
             check_exact(exact_shards, network, groups, micro_batches)
             micro_batches = exact_shards // groups.all_ranks.size
         self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, micro_batches, exact_shards)
-        self._checks, self._skips, self._ema, self._micro_batches = checks, skips, ema, micro_batches
+        self._checks, self._skips, self._ema, self.micro_batches = checks, skips, ema, micro_batches
         self.watch: WeightWatch | None = None
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
@@ -134,7 +134,7 @@ class Replica:
         """
         self._reduction.agree()
         if self.exact_shards is not None:
-            self._gradients = shard_gradients(self.network, self.groups, self._micro_batches, self.strategies)
+            self._gradients = shard_gradients(self.network, self.groups, self.micro_batches, self.strategies)
         averagers = self.averagers = make_averagers(
             self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self._gradients
         )
@@ -153,7 +153,7 @@ class Replica:
             self.averagers,
             self.progress,
             self._reduction,
-            self._micro_batches,
+            self.micro_batches,
             self.groups.counts_of,
             gradients=self._gradients,
             watch=self.watch,
@@ -207,6 +207,8 @@ class Replica:
             a step that has changed nothing are zeros, its samples included.
         """
         self._current_lr = lr
+        if self.exact_shards is not None:
+            check_counts(batch.counts, self.exact_shards)
         if self._guard is None:
             self._step.run(batch, self.global_step, lr)
             return None
@@ -306,7 +308,7 @@ class Replica:
         self.require_finite()
         self.network.parameters_changed()
         comm = self.groups.all_ranks
-        shards = None if self.exact_shards is None else shards_among(comm, self._micro_batches)
+        shards = None if self.exact_shards is None else shards_among(comm, self.micro_batches)
         run = partial(evaluate, self.network, loader, comm, self.progress, mirrored=mirrored, shards=shards)
         return evaluated_with(self.average, run, confusion, advance)
 

@@ -242,5 +242,17 @@ def test_what_cannot_be_the_same_on_any_ranks_is_refused(changed: dict[str, Any]
         run_virtual(3, lambda comm: replica_of(task, comm, virtual_engine(comm), Blocking))
 
 
+def test_a_loader_that_was_not_told_of_shards_is_refused() -> None:
+    task = replace(PLAIN, exact_shards=8, batch=10)
+
+    def program(comm: ThreadCommunicator) -> None:
+        replica = replica_of(task, comm, virtual_engine(comm), Blocking)
+        for batch in batches(replace(task, exact_shards=None), replica.groups.position, comm.size):
+            replica.step(batch, task.lr)
+
+    with pytest.raises(ConfigError, match=r"A step has 5, 5 samples on the ranks, but 8 shards of 10 samples are 6, 4; make the"):
+        run_virtual(2, program)
+
+
 def test_any_divisor_is_a_number_of_ranks() -> None:
     assert [ranks for ranks in range(1, 13) if ranks_fault(12, ranks) is None] == [1, 2, 3, 4, 6, 12]
