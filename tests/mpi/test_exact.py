@@ -22,7 +22,7 @@ from tests.support.training import Result, Task, train
 
 RANKS = [1, 2, 3, 4]
 MODELS: dict[str, Callable[[], Any]] = {
-    "small": partial(catalogue.build, "small", {"classes": 5, "image_shape": (12, 12, 3), "channels": (4, 6), "dropout": 0.2}),
+    "small": partial(catalogue.build, "small", {"classes": 5, "channels_in": 3, "channels": (4, 6), "dropout": 0.2}),
     "resnet20": partial(catalogue.build, "resnet20", {"classes": 5, "width": 0.5}),
     "vgg11_bn": partial(catalogue.build, "vgg11_bn", {"classes": 5, "width": 0.0625}),
 }
@@ -36,8 +36,8 @@ STRATEGIES = [
 
 def _task(model: str, kernels: str) -> Task:
     shape = (32, 32, 3) if model == "vgg11_bn" else (12, 12, 3)
-    task = Task(MODELS[model], KERNELS[kernels](), partial(Sgd, momentum=0.9, weight_decay=1e-3), image_shape=shape, samples=41)
-    return Task(**{**vars(task), "batch": 13, "steps": 4, "dtype": "float32", "exact_shards": 12})
+    task = Task(MODELS[model], KERNELS[kernels](), partial(Sgd, momentum=0.9, weight_decay=1e-3), image_shape=shape, samples=25)
+    return Task(**{**vars(task), "batch": 13, "steps": 4 if model == "small" else 2, "dtype": "float32", "exact_shards": 12})
 
 
 @cache
@@ -51,7 +51,7 @@ def _alone(model: str, kernels: str) -> Result:
 @pytest.mark.parallel(RANKS)
 def test_any_ranks_have_the_bits_of_one(world: Communicator, progress: ProgressEngine, model: str, kernels: str) -> None:
     alone = _alone(model, kernels)
-    for strategy, options in STRATEGIES if model == "small" or kernels == "numpy" else STRATEGIES[1::3]:
+    for strategy, options in STRATEGIES if model == "small" else STRATEGIES[2::3]:  # of large ones the largest messages
         many = train(_task(model, kernels), world, progress, strategy, **options)
         for found, expected in ((many.parameters, alone.parameters), (many.statistics, alone.statistics)):
             for name, values in expected.items():
