@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)
-_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8")  # see exact.py
+_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8")  # by the benchmark `exact`
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter

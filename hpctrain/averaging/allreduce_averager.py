@@ -155,16 +155,18 @@ class AllreduceAverager(GradientAverager):
             return None
         if self.optimizer.clip_norm is None:
             self.progress.wait(step.pending[k])
-            for segment in self._segments[k]:
-                norms.squares[norms.index[segment.parameter]] = 0.0
+            places = slice(norms.index[self._segments[k][0].parameter], norms.index[self._segments[k][-1].parameter] + 1)
+            norms.clear(places)
             self.optimizer.prepare_norms(self._segments[k])
             norms.add_partial(self.group, self._segments[k])
+            norms.complete(places)
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
-            norms.squares[...] = 0.0
+            norms.clear(slice(None))
             for segments in self._segments:
                 self.optimizer.prepare_norms(segments)
             norms.add_partial(self.group, tuple(chain.from_iterable(self._segments)))
+            norms.complete(slice(None))
             step.norms_complete = True
         return norms
 

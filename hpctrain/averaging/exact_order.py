@@ -39,8 +39,3 @@ def check_order(name: str, strategy: Strategy) -> None:
             "exact.shards has another; set fc_exchange to auto or never.",
             "fc_exchange",
         )
-    if group.needs_norms:
-        raise ConfigError(
-            "lars, lamb and clip_norm need norms, whose sums follow the ranks so far, and exact.shards has one order on any "
-            "number of ranks; leave clip_norm out and use sgd or adamw."
-        )

@@ -18,6 +18,7 @@ from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
+from hpctrain.comm.stages import Finished
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 
@@ -155,7 +156,7 @@ class OwnerOperations:
         norms = update.norms
         assert norms is not None
         slices, places = self._covered[operation.slice]
-        norms.squares[places] = 0.0
+        norms.clear(places)
         segments: list[Segment] = []
         for k in slices:
             if k in update.left_out:
@@ -174,7 +175,8 @@ class OwnerOperations:
         if update.joint is not None:
             update.contribute()
             return Complete()
-        return self._streams[operation.stream].iallreduce(norms.squares[places])
+        handle = self._streams[operation.stream].iallreduce(norms.message(places))
+        return Finished(handle, lambda: norms.complete(places))
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """The segments of a slice that count on this rank in a norm: of elements that several ranks update, on one of them."""

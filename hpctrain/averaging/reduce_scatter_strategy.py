@@ -24,6 +24,7 @@ from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy, words_of_shards
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
+from hpctrain.averaging.tree_norms import BLOCK
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
@@ -167,7 +168,8 @@ class ReduceScatterStrategy(Strategy):
         """Slices of all parameters, in forward order. link: that sizes follow from."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
-        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most))
+        block = BLOCK if self.group.shards is not None and self.group.needs_norms else 1
+        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most, block))
         for weight, biases in self.exchanging.items():
             slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
         return tuple(sorted(slices, key=lambda piece: piece.start))

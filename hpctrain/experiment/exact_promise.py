@@ -21,7 +21,7 @@ META = "exact"
 
 
 def promise(kernels: KernelSet, threads: ThreadPlan) -> dict[str, str]:
-    """What computes on this rank, by what it is called in messages."""
+    """The things that compute on this rank, by their names in messages."""
     version = getattr(kernels, "version", None)
     return {
         "kernels": kernels.name if version is None else f"{kernels.name} {version}",

@@ -92,7 +92,7 @@ class _Sums:
             yield replace(batch, x=x, y=y, sample_ids=ids, share=share)
 
     def next_part(self) -> None:
-        """What is added from now on belongs to the next of the parts, which follow each other in a circle."""
+        """Let what is added from now on belong to the next of the parts, which follow each other in a circle."""
         self._row = (self._row + 1) % len(self._rows)
 
     def add(self, handle: LossHandle) -> None:

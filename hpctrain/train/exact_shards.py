@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.backend.kernels.specs import BatchNormSpec
@@ -10,6 +11,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.data.sampler import counts
 from hpctrain.errors import ConfigError
 from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import FlatGroup
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.summation_tree import ShardsOfRank
 
@@ -113,11 +115,43 @@ def synchronised(network: Network) -> tuple[str, ...]:
     )
 
 
-def shards_among(comm: Communicator, each: int) -> ShardsOfRank:
-    """This rank's shards, where the ranks of `comm` have so many each and nobody else has any."""
-    return ShardsOfRank(comm.rank, comm.size, each * comm.size)
+@dataclass(frozen=True)
+class Passes:
+    """The passes that a rank splits its samples of a step into.
 
+    Attributes:
+        micro_batches: of each rank. shards: those of all ranks, where each pass is one; None: sums follow the ranks.
+    """
 
-def shard_gradients(network: Network, groups: GridGroups, each: int, strategies: Iterable[str]) -> Mapping[str, ShardGradients]:
-    """The sums over this rank's shards, by parameter group. each: shards of a rank."""
-    return {name: ShardGradients(network.groups[name], shards_among(groups.gradients[name], each)) for name in strategies}
+    micro_batches: int = 1
+    shards: int | None = None
+
+    @staticmethod
+    def of(micro_batches: int, shards: int | None, network: Network, groups: GridGroups) -> Passes:
+        """As asked for.
+
+        Raises:
+            ConfigError: with shards, what `check_exact` refuses.
+        """
+        if shards is None:
+            return Passes(micro_batches)
+        check_exact(shards, network, groups, micro_batches)
+        return Passes(shards // groups.all_ranks.size, shards)
+
+    def among(self, comm: Communicator) -> ShardsOfRank | None:
+        """This rank's shards, where the ranks of `comm` have all that count; None where there are none."""
+        return None if self.shards is None else ShardsOfRank(comm.rank, comm.size, self.micro_batches * comm.size)
+
+    def gradients(self, group: FlatGroup, comm: Communicator) -> ShardGradients | None:
+        """The sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
+        shards = self.among(comm)
+        return None if shards is None else ShardGradients(group, shards)
+
+    def check(self, of_ranks: Sequence[int]) -> None:
+        """Nothing, where a step's samples are shared out as passes need.
+
+        Raises:
+            ConfigError: as `check_counts`.
+        """
+        if self.shards is not None:
+            check_counts(of_ranks, self.shards)

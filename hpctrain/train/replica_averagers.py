@@ -10,7 +10,6 @@ from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.errors import BackendError
@@ -19,6 +18,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.train.exact_shards import Passes
 from hpctrain.train.tracing import timed_optimizer
 
 
@@ -59,8 +59,7 @@ def make_strategies(
     network: Network,
     groups: GridGroups,
     nominal_batch: int | None,
-    micro_batches: int,
-    shards: int | None = None,
+    passes: Passes,
 ) -> dict[str, Strategy]:
     """The strategy of each group of parameters that has an optimiser; none where `make` is None.
 
@@ -69,7 +68,7 @@ def make_strategies(
     """
     if make is None:
         return {}
-    planned = partial(_planned_group, network, groups, nominal_batch, micro_batches, shards)
+    planned = partial(_planned_group, network, groups, nominal_batch, passes)
     strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
     for strategy in strategies.values():
         _check_rounding(strategy, network)
@@ -94,8 +93,7 @@ def _planned_group(
     network: Network,
     groups: GridGroups,
     nominal_batch: int | None,
-    micro_batches: int,
-    shards: int | None,
+    passes: Passes,
     name: str,
     optimizer: Optimizer,
 ) -> PlannedGroup:
@@ -105,13 +103,13 @@ def _planned_group(
         groups.gradients[name].size,
         groups.nodes[name],
         nominal_batch,
-        micro_batches,
+        passes.micro_batches,
         norms_needed=optimizer.norms_needed,
         several_groups=MODEL in network.groups,
         momentum=optimizer.momentum,
         names=network.trained,
         on_host=network.kernels.arithmetic.on_host,
-        shards=shards,
+        shards=passes.shards,
     )
 
 
@@ -122,13 +120,13 @@ def make_averagers(
     strategies: Mapping[str, Strategy],
     optimizers: Optimizers,
     stored: Mapping[str, CollectiveSchedule],
-    gradients: Mapping[str, ShardGradients],
+    passes: Passes,
 ) -> dict[str, GradientAverager]:
     """The averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
         strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
-        gradients: of this rank's shards, by group; none where sums have no fixed order.
+        passes: of each rank, whose gradients averagers add up.
 
     Raises:
         CollectiveMismatchError: ranks with different schedules.
@@ -143,7 +141,7 @@ def make_averagers(
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, gradients.get(name))
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, passes.gradients(group, comm))
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from hpctrain.train.micro_batches import MicroBatch, micro_batches_of
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import TracingHooks
 from hpctrain.train.weight_watch import WeightWatch
-
-_NO_SHARDS: Mapping[str, ShardGradients] = MappingProxyType({})
 
 
 class GradientSum:
@@ -53,9 +50,6 @@ class AveragingHooks(StepHooks):
 
     With micro-batches, gradients of all but the last add up in buffers of their own; the last adds these to each gradient just
     before it is announced, so averagers see one gradient per step, or that and what is left of a tree's order.
-
-    Args:
-        gradients: those of shards, where each micro-batch is one, by parameter group; else they are added one after another.
     """
 
     def __init__(
@@ -63,13 +57,12 @@ class AveragingHooks(StepHooks):
         averagers: Mapping[str, GradientAverager],
         progress: ProgressEngine,
         micro_batches: int,
-        gradients: Mapping[str, ShardGradients] = _NO_SHARDS,
     ) -> None:
         self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
         self._progress = progress
         self._sums: list[GradientSum | ShardGradients] = []
-        if averagers and (gradients or micro_batches > 1):
-            self._sums = [gradients.get(name) or GradientSum(averager.group) for name, averager in averagers.items()]
+        if micro_batches > 1:
+            self._sums = [averager.gradients or GradientSum(averager.group) for averager in averagers.values()]
         self._sum_of = {
             name: total
             for averager, total in zip(averagers.values(), self._sums, strict=False)
@@ -132,7 +125,6 @@ class TrainingStep:
     Args:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         micro_batches: passes that one step's samples are split into. message: receives the sums.
-        gradients: of the micro-batches, where each is a shard, by parameter group.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
         watch: takes checksums of what ranks hold alike; None: nothing does.
         looks: at the parameters that the step before has made; False where somebody has looked already.
@@ -150,7 +142,6 @@ class TrainingStep:
         micro_batches: int = 1,
         counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
         *,
-        gradients: Mapping[str, ShardGradients] = _NO_SHARDS,
         watch: WeightWatch | None = None,
         looks: bool = True,
     ) -> None:
@@ -161,7 +152,7 @@ class TrainingStep:
         self._micro_batches = micro_batches
         self._looks = looks
         self._progress = progress
-        self._hooks = AveragingHooks(averagers, progress, micro_batches, gradients)
+        self._hooks = AveragingHooks(averagers, progress, micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
         self._tracing: TracingHooks | None = None
         self.record_operators(progress.trace)

@@ -10,7 +10,6 @@ from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.errors import ConfigError, OptionError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.nn.parameter import GroupLayout
-from hpctrain.optim.base import NormsNeeded
 
 
 def _group(shards: int | None = 8, **facts: Any) -> PlannedGroup:
@@ -62,10 +61,3 @@ def test_sums_have_one_level() -> None:
 def test_a_stored_schedule_is_one_of_as_many_shards() -> None:
     requests = [make_strategy(name, {}, _group(shards)).request() for name in ("sharded", "bucketed") for shards in (None, 8, 4)]
     assert len(set(requests)) == 6
-
-
-@pytest.mark.parametrize("needed", [NormsNeeded.LAYER, NormsNeeded.GLOBAL])
-def test_norms_follow_the_ranks(needed: NormsNeeded) -> None:
-    make_strategy("sharded", {}, _group(None, norms_needed=needed))
-    with pytest.raises(ConfigError, match="need norms"):
-        make_strategy("sharded", {}, _group(norms_needed=needed))

@@ -49,7 +49,6 @@ AVERAGING = (
     "sparse",
     "micro_batches",
     "exact",
-    "optimizer",
 )
 DATA = ("data", "grid")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging import agreement
+from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
@@ -24,7 +25,10 @@ from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError
+from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lamb import Lamb
+from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -41,10 +45,16 @@ from tests.support.training import Task, batches, distance, made_up, replica_of,
 #: a batch that no number of ranks divides, and a last one of an epoch with fewer samples than shards
 PLAIN = Task(partial(nets.plain, dropout=0.3), NumpyKernelSet(), partial(Sgd, momentum=0.9), dtype="float32", batch=11, steps=6)
 RESIDUAL = replace(PLAIN, model=partial(nets.residual, synchronised=False))
+#: a layer of many terms of a norm, and others of a few; in float32 rounding would hide the last bits of norms
+WIDE = replace(PLAIN, model=partial(nets.plain, hidden=300), steps=4, dtype="float64")
 TASKS = {
     "plain": PLAIN,
     "residual": RESIDUAL,
     "residual adamw": replace(RESIDUAL, optimizer=partial(Adamw, beta2=0.9)),
+    "wide lars": replace(WIDE, optimizer=partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1)),
+    "wide lars clipping": replace(WIDE, optimizer=partial(Lars, momentum=0.9, trust_coefficient=0.1, clip_norm=0.5)),
+    "wide lamb": replace(WIDE, optimizer=partial(Lamb, weight_decay=1e-2)),
+    "wide clipping": replace(WIDE, optimizer=partial(Sgd, momentum=0.9, clip_norm=0.3)),
     "plain onednn": replace(PLAIN, kernels=OnednnKernelSet()),
     "residual onednn": replace(RESIDUAL, kernels=OnednnKernelSet()),
 }
@@ -139,6 +149,23 @@ def test_kernels_of_onednn_have_the_bits_of_one_rank(name: str, shards: int, ran
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "ranks", "strategy"),
+    [
+        (6, 2, "sharded"),
+        (6, 3, "sharded 3000"),
+        (8, 4, "priority"),
+        (8, 2, "bucketed 3000"),
+        (8, 8, "sharded 64"),
+        (8, 4, "overlap"),
+    ],
+)
+@pytest.mark.parametrize("name", ["wide lars", "wide lars clipping", "wide lamb", "wide clipping"])
+def test_norms_have_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
+    assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(4, 2), (1, 8), (8, 1), (2, 4)])
 def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: int) -> None:
     task = replace(RESIDUAL, exact_shards=8)
@@ -166,6 +193,13 @@ def _plain_between_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agreement, "tree_sums_over", lambda *arguments, **options: None)
 
 
+def _plain_norms(patch: pytest.MonkeyPatch) -> None:
+    def own_norms(setup: AveragerSetup, parts: Any) -> Norms:
+        return Norms(setup.group)
+
+    patch.setattr(AveragerSetup, "own_norms", own_norms)
+
+
 def _plain_statistics(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_reduction, "tree_sums_over", lambda *arguments, **options: None)
     one_by_one = property(lambda share: tuple(TreeAddition(0, right, right) for right in range(1, share.count)))
@@ -186,6 +220,12 @@ def test_plain_sums_have_other_bits(breakage: Callable[[pytest.MonkeyPatch], Non
     expected = _on_one("residual", 8)
     breakage(monkeypatch)
     assert _on_ranks("residual", 8, 2 if breakage is _plain_within_a_rank else 4, "bucketed") != expected
+
+
+def test_plain_sums_of_squares_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _on_one("wide lars", 8)
+    _plain_norms(monkeypatch)
+    assert _on_ranks("wide lars", 8, 4, "sharded") != expected
 
 
 @pytest.mark.parametrize("name", ["plain", "residual"])

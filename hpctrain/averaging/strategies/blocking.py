@@ -52,8 +52,9 @@ class BlockingAverager(GradientAverager):
             self.progress.poll()
             return
         if self._norms is not None:
-            self._norms.squares[...] = 0.0
+            self._norms.clear(slice(None))
             self._norms.add_partial(self.group, self.group.segments)
+            self._norms.complete(slice(None))
         self.optimizer.update(self.group.segments, self._lr, self._norms)
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
