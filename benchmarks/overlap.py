@@ -43,9 +43,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
+    "micro-2": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 2}}),
+    "micro-4": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 4}}),
+    "exact-4": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 4}}),  # over all ranks
+    "exact-8": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 8}}),
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)
+_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8")  # by the benchmark `exact`
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter
@@ -197,7 +202,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         shape = SHAPES[chosen.model]
         changed = {"batch": chosen.batch or shape.batch, "pixels": chosen.pixels or shape.pixels}
         chosen.shape = Shape(**shape.as_dict() | changed)
-        different = [name for name in VARIANTS if chosen.ranks_per_host > 1 or name not in _SEVERAL_ON_A_HOST]
+        special = _WHERE_ASKED_FOR if chosen.ranks_per_host > 1 else (*_WHERE_ASKED_FOR, *_SEVERAL_ON_A_HOST)
+        different = [name for name in VARIANTS if name not in special]
         chosen.variants = choose_variants(parser, chosen.variants.split(",") if chosen.variants else different)
     return chosen
 

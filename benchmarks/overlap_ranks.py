@@ -103,7 +103,7 @@ class Rank:
         self.network = Network(
             catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
         )
-        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None}
+        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
         self.batch = made_up_batch(self.shape, place)
         self.bare_comm = self._split("bare")
         self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
@@ -136,13 +136,17 @@ class Rank:
         groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), 1, self.world.size))
         if choice is None:  # one rank's blocking averaging is the local update, whole
             choice, groups = ("blocking", {}), groups.alone()
+        name, options = choice
+        passes = options.get("passes", {})  # of the replica
+        options = {key: value for key, value in options.items() if key != "passes"}
         replica = Replica(
             self.network,
             groups=groups,
             progress=self.progress,
-            strategy=partial(make_strategy, *choice),
+            strategy=partial(make_strategy, name, options),
             optimizer=partial(Sgd, momentum=0.9),
             nominal_batch=self.batch.global_count,
+            **passes,
         )
         replica.agree()
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.

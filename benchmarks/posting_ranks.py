@@ -96,7 +96,7 @@ class _Turns:
         if settings.sleeps_at_once:
             self._progress.wait_policy = SLEEPS_AT_ONCE
         model, image_shape = catalogue.build(shape.family, shape.options), (shape.pixels, shape.pixels, 3)
-        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None}
+        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
         self._batch = made_up_batch(shape, place)
         self._replica = Replica(
             Network(model, image_shape, make_backend("onednn").kernels),

@@ -13,6 +13,7 @@ from hpctrain.comm import transports
 from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate, measure_operation_seconds
 from hpctrain.comm.sixteen_bit import sums_over
+from hpctrain.comm.tree_sums import tree_sums_over
 from hpctrain.comm.two_level import across_nodes, in_levels
 from hpctrain.errors import CollectiveMismatchError
 
@@ -31,7 +32,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert strategy.group.ranks == setup.comm.size, "a strategy is planned for as many ranks as run it"
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
-        sums = _sums(strategy, setup.comm, allreduces=True)
+        sums = _sums(strategy, setup, setup.comm, allreduces=True)
         reaching, sums = _reaching(setup, {Stream.GRADIENTS: setup.comm}, sums)
         return strategy.averager(replace(setup, comm=reaching[Stream.GRADIENTS]), Agreement(streams=streams, sums=sums))
     comm = streams[Stream.GRADIENTS]
@@ -44,7 +45,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     assert schedule is not None
     check_same_schedule(comm, schedule)
     allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
-    sums = _sums(strategy, comm, allreduces=allreduces)
+    sums = _sums(strategy, setup, comm, allreduces=allreduces)
     reaching, sums = _reaching(setup, streams, sums)
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
 
@@ -79,8 +80,10 @@ def _reaching(
     return reached | by_host, sums
 
 
-def _sums(strategy: Strategy, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
-    """The sums of gradients over `comm` where they travel in 16 bits. Collective."""
+def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
+    """The sums of gradients over `comm` where they travel in 16 bits, or are made in the order of shards. Collective."""
+    if setup.gradients is not None:
+        return tree_sums_over(comm, setup.gradients.shards, allreduces=allreduces)
     if strategy.rounding is None:
         return None
     return sums_over(comm, caster(strategy.rounding.gradients), allreduces=allreduces)

@@ -66,7 +66,7 @@ class AllreduceAverager(GradientAverager):
         self._comm = agreement.streams[Stream.GRADIENTS]
         self._sums = self._comm if agreement.sums is None else agreement.sums
         self._queue = self.progress.queue(self._comm)
-        self._cuts_large = cuts_large
+        self._cuts_large, self._terms = cuts_large, setup.terms
         self.optimizer.bind(self.group, self.group.segments)
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         self._event_texts = {name: str(LocalEventKey(EventKind.GRADIENT, name)) for name in self._names}
@@ -122,13 +122,11 @@ class AllreduceAverager(GradientAverager):
     def _start(self, k: int) -> Handle:
         """Called by the progress engine when the slice's turn has come: post its sum."""
         piece = self.schedule.slices[k]
-        gradient = self.group.grad[piece.start : piece.stop]
         if not self._cuts_large:
-            return self._sums.iallreduce(gradient)
-        parts = slice_sizes.parts_of(gradient.size, gradient.itemsize, self._comm.size)
-        if len(parts) == 1:
-            return self._sums.iallreduce(gradient)
-        return _Several([self._sums.iallreduce(gradient[begin:end]) for begin, end in parts])
+            return self._sums.iallreduce(self._terms(piece.start, piece.stop))
+        parts = slice_sizes.parts_of(piece.size, self.group.item_bytes, self._comm.size)
+        handles = [self._sums.iallreduce(self._terms(piece.start + begin, piece.start + end)) for begin, end in parts]
+        return handles[0] if len(handles) == 1 else _Several(handles)
 
     def _is_settled(self, parameter: Parameter) -> bool:
         return not any(k in self._previous.pending for k in self._touching[parameter.name])
@@ -157,16 +155,18 @@ class AllreduceAverager(GradientAverager):
             return None
         if self.optimizer.clip_norm is None:
             self.progress.wait(step.pending[k])
-            for segment in self._segments[k]:
-                norms.squares[norms.index[segment.parameter]] = 0.0
+            places = slice(norms.index[self._segments[k][0].parameter], norms.index[self._segments[k][-1].parameter] + 1)
+            norms.clear(places)
             self.optimizer.prepare_norms(self._segments[k])
             norms.add_partial(self.group, self._segments[k])
+            norms.complete(places)
         elif not step.norms_complete:
             self.progress.wait(step.pending.values())
-            norms.squares[...] = 0.0
+            norms.clear(slice(None))
             for segments in self._segments:
                 self.optimizer.prepare_norms(segments)
             norms.add_partial(self.group, tuple(chain.from_iterable(self._segments)))
+            norms.complete(slice(None))
             step.norms_complete = True
         return norms
 

@@ -13,7 +13,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation
 from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_sizes import Sizes
 from hpctrain.averaging.slices import Slice, fingerprint
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.strategy import Strategy, words_of_shards
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 
@@ -26,6 +26,7 @@ class AllreduceStrategy(Strategy):
     """
 
     adds_norms = True
+    sums_shards = True
     streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS,)
     cuts_large: ClassVar[bool] = True
 
@@ -70,7 +71,8 @@ class AllreduceStrategy(Strategy):
 
     def request(self) -> str:
         rounding, two = words_of_rounding(self.rounding), self.levels
-        return f"{self.words()}{rounding}; {fingerprint(self.group.layout)}{'' if two is None else two.words}"
+        shards = words_of_shards(self.group.shards)
+        return f"{self.words()}{shards}{rounding}; {fingerprint(self.group.layout)}{'' if two is None else two.words}"
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         return self.sizes == "measured" and usable is None

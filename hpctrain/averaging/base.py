@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,6 +20,9 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.shard_gradients import ShardGradients
+from hpctrain.averaging.tree_norms import TreeNorms
+from hpctrain.boxes import Interval
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -38,6 +41,7 @@ class AveragerSetup:
         norms: of all groups, where the network has several; None where this one has all parameters.
         interval: of lazy averaging, where the network has several groups that must share it.
         transport: of arrays that lie on a device; of others there is nothing to choose.
+        gradients: of this rank's shards, where sums are added in their order; None: the rank has one gradient.
     """
 
     group: FlatGroup
@@ -47,6 +51,21 @@ class AveragerSetup:
     norms: JointNorms | None = None
     interval: LazyInterval | None = None
     transport: Transport = "staged"
+    gradients: ShardGradients | None = None
+
+    def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
+        """The norms of this group alone, where it has all parameters and its optimiser needs some; else None.
+
+        Args:
+            parts: of all ranks, the elements that one of them adds up at once.
+        """
+        if not self.optimizer.needs_norms or self.norms is not None:
+            return None
+        return Norms(self.group) if self.gradients is None else TreeNorms(self.group, parts)
+
+    def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
+        """Elements [start, stop) of the gradient, as they are summed over ranks: one array, or several in a fixed order."""
+        return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Agreement:
     Attributes:
         schedule: the operations of a step; None for a strategy that has no schedule.
         streams: the communicators that the strategy asked for. link: measured, where the strategy needs it; else None.
-        sums: of gradients over the group's ranks, which may travel in 16 bits; None: those of the stream, which are exact.
+        sums: of gradients over the group's ranks, which may travel in 16 bits, or be made in a fixed order; None: the stream's.
     """
 
     schedule: CollectiveSchedule | None = None
@@ -76,6 +95,7 @@ class GradientAverager(ABC):
         pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None where there is
             none. It is empty at the start, and a checkpoint without it says just that. Only its sum over the holders is applied,
             so a run on other ranks goes on with the sum.
+        gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
@@ -90,10 +110,11 @@ class GradientAverager(ABC):
         self.optimizer = setup.optimizer
         self.comm = setup.comm
         self.progress = setup.progress
+        self.gradients = setup.gradients
         self._joint = setup.norms if setup.optimizer.needs_norms else None
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
         #: of this group alone, where it has all parameters of the network
-        self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
+        self._norms = setup.own_norms([(0, setup.group.size)])
         #: views of the state of one owned segment, 1-D, by name
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None

@@ -18,6 +18,8 @@ from hpctrain.errors import CheckpointError
 
 #: attribute of a slice -> the key that stored schedules have it under
 _STORED_KEYS = {"sufficient_factors": "factors"}
+#: what slices without these have is not written, so that they are stored as ever
+_LEFT_OUT = (("compression", None), ("block", 1))
 
 #: the slice of an operation that is of all slices
 ALL_SLICES = -1
@@ -88,7 +90,7 @@ class CollectiveSchedule:
         """As text that `from_json` reads; a slice and an operation per line, for people."""
         values = asdict(self)
         values["slices"] = [
-            {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) != ("compression", None)}
+            {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) not in _LEFT_OUT}
             for piece in values["slices"]
         ]
         if self.rounding is None:

@@ -18,6 +18,7 @@ from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
+from hpctrain.comm.stages import Finished
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 
@@ -65,6 +66,7 @@ class OwnerOperations:
         sums: GradientSums | None = None,
     ) -> None:
         self._group, self._optimizer, self._schedule = setup.group, setup.optimizer, schedule
+        self._terms = setup.terms
         self._streams, self._comm = streams, streams[Stream.GRADIENTS]
         self._sums_of = self._comm if sums is None else sums
         self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
@@ -147,15 +149,14 @@ class OwnerOperations:
         if self._comm.size == 1:
             return Complete()
         piece = self._schedule.slices[k]
-        gradient = self._group.grad[piece.start : piece.stop]
-        return self._sums_of.ireduce_scatter(gradient, self._sums[k], self._counts[k])
+        return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self._sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
         norms = update.norms
         assert norms is not None
         slices, places = self._covered[operation.slice]
-        norms.squares[places] = 0.0
+        norms.clear(places)
         segments: list[Segment] = []
         for k in slices:
             if k in update.left_out:
@@ -174,7 +175,8 @@ class OwnerOperations:
         if update.joint is not None:
             update.contribute()
             return Complete()
-        return self._streams[operation.stream].iallreduce(norms.squares[places])
+        handle = self._streams[operation.stream].iallreduce(norms.message(places))
+        return Finished(handle, lambda: norms.complete(places))
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """The segments of a slice that count on this rank in a norm: of elements that several ranks update, on one of them."""

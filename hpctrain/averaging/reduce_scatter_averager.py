@@ -75,6 +75,8 @@ class ReduceScatterAverager(GradientAverager):
         self._comm = agreement.streams[Stream.GRADIENTS]
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
         self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
+        ranks = range(self._comm.size)
+        self._norms = setup.own_norms(piece.part(rank, self._comm.size) for piece in self.schedule.slices for rank in ranks)
         self.optimizer.bind(self.group, self._operations.owned)
         self._state_of = self._operations.owned_state
         self.gather_parameters = partial(self._operations.gather_parameters, self.progress)

@@ -22,8 +22,9 @@ from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
 from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_traffic import SliceTraffic
 from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.averaging.strategy import PlannedGroup, Strategy, words_of_shards
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
+from hpctrain.averaging.tree_norms import BLOCK
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.two_level import Levels, levels
 from hpctrain.errors import OptionError
@@ -46,6 +47,7 @@ class ReduceScatterStrategy(Strategy):
     """
 
     adds_norms = True
+    sums_shards = True
     streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS, Stream.PARAMETERS)
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
@@ -58,11 +60,13 @@ class ReduceScatterStrategy(Strategy):
                 f"or set fc_exchange to auto or never.",
                 "fc_exchange",
             )
-        self._levels = levels(group.nodes) if chosen.two_level and group.nodes is not None else None
+        two_level = chosen.two_level and group.shards is None  # the order of shards knows no nodes
+        self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
         sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
         exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
+        exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
@@ -114,7 +118,8 @@ class ReduceScatterStrategy(Strategy):
 
     def request(self) -> str:
         nodes = "" if self._levels is None else self._levels.words
-        return f"{self.words()}{words_of_rounding(self.rounding)}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
+        words = f"{self.words()}{words_of_shards(self.group.shards)}{words_of_rounding(self.rounding)}"
+        return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Also, the optimiser still needs the norms that it has, or still none: it may have got, or lost, an option."""
@@ -163,7 +168,8 @@ class ReduceScatterStrategy(Strategy):
         """Slices of all parameters, in forward order. link: that sizes follow from."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
-        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most))
+        block = BLOCK if self.group.shards is not None and self.group.needs_norms else 1
+        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most, block))
         for weight, biases in self.exchanging.items():
             slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
         return tuple(sorted(slices, key=lambda piece: piece.start))

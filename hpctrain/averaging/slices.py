@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hpctrain.boxes import even, even_interval, even_intervals
 from hpctrain.compress.top_k import kept_at
@@ -52,6 +53,7 @@ class Slice:
         sufficient_factors: the gradient is made from the exchanged inputs and errors of a linear layer, of whose weight the slice
             is rows.
         replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
+        block: parts of ranks meet at multiples of it in the flat buffers.
         compression: how it crosses between nodes where not all of it does; its parts are then those of the ranks of a node, and
             ranks of equal number on all nodes have the same one.
     """
@@ -65,6 +67,7 @@ class Slice:
     sufficient_factors: bool = False
     replicated: tuple[str, ...] = ()
     compression: Compression | None = None
+    block: int = 1
 
     @property
     def size(self) -> int:
@@ -80,11 +83,17 @@ class Slice:
         return 1 if self.compression is None else self.compression.nodes
 
     def counts(self, ranks: int) -> tuple[int, ...]:
-        """Elements of the parts: whole units, as even as can be, the first ones having one more."""
+        """Elements of the parts: whole units or blocks, as even as can be, the first ones having one more."""
+        if self.block > 1:
+            return tuple(self.owned_size(rank, ranks) for rank in range(ranks))
         return tuple(self.unit * units for units in even(self.units, ranks // self.copies))
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
         """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
+        if self.block > 1:
+            first, last = self.start // self.block, -(-self.stop // self.block)
+            begin, end = (self.block * (first + bound) for bound in even_interval(last - first, ranks, rank))
+            return min(max(begin, self.start), self.stop), min(max(end, self.start), self.stop)
         begin, end = even_interval(self.units, ranks // self.copies, rank // self.copies)
         return self.start + self.unit * begin, self.start + self.unit * end
 
@@ -120,8 +129,10 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apar
     return tuple(sorted((piece for piece in slices if piece.size), key=lambda piece: piece.start))
 
 
-def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice, ...]:
+def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1) -> tuple[Slice, ...]:
     """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices of exchanged layers stay whole.
+
+    block: slices are cut at multiples of it in the flat buffers, so that some have up to a block more, and so are their parts.
 
     Raises:
         ConfigError: a parameter in too many slices.
@@ -130,11 +141,14 @@ def cut(layout: GroupLayout, slices: Sequence[Slice], most: int) -> tuple[Slice,
     pieces: list[Slice] = []
     for whole in slices:
         if whole.sufficient_factors or whole.size <= most:
-            pieces.append(whole)
+            pieces.append(replace(whole, block=block))
             continue
         _check_count(whole.name, -(-whole.size // most))
-        for begin, end in even_intervals(whole.size, -(-whole.size // most)):
-            pieces.append(_piece(layout, whole, whole.start + begin, whole.start + end))
+        cuts = [whole.start + begin for begin, _ in even_intervals(whole.size, -(-whole.size // most))][1:]
+        cuts = sorted({block * round(place / block) for place in cuts})
+        inside = [place for place in cuts if whole.start < place < whole.stop]
+        for begin, end in pairwise((whole.start, *inside, whole.stop)):
+            pieces.append(replace(_piece(layout, whole, begin, end), block=block))
     return tuple(pieces)
 
 

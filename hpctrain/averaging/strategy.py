@@ -33,6 +33,7 @@ class PlannedGroup:
         momentum: of the optimiser; 0 where it has none.
         names: of all parameters of the network, in forward order; None: those of this group are all.
         on_host: arrays lie where the host computes, so that it may take inputs and errors of layers without waiting.
+        shards: terms that gradients are sums of, added in one order on any number of ranks; None: each rank has one term.
     """
 
     layout: GroupLayout
@@ -45,6 +46,7 @@ class PlannedGroup:
     momentum: float = 0.0
     names: Sequence[str] | None = None
     on_host: bool = True
+    shards: int | None = None
 
     @property
     def network_parameters(self) -> Sequence[str]:
@@ -87,6 +89,7 @@ class Strategy(ABC):
         Options: a frozen dataclass of the options that a configuration may give, which checks them in `__post_init__`. A
             constructor without the keyword `options` takes them as keywords beside `group`.
         adds_norms: adds up the norms that LARS and clipping need; refused beside these where it does not.
+        sums_shards: adds up gradients and nothing else, each once per step, so that their order may be that of shards.
         streams: the communicators that it posts on, beside the group's own.
 
     Raises:
@@ -95,6 +98,7 @@ class Strategy(ABC):
 
     Options: ClassVar[type] = NoOptions
     adds_norms: ClassVar[bool] = False
+    sums_shards: ClassVar[bool] = False
     streams: ClassVar[tuple[Stream, ...]] = ()
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
@@ -156,3 +160,8 @@ class Strategy(ABC):
     @abstractmethod
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         """Make the averager that runs the agreed schedule on this rank. Collective over the group, once its ranks agree."""
+
+
+def words_of_shards(shards: int | None) -> str:
+    """The words that shards add to those that a stored schedule is known by; without them nothing is added."""
+    return "" if shards is None else f", exact {shards} shards"

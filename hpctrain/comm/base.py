@@ -36,7 +36,10 @@ class LateHandle(Handle, Protocol):
 
 
 class GradientSums(Protocol):
-    """Sums over ranks, which may round what travels. A communicator's own are exact to the dtype of its buffers."""
+    """Sums over ranks, which may round what travels, or add in a fixed order. A communicator's own are exact to the dtype.
+
+    Where a rank has several terms of a sum, sums in a fixed order take a tuple of arrays in place of one.
+    """
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum over the ranks, in place; every rank gets the same bits. Collective."""

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from hpctrain.config.data_section import DataConfig
 from hpctrain.config.duration import Duration
 from hpctrain.config.evaluation_sections import EarlyStopConfig, EmaConfig, EvaluateConfig
+from hpctrain.config.exact_section import ExactConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
 from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
 
@@ -310,6 +311,10 @@ class Config(Section):
     batch: Integer = Field(ge=1, description="Global batch: number of samples of one step over all ranks.")
     micro_batches: Integer = Field(
         default=1, ge=1, description="Number of parts into which a rank splits its share of the batch."
+    )
+    exact: ExactConfig = Field(
+        default_factory=ExactConfig,
+        description="The order of sums, the same on any number of ranks: true, false, or a mapping of shards.",
     )
     epochs: Integer = Field(ge=0, description="Number of passes over the training file; 0 only evaluates.")
     optimizer: OptimizerConfig = Field(description="The optimiser: a name, or a mapping of name, learning rate and options.")

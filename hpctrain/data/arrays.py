@@ -21,6 +21,7 @@ class ArrayLoader:
         labels: (N,) integers from 0. sampler: of N samples.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images;
             None: each rank reads its own samples.
+        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
         mixing: of the images of a step with each other; None: they are not mixed.
 
     Raises:
@@ -37,6 +38,7 @@ class ArrayLoader:
         ranks: int = 1,
         split_size: int = 1,
         tiles: TileOfRank | None = None,
+        shards: int | None = None,
         mixing: Mixing | None = None,
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
@@ -49,7 +51,7 @@ class ArrayLoader:
         height, width, channels = images.shape[1:]
         self._image_shape = height, width, channels
         self._mixing = mixing
-        self._rank, self._ranks, self._split_size, self._tiles = rank, ranks, split_size, tiles
+        self._rank, self._ranks, self._split_size, self._tiles, self._shards = rank, ranks, split_size, tiles, shards
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -61,7 +63,7 @@ class ArrayLoader:
 
     def _make(self, epoch: int, step: int, begin: int) -> Batch:
         ids = self.sampler.ids(epoch, step, begin)
-        of_all_ranks = counts(len(ids), self._ranks, self._split_size)
+        of_all_ranks = counts(len(ids), self._ranks, self._split_size, self._shards)
         leader = self._rank - self._rank % self._split_size
         share = Share(of_all_ranks[leader : leader + self._split_size], self._rank - leader)
         group_start = sum(of_all_ranks[:leader])

@@ -78,6 +78,7 @@ class Place(TypedDict):
     ranks: int
     split_size: int
     tiles: TileOfRank | None
+    shards: int | None
 
 
 class BatchSource(Protocol):
@@ -125,6 +126,7 @@ class Loader:
         file: the images; the loader keeps a reference to its map.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
             they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
+        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
         pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
         mixing: of the images of a step with each other; None: they are not mixed.
@@ -143,6 +145,7 @@ class Loader:
         ranks: int = 1,
         split_size: int = 1,
         tiles: TileOfRank | None = None,
+        shards: int | None = None,
         prefetch: int = 2,
         pixels: ImageArray | None = None,
         mixing: Mixing | None = None,
@@ -156,7 +159,7 @@ class Loader:
         self.sampler = sampler
         self.rank = rank
         self.ranks = ranks
-        self.split_size = split_size
+        self.split_size, self.shards = split_size, shards
         self._any_size, self._sizes = pipeline, sizes
         self._pipeline = pipeline if sizes is None else pipeline.resized(sizes.at(0))
         self.image_shape = self._pipeline.output_shape(*file.shape)
@@ -173,7 +176,7 @@ class Loader:
     @property
     def max_count(self) -> int:
         """This rank's own samples of the largest batch."""
-        return counts(min(self.sampler.batch, self.sampler.samples), self.ranks, self.split_size)[self.rank]
+        return counts(min(self.sampler.batch, self.sampler.samples), self.ranks, self.split_size, self.shards)[self.rank]
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -242,7 +245,7 @@ class Loader:
 
     def _share(self, global_count: int) -> Share:
         first = self.rank - self.rank % self.split_size
-        of_all_ranks = counts(global_count, self.ranks, self.split_size)
+        of_all_ranks = counts(global_count, self.ranks, self.split_size, self.shards)
         return Share(of_all_ranks[first : first + self.split_size], self.rank - first)
 
     def _box(self, share: Share) -> Box:
@@ -258,8 +261,8 @@ class Loader:
         total = self.sampler.global_count(step, begin)
         share = self._share(total)
         batch_ids = self.sampler.ids(epoch, step, begin)
-        own_ids = share_of(batch_ids, self.rank, self.ranks, self.split_size)
-        all_counts = counts(total, self.ranks, self.split_size)
+        own_ids = share_of(batch_ids, self.rank, self.ranks, self.split_size, self.shards)
+        all_counts = counts(total, self.ranks, self.split_size, self.shards)
         first = sum(all_counts[: self.rank - share.split_rank])
         group_ids = batch_ids[first : first + sum(share.counts)]
         box = self._box_of[share.counts]
@@ -303,7 +306,7 @@ class Loader:
         images, partners = (flat[: size_of(box)].reshape(shape_of(box)) for flat in (slot.x, slot.partners))
         self._fill(partner_ids[first + box[0][0] : first + box[0][1]], epoch, box, partners)
         mix.apply(images, partners, (box[1], box[2]))
-        own = share_of(partner_ids, self.rank, self.ranks, self.split_size)
+        own = share_of(partner_ids, self.rank, self.ranks, self.split_size, self.shards)
         self.file.take_labels(own, slot.partner_labels[: len(own)])
         return MixedWith(slot.partner_labels[: len(own)], mix.weight)
 

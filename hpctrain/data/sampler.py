@@ -13,21 +13,28 @@ from hpctrain.boxes import even
 from hpctrain.errors import ConfigError, DataError
 
 
-def counts(samples: int, ranks: int, split_size: int = 1) -> tuple[int, ...]:
+def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = None) -> tuple[int, ...]:
     """`samples` over `ranks` as evenly as possible, larger shares first; zeros where there are fewer samples than ranks.
 
     split_size: neighbouring ranks that form a split group and work on each other's samples: the groups get even shares first,
         then the ranks of each group.
+    shards: a multiple of `ranks`: the samples are shared out over so many shards, and each rank has as many neighbouring ones;
+        None: over the ranks themselves.
     """
+    if shards is not None:
+        assert split_size == 1, "shards are those of ranks that share no samples"
+        each = shards // ranks
+        of_shards = even(samples, shards)
+        return tuple(sum(of_shards[first : first + each]) for first in range(0, shards, each))
     if split_size > 1:
         groups = counts(samples, ranks // split_size)
         return tuple(count for of_group in groups for count in even(of_group, split_size))
     return even(samples, ranks)
 
 
-def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1) -> NDArray[np.int64]:
+def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1, shards: int | None = None) -> NDArray[np.int64]:
     """The contiguous share of one rank, as long as `counts` says; a view."""
-    of_all_ranks = counts(len(ids), ranks, split_size)
+    of_all_ranks = counts(len(ids), ranks, split_size, shards)
     start = sum(of_all_ranks[:rank])
     return ids[start : start + of_all_ranks[rank]]
 

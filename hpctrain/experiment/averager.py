@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.averaging.exact_order import check_order
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.errors import ConfigError
 from hpctrain.registry import Registry
@@ -18,10 +19,11 @@ def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) ->
     """The strategy of that name for one group of parameters. Pure.
 
     Raises:
-        ConfigError: an unknown name, an option that is wrong or does not fit the group, or norms that the strategy does not add
-            up.
+        ConfigError: an unknown name, an option that is wrong or does not fit the group, norms that the strategy does not add up,
+            or an order of sums that it cannot keep.
     """
     strategy = AVERAGERS.create(name, options, group=group)
+    check_order(name, strategy)
     if group.needs_norms and not strategy.adds_norms:
         raise ConfigError(
             f"The averager {name} adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; "

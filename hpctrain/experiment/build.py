@@ -96,13 +96,13 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         check_shapes(shapes[0], test.shape)
     replica = build_replica(session, backend, len(data.class_names), shapes[0])
     check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
-    check_memory(replica.network, -(-config.batch // session.world.size), config.micro_batches)
-    kernels = replica.network.kernels
-    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels)
+    check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.micro_batches)
+    kernels, shards = replica.network.kernels, config.exact.shards
+    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels, shards=shards)
     test_loader = None
     if test is not None:
         batch = config.evaluate.batch or config.batch
-        test_loader = make_loader(session, test, replica.tiles, batch=batch, shuffle=False, kernels=kernels)
+        test_loader = make_loader(session, test, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
     schedule = SCHEDULES.create(
         config.schedule.name,
         config.schedule.options,
@@ -149,6 +149,7 @@ def build_replica(
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
+        exact_shards=config.exact.shards if trains else None,
         checks=CheckCadence(config.checks.every_steps),
         skips=config.on_nonfinite.action == "skip",
         ema=None if config.ema.decay is None else EmaRule(config.ema.decay, config.ema.warm_up),

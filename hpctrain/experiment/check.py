@@ -19,6 +19,7 @@ from hpctrain.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.experiment import grid
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.device_faults import device_faults
+from hpctrain.experiment.exact_faults import exact_faults
 from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
@@ -68,6 +69,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         yield ("precision",), fault
     yield from device_faults(config)
     yield from size_faults(config)
+    yield from exact_faults(config)
     yield from _evaluation_faults(config)
     if 0 < epochs < config.schedule.warmup_epochs:
         yield (
@@ -213,6 +215,7 @@ def _make_strategy(config: Config) -> None:
         norms_needed=_optimizer(config).norms_needed,
         several_groups=grid.splits_parameters(config),
         momentum=_optimizer(config).momentum,
+        shards=config.exact.shards,
     )
     make_strategy(config.averager.name, config.averager.options, group)
 

@@ -15,7 +15,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.data.facts import ImageForm
-from hpctrain.experiment import automatic, collective_schedules
+from hpctrain.experiment import automatic, collective_schedules, exact_promise
 from hpctrain.experiment.best_checkpoint import BestCheckpoint
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.grid import describe, parallel_plan
@@ -121,6 +121,8 @@ class RunCheckpoints:
             "grid": describe(parallel_plan(session.config, session.grid.cols)),
             **collective_schedules.keep(session, parts, self._directory),
         }
+        if session.config.exact.shards is not None:
+            meta[exact_promise.META] = exact_promise.promise(parts.replica.network.kernels, session.threads)
         if self.best is not None:
             meta |= self.best.to_meta(position.global_step)
         if session.resolved.choice is not None:

@@ -169,11 +169,13 @@ def make_loader(
     batch: int,
     shuffle: bool,
     kernels: KernelSet | None = None,
+    shards: int | None = None,
 ) -> Loader:
     """This rank's share of a data file, read from the file itself.
 
     Args:
         kernels: that alone read the batches: a set that takes pixels gets these. None: batches are images.
+        shards: over which samples are shared out; None: over the ranks themselves.
 
     Raises:
         ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
@@ -191,6 +193,7 @@ def make_loader(
         ranks=groups.all_ranks.size,
         split_size=groups.split_size,
         tiles=tiles,
+        shards=shards,
         prefetch=config.data.prefetch,
         mixing=_mixing(config) if shuffle else None,
         sizes=images.sizes,

@@ -119,6 +119,7 @@ class Job(StartedRank):
         plan: Mapping[str, str] | str | None = None,
         tiles: tuple[int, int] | None = None,
         micro_batches: int = 1,
+        exact_shards: int | None = None,
         backend: str = "auto",
         dtype: str = "float32",
         precision: str = "float32",
@@ -135,14 +136,13 @@ class Job(StartedRank):
             model: the root layer; its output has shape (N, classes). image_shape: (H, W, C) of one sample.
             optimizer: without a learning rate, which each step is given. averager: how gradients are averaged.
             plan: pattern of layer names -> "batch", "model" or "domain", on a grid of several rows; "default": of all others.
-            plan, averager: "auto" takes what `start` chose.
-            tiles: (vertical, horizontal) parts of an image under "domain"; by default (rows, 1).
-            micro_batches: passes that one step's samples are split into. backend: "auto", "numpy", "onednn" or "cuda".
+            plan, averager: "auto" takes what `start` chose. tiles: (vertical, horizontal) parts of an image under "domain"; by
+            default (rows, 1). micro_batches: passes that one step's samples are split into. exact_shards: parts of each batch
+            whose sums have one order on any number of ranks (docs/exact.md). backend: "auto", "numpy", "onednn" or "cuda".
             dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
-            label_smoothing: in [0, 1). ema_decay: in (0, 1), of an average of the weights; None: there is none.
-            checks_every_steps: from one comparison of what ranks must hold alike to the next; 0: nothing is compared.
+            label_smoothing: in [0, 1). ema_decay: in (0, 1), of an average of the weights; None: there is none. frozen: patterns
+            of layers that are not trained. checks_every_steps: from one comparison of ranks to the next; 0: none is made.
             on_nonfinite: "stop" raises `DivergedError`; "skip", or {"action": "skip", "most": 3}, undoes the step on all ranks.
-            frozen: patterns of names of layers that are not trained (docs/weights.md).
 
         Raises:
             ConfigError: an unknown name, option, or pattern of the plan; arguments, or code of your own, that differ among ranks.
@@ -161,6 +161,7 @@ class Job(StartedRank):
                 optimizer=optimizer_of(optimizer),
                 nominal_batch=self.batch,
                 micro_batches=micro_batches,
+                exact_shards=exact_shards,
                 checks=CheckCadence(checks_every_steps, hint=_WRITTEN),
                 skips=answer.action == "skip",
                 ema=None if ema_decay is None else EmaRule(ema_decay),

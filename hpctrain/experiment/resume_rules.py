@@ -49,6 +49,7 @@ RULES = (
     Rule("loss.*", When.BETWEEN_EPOCHS, "the loss of an epoch is one sum"),
     Rule("images", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
     Rule("labels", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
+    Rule("exact.*", When.NEVER, "each bit follows from them"),
     Rule("init.freeze", When.NEVER, "the optimiser's state belongs to the layers that are trained"),
     Rule("init.*", When.ALWAYS),
     Rule("data.*", When.ALWAYS),

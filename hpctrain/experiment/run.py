@@ -16,7 +16,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
-from hpctrain.experiment import automatic, collective_schedules, compute_only, flight_records, memory_account
+from hpctrain.experiment import automatic, collective_schedules, compute_only, exact_promise, flight_records, memory_account
 from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
@@ -116,6 +116,7 @@ def _parts(session: Session, watch: SignalWatch, resume: str | None, schedule_fr
     parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # else the checkpoint has them
         start_from_weights(session, parts.replica)
+    exact_promise.agree(session, parts, start)
     collective_schedules.agree(session, parts, None if start is None else start.content, schedule_from)
     if start is None:
         return parts, None
@@ -317,7 +318,7 @@ def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
     config = session.config
-    samples = -(-config.batch // session.groups.all_ranks.size // config.micro_batches)
+    samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.micro_batches)
     chosen = set_progress(session, parts.replica.network, config.progress, samples)
     if chosen.matters:
         reporter.say(str(chosen))

@@ -101,9 +101,11 @@ class RunAccount:
     def _plan(self) -> ExecutionPlan:
         """The plan that this rank runs in a step with the full batch."""
         config, groups = self._session.config, self._session.groups
-        counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size)
+        counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
         first = groups.position - groups.split_rank
-        of_group = tuple(even(count, config.micro_batches)[0] for count in counts[first : first + groups.split_size])
+        of_group = tuple(
+            even(count, self._parts.replica.passes.micro_batches)[0] for count in counts[first : first + groups.split_size]
+        )
         return self._parts.replica.network.program(of_group, training=True).plan
 
     def _simulated(self, machine: Machine) -> PredictedStep:
@@ -122,7 +124,7 @@ class RunAccount:
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
-        candidate = Candidate(plan, config.averager.name, config.averager.options, config.micro_batches)
+        candidate = Candidate(plan, config.averager.name, config.averager.options, self._parts.replica.passes.micro_batches)
         costs: ComputeCosts = RateCosts(machine, config.dtype)
         times = self._times()
         if times is not None:

@@ -44,6 +44,17 @@ class Norms:
         for segment, squares in zip(segments, sums.reshape(-1, len(flats)), strict=True):
             self.squares[self.index[segment.parameter]] += squares
 
+    def clear(self, places: slice) -> None:
+        """Begin to add up the norms of the parameters at these places."""
+        self.squares[places] = 0.0
+
+    def message(self, places: slice) -> np.ndarray:
+        """The sums over elements of this rank, of the parameters at these places, whose sum over the ranks is wanted. A view."""
+        return self.squares[places]
+
+    def complete(self, places: slice) -> None:
+        """The message of these places holds sums over all ranks now."""
+
     def global_gradient(self) -> float:
         """|g| over all parameters."""
         return float(np.sqrt(self.squares[:, 1].sum()))

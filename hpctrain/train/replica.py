@@ -24,6 +24,7 @@ from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
+from hpctrain.train.exact_shards import Passes
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.own_loop import OwnLoop
@@ -47,17 +48,16 @@ StrategyFactory = Callable[[PlannedGroup], Strategy]
 class Replica:
     """A rank's copy of a model, and what trains it. Making one is not collective; `agree` and all that trains is.
 
-    Until its ranks have agreed it has no averagers, and only evaluates.
-
-    A step leaves its sums on their way: they travel under the next step, or until `settle` waits for them.
+    Until its ranks have agreed it has no averagers, and only evaluates. A step leaves its sums on their way: they travel under
+    the next step, or until `settle` waits for them.
 
     Args:
         network: this rank's part of the model (see `rank_graph.make_network`). groups: its communicators.
         progress: the process's engine; where it has a tracer, steps are recorded.
         strategy: makes the averaging strategy of each parameter group; None: a replica that only evaluates.
-        optimizer: makes an optimiser that is not bound yet.
+        optimizer: makes an optimiser that is not bound yet. micro_batches: passes that one step's samples are split into.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
-        micro_batches: passes that one step's samples are split into.
+        exact_shards: of a step, computed as micro-batches, whose sums have one order on any number of ranks; None: no order.
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
@@ -66,9 +66,10 @@ class Replica:
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
-        distribution: what this rank does of the model, where ranks share samples. average: of the weights; None without.
-        tiles: what the ranks that share samples read of them; None where each reads its own. watch: of checks; None without.
-        loop: as given. transport: of arrays that lie on a device; may be set until `agree`.
+        passes: that a rank's samples are split into. loop: as given.
+        transport: of arrays that lie on a device; may be set until `agree`.
+        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None where each
+            reads its own. average: of the weights; None without. watch: of checks; None without.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
     Raises:
@@ -86,6 +87,7 @@ class Replica:
         optimizer: Callable[[], Optimizer] | None = None,
         nominal_batch: int | None = None,
         micro_batches: int = 1,
+        exact_shards: int | None = None,
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
         ema: EmaRule | None = None,
@@ -98,13 +100,14 @@ class Replica:
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
         self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
-        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, micro_batches)
-        self._checks, self._skips, self._ema, self._micro_batches = checks, skips, ema, micro_batches
+        self.passes = Passes.of(micro_batches, exact_shards, network, groups)
+        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
+        self._checks, self._skips, self._ema = checks, skips, ema
         self.watch: WeightWatch | None = None
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        self._reduction = StepReduction(groups.messages, progress, network.statistics.size)
+        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, self.passes.among(groups.messages))
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.transport = AveragerSetup.transport  # the default
@@ -120,8 +123,9 @@ class Replica:
         Raises:
             CollectiveMismatchError: ranks with different schedules.
         """
+        self._reduction.agree()
         averagers = self.averagers = make_averagers(
-            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self.transport
+            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self.transport, self.passes
         )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
@@ -133,15 +137,9 @@ class Replica:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
 
     def _training_step(self) -> TrainingStep:
+        micro_batches, counts_of, looks = self.passes.micro_batches, self.groups.counts_of, not self._skips
         return TrainingStep(
-            self.network,
-            self.averagers,
-            self.progress,
-            self._reduction,
-            self._micro_batches,
-            self.groups.counts_of,
-            watch=self.watch,
-            looks=not self._skips,
+            self.network, self.averagers, self.progress, self._reduction, micro_batches, counts_of, watch=self.watch, looks=looks
         )
 
     def record_operators(self, trace: Tracer | None) -> None:
@@ -152,8 +150,8 @@ class Replica:
     @property
     def place(self) -> Place:
         """Keywords of a loader of this replica's batches."""
-        groups = self.groups
-        return {"rank": groups.position, "ranks": groups.all_ranks.size, "split_size": groups.split_size, "tiles": self.tiles}
+        ranks, size, shards = self.groups.all_ranks.size, self.groups.split_size, self.passes.shards
+        return Place(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.
@@ -185,6 +183,7 @@ class Replica:
             a step that has changed nothing are zeros, its samples included.
         """
         self._current_lr = lr
+        self.passes.check(batch.counts)
         if self._guard is None:
             self._step.run(batch, self.global_step, lr)
             return None
@@ -283,7 +282,8 @@ class Replica:
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
-        run = partial(evaluate, self.network, loader, self.groups.all_ranks, self.progress, mirrored=mirrored)
+        comm = self.groups.all_ranks
+        run = partial(evaluate, self.network, loader, comm, self.progress, mirrored=mirrored, shards=self.passes.among(comm))
         return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:

@@ -19,6 +19,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.train.exact_shards import Passes
 from hpctrain.train.tracing import timed_optimizer
 
 
@@ -59,7 +60,7 @@ def make_strategies(
     network: Network,
     groups: GridGroups,
     nominal_batch: int | None,
-    micro_batches: int,
+    passes: Passes,
 ) -> dict[str, Strategy]:
     """The strategy of each group of parameters that has an optimiser; none where `make` is None.
 
@@ -68,7 +69,7 @@ def make_strategies(
     """
     if make is None:
         return {}
-    planned = partial(_planned_group, network, groups, nominal_batch, micro_batches)
+    planned = partial(_planned_group, network, groups, nominal_batch, passes)
     strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
     for strategy in strategies.values():
         _check_rounding(strategy, network)
@@ -90,7 +91,12 @@ def _check_rounding(strategy: Strategy, network: Network) -> None:
 
 
 def _planned_group(
-    network: Network, groups: GridGroups, nominal_batch: int | None, micro_batches: int, name: str, optimizer: Optimizer
+    network: Network,
+    groups: GridGroups,
+    nominal_batch: int | None,
+    passes: Passes,
+    name: str,
+    optimizer: Optimizer,
 ) -> PlannedGroup:
     """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
     return PlannedGroup(
@@ -98,12 +104,13 @@ def _planned_group(
         groups.gradients[name].size,
         groups.nodes[name],
         nominal_batch,
-        micro_batches,
+        passes.micro_batches,
         norms_needed=optimizer.norms_needed,
         several_groups=MODEL in network.groups,
         momentum=optimizer.momentum,
         names=network.trained,
         on_host=network.kernels.arithmetic.on_host,
+        shards=passes.shards,
     )
 
 
@@ -115,12 +122,14 @@ def make_averagers(
     optimizers: Optimizers,
     stored: Mapping[str, CollectiveSchedule],
     transport: Transport,
+    passes: Passes,
 ) -> dict[str, GradientAverager]:
     """The averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
         strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
         transport: of arrays that lie on a device.
+        passes: of each rank, whose gradients averagers add up.
 
     Raises:
         CollectiveMismatchError: ranks with different schedules.
@@ -135,7 +144,8 @@ def make_averagers(
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, transport)
+        gradients = passes.gradients(group, comm)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, transport, gradients)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 

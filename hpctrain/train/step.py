@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.backend.arithmetic import Fetch
 from hpctrain.backend.kernels.base import Array, LossHandle, StepContext
 from hpctrain.backend.kernels.labels import MixedLabels
-from hpctrain.boxes import even
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.loader import Batch, Share
+from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
-from hpctrain.nn.parameter import Parameter
+from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
 from hpctrain.train.finiteness import Finiteness, Look
+from hpctrain.train.micro_batches import MicroBatch, micro_batches_of
 from hpctrain.train.step_reduction import StepReduction
 from hpctrain.train.tracing import TracingHooks
 from hpctrain.train.weight_watch import WeightWatch
 
 
+class GradientSum:
+    """The sum of one group's gradients over micro-batches, one after another."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self._group = group
+        self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._group.arithmetic.fill(self._total, 0.0)
+
+    def add(self) -> None:
+        """A micro-batch that is not the last has its gradient in the group's buffer."""
+        self._group.arithmetic.add(self._total, self._group.grad)
+
+    def complete(self, parameter: Parameter) -> None:
+        """The last gradient of one parameter takes the sum of those before it."""
+        segment = self._group.segment(parameter.name)
+        self._group.arithmetic.add(parameter.grad.reshape(-1), self._total[segment.start : segment.stop])
+
+
 class AveragingHooks(StepHooks):
     """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
 
-    With micro-batches, gradients of all but the last add up in a buffer of their own; the last adds that buffer to each
-    gradient just before it is announced, so averagers see one gradient per step.
+    With micro-batches, gradients of all but the last add up in buffers of their own; the last adds these to each gradient just
+    before it is announced, so averagers see one gradient per step, or that and what is left of a tree's order.
     """
 
-    def __init__(self, averagers: Mapping[str, GradientAverager], progress: ProgressEngine, micro_batches: int) -> None:
+    def __init__(
+        self,
+        averagers: Mapping[str, GradientAverager],
+        progress: ProgressEngine,
+        micro_batches: int,
+    ) -> None:
         self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
-        self._groups = [averager.group for averager in averagers.values()]
         self._progress = progress
-        several = micro_batches > 1
-        self._sums = [group.arithmetic.zeros(group.size, group.dtype) for group in self._groups] if several else []
+        self._sums: list[GradientSum | ShardGradients] = []
+        if micro_batches > 1:
+            self._sums = [averager.gradients or GradientSum(averager.group) for averager in averagers.values()]
         self._sum_of = {
-            segment.parameter: total[segment.start : segment.stop]
-            for group, total in zip(self._groups, self._sums, strict=False)
-            for segment in group.segments
+            name: total
+            for averager, total in zip(averagers.values(), self._sums, strict=False)
+            for name in averager.group.parameters
         }
         self.last = True
 
@@ -48,14 +74,14 @@ class AveragingHooks(StepHooks):
         """A micro-batch begins."""
         self.last = micro_batch == micro_batches - 1
         if micro_batch == 0:
-            for group, total in zip(self._groups, self._sums, strict=False):
-                group.arithmetic.fill(total, 0.0)
+            for total in self._sums:
+                total.start()
 
     def finish(self) -> None:
         """A micro-batch that is not the last ends: its gradients join the sum."""
         if not self.last:
-            for group, total in zip(self._groups, self._sums, strict=True):
-                group.arithmetic.add(total, group.grad)
+            for total in self._sums:
+                total.add()
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self._owner[parameters[0].name].before_forward(parameters)
@@ -73,7 +99,7 @@ class AveragingHooks(StepHooks):
         if not self.last:
             return
         if self._sums:
-            self._owner[parameter.name].group.arithmetic.add(parameter.grad.reshape(-1), self._sum_of[parameter.name])
+            self._sum_of[parameter.name].complete(parameter)
         self._owner[parameter.name].grad_ready(parameter)
 
     def data_free(self, parameter: Parameter) -> None:
@@ -84,39 +110,11 @@ class AveragingHooks(StepHooks):
         self._progress.operator_done()
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One of a step's passes: the samples of each rank of the split group.
-
-    shared: where they lie among the split group's samples. own: where this rank's lie among its own.
-    """
-
-    counts: tuple[int, ...]
-    shared: slice | np.ndarray
-    own: slice
-
-
 def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:
     """The labels of some of a batch's samples; two of each, where its images are mixed."""
     if batch.mixed is None:
         return batch.y[own]
     return MixedLabels(batch.y[own], batch.mixed.labels[own], batch.mixed.weight)
-
-
-def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
-    """A rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
-    sizes = [even(count, micro_batches) for count in share.counts]
-    starts = [0] * len(share.counts)
-    offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
-    for number in range(micro_batches):
-        counts = tuple(size[number] for size in sizes)
-        runs = [range(offset + start, offset + start + n) for offset, start, n in zip(offsets, starts, counts, strict=True)]
-        shared: slice | np.ndarray = slice(runs[0].start, runs[-1].stop)
-        if micro_batches > 1 and len(runs) > 1:
-            shared = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        own = starts[share.split_rank]
-        yield MicroBatch(counts, shared, slice(own, own + counts[share.split_rank]))
-        starts = [start + n for start, n in zip(starts, counts, strict=True)]
 
 
 class TrainingStep:

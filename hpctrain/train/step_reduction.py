@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.kernels.base import LossSums
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.tree_sums import tree_sums_over
+from hpctrain.summation_tree import ShardsOfRank
 
 #: what a rank has to tell travels in the same number as whether it was asked to stop: sums below 2^53 are exact
 _NEWS = 1 << 24
@@ -42,18 +44,33 @@ class StepReduction:
     Args:
         comm: the ranks that share the step's samples out, on a communicator of its own. progress: the process's engine.
         statistics_size: elements of the flat batch statistics.
+        shards: those of this rank, whose sums are added in the order of their tree: each micro-batch is one of them. None: a
+            rank adds its micro-batches up one after another.
     """
 
-    def __init__(self, comm: Communicator, progress: ProgressEngine, statistics_size: int) -> None:
+    def __init__(
+        self, comm: Communicator, progress: ProgressEngine, statistics_size: int, shards: ShardsOfRank | None = None
+    ) -> None:
         self._comm = comm
         self._progress = progress
-        self._buffers = [np.zeros(_HEAD + statistics_size, np.float64) for _ in range(2)]
-        self._turn = 0
+        self._shards = shards
+        rows = 1 if shards is None else shards.count  # one for each term of this rank
+        self._buffers = [np.zeros((rows, _HEAD + statistics_size), np.float64) for _ in range(2)]
+        self._sums: GradientSums = comm
+        self._additions = () if shards is None else shards.additions
+        self._left = (0,) if shards is None else shards.sums
+        self._turn = self._added = 0
         self._ticket: Ticket | None = None
+
+    def agree(self) -> None:
+        """Make what sums in the order of shards need. Collective; once, before the first message."""
+        if self._shards is not None:
+            self._sums = tree_sums_over(self._comm, self._shards, allreduces=True) or self._comm
 
     def clear(self) -> None:
         """Start a step: nothing summed yet."""
         self._current[...] = 0.0
+        self._added = 0
 
     @property
     def _current(self) -> np.ndarray:
@@ -66,18 +83,21 @@ class StepReduction:
             statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
             finite: whether all that this rank trains is finite, beside the loss.
         """
-        head = self._current[:_HEAD]
+        row = self._current[self._added]
+        if self._shards is not None:
+            self._added = (self._added + 1) % self._shards.count
+        head = row[:_HEAD]
         finite_loss = math.isfinite(sums.loss)
         head[:4] += (sums.loss if finite_loss else 0.0, sums.top1, sums.top5, sums.count)
         if not (finite and finite_loss):
             head[4] = 1.0
             return
-        self._current[_HEAD:] += statistics
+        row[_HEAD:] += statistics
 
     @property
     def finite(self) -> bool:
         """Whether all that this rank has added since `clear` is finite."""
-        return not self._current[4]
+        return not self._current[:, 4].any()
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
@@ -86,10 +106,15 @@ class StepReduction:
     def post(self, *, stop: bool, news: int = 0) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""
         assert self._ticket is None, "the previous message has not been read"
-        buffer = self._current
-        buffer[5] = float(stop + _NEWS * news)
-        comm = self._comm
-        self._ticket = self._progress.queue(comm).post(lambda: comm.iallreduce(buffer), "step message")
+        rows, sums = self._current, self._sums
+        non_finite = not self.finite
+        rows[:, 4] = 0.0
+        for step in self._additions:
+            rows[step.left] += rows[step.right]
+        last = rows[self._left[-1]]
+        last[4:6] = float(non_finite), float(stop + _NEWS * news)
+        terms = last if len(self._left) == 1 else tuple(rows[place] for place in self._left)
+        self._ticket = self._progress.queue(self._comm).post(lambda: sums.iallreduce(terms), "step message")
         self._turn = 1 - self._turn
 
     def read(self) -> StepTotals | None:
@@ -99,7 +124,7 @@ class StepReduction:
             return None
         self._progress.wait(self._ticket)
         self._ticket = None
-        values = self._buffers[1 - self._turn]
+        values = self._buffers[1 - self._turn][self._left[-1]]
         loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
         news, stop = divmod(round(flags), _NEWS)
         return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, values[_HEAD:], news)

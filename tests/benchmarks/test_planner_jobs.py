@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.planner_jobs import configuration, image_shape, made_up_batch, planned_run
 from benchmarks.planner_points import AVERAGERS, NETWORKS, POINTS, Point
+from hpctrain.data.loader import Place
 
 
 @pytest.mark.parametrize("averager", AVERAGERS)
@@ -30,7 +31,8 @@ def test_a_planned_run_needs_no_data() -> None:
 
 def test_ranks_share_the_same_made_up_images() -> None:
     point = Point("resnet20", "1gbit", 2, 1, "batch", "sharded")
-    batches = [made_up_batch(point, {"rank": rank, "ranks": 2, "split_size": 1, "tiles": None}) for rank in range(2)]
+    places: list[Place] = [{"rank": rank, "ranks": 2, "split_size": 1, "tiles": None, "shards": None} for rank in range(2)]
+    batches = [made_up_batch(point, place) for place in places]
     count = NETWORKS["resnet20"].batch
     assert [len(batch.x) for batch in batches] == [count // 2, count // 2]
     assert not np.array_equal(batches[0].x, batches[1].x)

@@ -80,7 +80,7 @@ def run(row: Row) -> float:
     """The largest relative distance of any rank's losses, parameters and running statistics from one rank's.
 
     What one rank cannot train, as it has nobody to keep anything back from, is compared with the same ranks that hide nothing.
-    What ends early and goes on, on the same grid, is compared with what does not, too.
+    What ends early and goes on, on the same grid, is compared with what does not, too; what adds up in one order with one rank.
 
     Raises:
         ConfigError: the program refuses the combination. AssertionError: ranks end with different bits, or a run that goes on
@@ -98,6 +98,10 @@ def run(row: Row) -> float:
         whole = _train({**row, "end": "own"}, replace(course, end="own"))
         if whole.other_order_from == found.other_order_from:
             _check_same(first, whole.results[0])
+    if value_of(row, "exact") is not None:
+        alone = _train({**row, "grid": "1x1", "nodes": "one", "end": "own"}, replace(course, end="own"))
+        if alone.other_order_from == found.other_order_from:
+            _check_same_bits(first, alone.results[0], "is not that of one rank")
     if value_of(row, "averager") == "sparse" and averager_options(row)["density"] < 1.0:
         return _distance(first, _train({**row, **_HIDES_NOTHING}, course).results[0], row)
     return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet()), found), row)
@@ -267,6 +271,9 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
 def _groups(row: Row) -> tuple[Callable[[int], Groups], tuple[object, ...]]:
     """How samples fall into groups with statistics of their own, and what that follows from."""
     (rows, cols), micro_batches = value_of(row, "grid"), value_of(row, "micro_batches")
+    shards = value_of(row, "exact")
+    if shards is not None and has_batch_norm(row["net"]):
+        return partial(groups_of, ranks=1, split_size=1, micro_batches=shards, together=1), (1, 1, shards, 1)
     if not has_batch_norm(row["net"]) or (row["net"] != "residual-local" and micro_batches == 1):
         return one_group, ()
     together = rows * cols

@@ -113,6 +113,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "larger-later": ((0, 7), (1, 8)),
     },
     "micro_batches": {"1": 1, "2": 2, "3": 3},
+    "exact": {"no": None, "6": 6, "12": 12},  # shards, which 1, 2 and 3 columns share out, with one sum each or with several
     "smoothing": {"0": 0.0, "0.1": 0.1},
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
@@ -233,6 +234,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
             "on_nonfinite": value_of(row, "on_nonfinite")[0],
             "batch": value_of(row, "batch"),
             "micro_batches": value_of(row, "micro_batches"),
+            "exact": {"shards": value_of(row, "exact")},
             "ema": {} if ema is None else {"decay": ema.decay, "warm_up": ema.warm_up},
             "epochs": -(-steps_of(row) // steps_per_epoch(row)),
             "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
@@ -343,6 +345,7 @@ def task_of(row: Row) -> Task:
         batch=value_of(row, "batch"),
         steps=steps_of(row),
         micro_batches=value_of(row, "micro_batches"),
+        exact_shards=value_of(row, "exact"),
         smoothing=value_of(row, "smoothing"),
         plan=parallel_plan(row),
         checks=value_of(row, "checks"),

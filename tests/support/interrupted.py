@@ -201,7 +201,7 @@ class PartOfRun:
             file = unreadable_file.open_broken(path, task.unreadable)
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
             images = Images(file, pipeline, sizes=task.image_sizes)
-            loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True)
+            loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True, shards=replica.passes.shards)
             give_levels(session, config.data.cache, [loader])
             assert isinstance(file.pixels, MappedReader)
             file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())

@@ -17,7 +17,7 @@ from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.nn.layers.stochastic_depth import StochasticDepth
 
 
-def plain(classes: int = 5, *, dropout: float = 0.0) -> Layer:
+def plain(classes: int = 5, *, dropout: float = 0.0, hidden: int = 11) -> Layer:
     """No batch norm: two convolutions, both kinds of pooling, two linear layers. For 9 x 7 x 3 images."""
     return Sequential(
         {
@@ -28,10 +28,10 @@ def plain(classes: int = 5, *, dropout: float = 0.0) -> Layer:
             "relu2": ReLU(),
             "pool2": AveragePool(2, 2, ceil_mode=True),
             "flatten": Flatten(),
-            "fc1": Linear(8 * 3 * 3, 11),
+            "fc1": Linear(8 * 3 * 3, hidden),
             "relu3": ReLU(),
             "drop": Dropout(dropout),
-            "fc2": Linear(11, classes),
+            "fc2": Linear(hidden, classes),
         }
     )
 

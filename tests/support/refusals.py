@@ -20,6 +20,8 @@ from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.train.exact_shards import backend_fault, micro_batches_fault, ranks_fault, statistics_fault, synchronised
+from hpctrain.train.exact_shards import split_fault as split_fault_of_exact
 from tests.support.dimensions import (
     Row,
     config_of,
@@ -46,6 +48,7 @@ AVERAGING = (
     "lazy",
     "sparse",
     "micro_batches",
+    "exact",
 )
 DATA = ("data", "grid")
 PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
@@ -59,7 +62,8 @@ def refusal(row: Row) -> str | None:
     Also one by which it refuses to go on, on another grid.
     """
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
-    refused = refused or _refused_transport(row) or _refused_mixing(row) or _refused_sizes(_only(row, SIZING))
+    refused = refused or _refused_transport(row) or _refused_exact(row) or _refused_mixing(row)
+    refused = refused or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
 
@@ -124,6 +128,22 @@ def _refused_device(row: Row) -> str | None:
     return progress_fault("posting") if value_of(row, "posting") and ranks > 1 else None
 
 
+def _refused_exact(row: Row) -> str | None:
+    """What an order of sums does not go with, beside an averager."""
+    shards = value_of(row, "exact")
+    if shards is None:
+        return None
+    faults = [micro_batches_fault(value_of(row, "micro_batches"))]
+    if "grid" in row:
+        rows, cols = value_of(row, "grid")
+        faults += [split_fault_of_exact(rows), ranks_fault(shards, rows * cols)]
+    if "net" in row:
+        faults.append(statistics_fault(synchronised(Network(value_of(row, "net").model(), Task.image_shape, NumpyKernelSet()))))
+    if value_of(row, "device") is not None:
+        faults.append(backend_fault("cuda"))
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def _refused_mixing(row: Row) -> str | None:
     if not {"mixing", "device"} <= row.keys() or value_of(row, "device") is None or value_of(row, "mixing") is None:
         return None
@@ -171,6 +191,7 @@ def _make_over_nothing(row: Row, *, split: bool, nodes: Sequence[int] | None = N
     norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
     layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
     group = PlannedGroup(layout, len(nodes or (0,)), nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+    group = replace(group, shards=config.exact.shards)
     make_strategy(config.averager.name, config.averager.options, group)
 
 

@@ -41,7 +41,7 @@ class Task:
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
     are numbers in memory. frozen: patterns of layers that are not trained. image_sizes: of shorter sides by epoch: stored images
     are resized, of numbers in memory some are left out or repeated; None: images keep their size. transport: of arrays of
-    devices.
+    devices. exact_shards: terms of sums.
     """
 
     model: Callable[[], Layer]
@@ -68,6 +68,7 @@ class Task:
     frozen: tuple[str, ...] = ()
     image_sizes: ImageSizes | None = None
     transport: Transport = "staged"
+    exact_shards: int | None = None
 
     def shape_at(self, epoch: int) -> tuple[int, int, int]:
         """(H, W, C) of an epoch's images."""
@@ -131,7 +132,8 @@ def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None 
 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """
-    loader = ArraysByEpoch(task, rank=position, ranks=positions, split_size=task.plan.rows, tiles=tiles)
+    place = {"split_size": task.plan.rows, "tiles": tiles, "shards": task.exact_shards}
+    loader = ArraysByEpoch(task, rank=position, ranks=positions, **place)
     for number, batch in enumerate(islice((batch for epoch in count() for batch in loader.epoch(epoch)), task.steps)):
         poisoned = position == 0 and number == task.poisoned_step
         yield replace(batch, x=np.full_like(batch.x, np.nan)) if poisoned else batch
@@ -204,6 +206,7 @@ def replica_on(
         optimizer=task.optimizer,
         nominal_batch=nominal_batch,
         micro_batches=task.micro_batches,
+        exact_shards=task.exact_shards,
         checks=task.checks,
         skips=task.skips,
         ema=task.ema,

@@ -1,25 +1,27 @@
-"""Micro-batches: each sample once, as even as they go, the same ones on every rank of a split group."""
+"""Gradients of micro-batches: one sum, which the last of them takes parameter by parameter."""
+
+from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpctrain.data.loader import Share
-from hpctrain.train.step import micro_batches_of
+from hpctrain.train.step import GradientSum
+from tests.support.averaging import make_group
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 5))
-def test_micro_batches_part_a_share(counts: list[int], number: int) -> None:
-    first = [sum(counts[:rank]) for rank in range(len(counts))]
-    by_rank = [list(micro_batches_of(Share(tuple(counts), rank), number)) for rank in range(len(counts))]
-    samples = np.arange(sum(counts))
-    for passes in zip(*by_rank, strict=True):
-        assert len({micro_batch.counts for micro_batch in passes}) == 1
-        own = [samples[start:][micro_batch.own] for start, micro_batch in zip(first, passes, strict=True)]
-        assert [len(ids) for ids in own] == list(passes[0].counts)
-        for micro_batch in passes:
-            assert np.array_equal(samples[micro_batch.shared], np.concatenate(own))
-    for rank, passes in enumerate(by_rank):
-        sizes = [micro_batch.counts[rank] for micro_batch in passes]
-        assert sum(sizes) == counts[rank]
-        assert max(sizes) - min(sizes) <= 1
+def test_the_last_micro_batch_takes_the_sum_of_those_before_it() -> None:
+    group = make_group()
+    total = GradientSum(group)
+    random = np.random.default_rng(1)
+    for _ in range(2):  # nothing is left of the step before
+        gradients = random.standard_normal((3, group.size)).astype(group.dtype)
+        total.start()
+        for gradient in gradients[:2]:
+            group.grad[...] = gradient
+            total.add()
+        group.grad[...] = gradients[2]
+        for number, parameter in enumerate(reversed(group.parameters.values())):
+            before = group.grad.copy()
+            total.complete(parameter)
+            segment = group.segment(parameter.name)
+            assert np.array_equal(group.grad[: segment.start], before[: segment.start]), f"parameter {number} changes another one"
+        assert np.array_equal(group.grad, gradients[2] + (gradients[0] + gradients[1]))

@@ -23,7 +23,7 @@ class BlockingAverager(GradientAverager):
 
     def __init__(self, setup: AveragerSetup, agreement: Agreement) -> None:
         super().__init__(setup)
-        self._sums = self.comm if agreement.sums is None else agreement.sums
+        self._sums, self._terms = self.comm if agreement.sums is None else agreement.sums, setup.terms
         self.optimizer.bind(self.group, self.group.segments)
         self._queue = self.progress.queue(self.comm)
         self._names = tuple(self.group.parameters)
@@ -42,7 +42,7 @@ class BlockingAverager(GradientAverager):
         """Nothing leaves before all gradients are there."""
 
     def end_backward(self) -> None:
-        self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self.group.grad), "all gradients"))
+        self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self._terms(0, self.group.size)), "all gradients"))
         if self.optimizer.needs_norms:
             self.optimizer.prepare_norms(self.group.segments)
         if self._step is not None:  # the update needs what other groups have not summed yet
@@ -52,8 +52,9 @@ class BlockingAverager(GradientAverager):
             self.progress.poll()
             return
         if self._norms is not None:
-            self._norms.squares[...] = 0.0
+            self._norms.clear(slice(None))
             self._norms.add_partial(self.group, self.group.segments)
+            self._norms.complete(slice(None))
         self.optimizer.update(self.group.segments, self._lr, self._norms)
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
@@ -78,6 +79,7 @@ class Blocking(Strategy):
 
     Options = WireOptions
     adds_norms = True
+    sums_shards = True
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         return BlockingAverager(setup, agreement)

@@ -53,6 +53,7 @@ class Lazy(Sharded):
     Linear layers among them never exchange inputs and errors: what is added up over steps is gradients.
     """
 
+    sums_shards = False
     Options = LazyOptions
     options: LazyOptions
 

@@ -105,6 +105,7 @@ class Sparse(ReduceScatterStrategy):
         ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
     """
 
+    sums_shards = False
     Options = SparseOptions
     options: SparseOptions
     streams = (Stream.GRADIENTS, Stream.NODES, Stream.PARAMETERS)

@@ -1,0 +1,54 @@
+"""Gradients of a rank's shards: the sums of the tree, in as few buffers as a binary counter has digits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.shard_gradients import ShardGradients
+from hpctrain.summation_tree import ShardsOfRank
+from tests.support.averaging import make_group
+
+
+def _terms(shares: np.ndarray, share: ShardsOfRank) -> list[np.ndarray]:
+    own = shares.copy()
+    for step in share.additions:
+        own[step.left] += own[step.right]
+    return [own[place] for place in share.sums]
+
+
+@pytest.mark.parametrize(
+    ("shards", "ranks"), [(1, 1), (8, 1), (8, 2), (8, 8), (6, 1), (6, 2), (6, 3), (12, 2), (24, 8), (24, 1), (7, 1)]
+)
+def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int) -> None:
+    for rank in range(ranks):
+        share = ShardsOfRank(rank, ranks, shards)
+        group = make_group()
+        gradients = ShardGradients(group, share)
+        random = np.random.default_rng(rank)
+        for _ in range(2):  # buffers serve again
+            own = (random.standard_normal((share.count, group.size)) * 10.0 ** random.integers(-5, 6)).astype(group.dtype)
+            gradients.start()
+            for shard in own[:-1]:
+                group.grad[...] = shard
+                gradients.add()
+            group.grad[...] = own[-1]
+            for parameter in reversed(group.parameters.values()):
+                gradients.complete(parameter)
+            found = gradients.terms(1, group.size)
+            for term, expected in zip(found if isinstance(found, tuple) else (found,), _terms(own, share), strict=True):
+                assert term.tobytes() == expected[1:].tobytes()
+
+
+@pytest.mark.parametrize(("shards", "most"), [(1, 0), (2, 1), (8, 3), (16, 4), (64, 6), (6, 2), (7, 2)])
+def test_there_are_few_buffers(shards: int, most: int) -> None:
+    assert len(ShardGradients(make_group(), ShardsOfRank(0, 1, shards))._free) == most
+
+
+def test_a_missing_shard_is_a_bug() -> None:
+    group = make_group()
+    gradients = ShardGradients(group, ShardsOfRank(0, 1, 3))
+    gradients.start()
+    gradients.add()
+    with pytest.raises(AssertionError, match="a shard is missing"):
+        gradients.complete(next(iter(group.parameters.values())))
