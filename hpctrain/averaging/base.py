@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.boxes import even_interval
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -139,6 +140,16 @@ class GradientAverager(ABC):
     def owned(self) -> Sequence[Segment]:
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
+
+    def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
+        """Segments that have each element of the group once over the ranks of `comm`, with the state of theirs, 1-D, by name.
+
+        After `drain`. What is kept back is not among the states.
+        """
+        for segment in self.group.covering(*even_interval(self.group.size, self.comm.size, self.comm.rank)):
+            whole = self.group.segment(segment.parameter)
+            place = slice(segment.start - whole.start, segment.stop - whole.start)
+            yield segment, {name: values[place] for name, values in self.optimizer.state(whole).items()}
 
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
