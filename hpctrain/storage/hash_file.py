@@ -55,7 +55,7 @@ class HashFile:
         self._keys: tuple[str, ...] | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record, whole or not at all.
+        """Append a record, whole or not at all; nothing where an earlier part of the run ends with that of the same step.
 
         Args:
             record: "step", "epoch", "all", and "hashes" by key.
@@ -64,7 +64,9 @@ class HashFile:
             OSError: the system refuses it.
         """
         if self._keys is None:
-            self._keys = self._latest_keys()
+            self._keys, step = self._latest()
+            if step == record["step"]:
+                return
         keys = tuple(record["hashes"])
         lines = [{**record, "hashes": "".join(record["hashes"].values())}]
         if keys != self._keys:
@@ -72,17 +74,14 @@ class HashFile:
         metrics_file.append(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._keys = keys
 
-    def _latest_keys(self) -> tuple[str, ...]:
-        """Those that the lines of an earlier part of the run have last; none where there is none, or none can be read."""
+    def _latest(self) -> tuple[tuple[str, ...], int | None]:
+        """The keys that an earlier part of the run has last, and its last step; nothing where there is none that can be read."""
         try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
-            return ()
-        try:
-            *_, keys = (keys for keys, _ in _lines(self._path, content))
-        except (DataError, ValueError):
-            return ()
-        return keys
+            records = read_hashes(self._path)
+            *_, (keys, _) = _lines(self._path, self._path.read_bytes())
+        except (DataError, FileNotFoundError, ValueError):
+            return (), None
+        return keys, max(records, default=None)
 
 
 def read_hashes(path: Path) -> dict[int, HashRecord]:

@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow with a run, such as its metrics: appended to, and cut back at a resume: no step is in them twice."""
+"""Files of JSON lines that grow with a run, as its metrics do: appended to, and cut back at a resume: no step comes twice."""
 
 from __future__ import annotations
 
