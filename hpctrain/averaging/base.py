@@ -144,8 +144,10 @@ class GradientAverager(ABC):
     def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
         """Segments that have each element of the group once over the ranks of `comm`, with the state of theirs, 1-D, by name.
 
-        After `drain`. What is kept back is not among the states.
+        After `drain`. What is kept back is not among the states. Here for averagers of which every rank has all; another one
+        says which of its parts count.
         """
+        assert type(self).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
         for segment in self.group.covering(*even_interval(self.group.size, self.comm.size, self.comm.rank)):
             whole = self.group.segment(segment.parameter)
             place = slice(segment.start - whole.start, segment.stop - whole.start)
