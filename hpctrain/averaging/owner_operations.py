@@ -178,8 +178,12 @@ class OwnerOperations:
         handle = self._streams[operation.stream].iallreduce(norms.message(places))
         return Finished(handle, lambda: norms.complete(places))
 
+    def each_once(self) -> list[Segment]:
+        """Owned segments that have each element of the group once over the ranks."""
+        return [segment for k in range(len(self._schedule.slices)) for segment in self._counted(k)]
+
     def _counted(self, k: int) -> tuple[Segment, ...]:
-        """The segments of a slice that count on this rank in a norm: of elements that several ranks update, on one of them."""
+        """The segments of a slice that count on this rank: of elements that several ranks update, on one of them."""
         counted = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
         return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 

@@ -8,7 +8,7 @@ this rank have happened (gradient ready, data let go) and what it comes after is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -234,6 +234,9 @@ class ReduceScatterAverager(GradientAverager):
 
     def owned(self) -> Sequence[Segment]:
         return self._operations.owned
+
+    def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
+        return ((segment, self._state_of(segment)) for segment in self._operations.each_once())
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""

@@ -18,7 +18,8 @@ import click
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, differences, and where bits part.
 
-    Each RUN is a run directory. The newest checkpoints that have the same step are compared tensor by tensor.
+    Each RUN is a run directory. Bits are compared by the hashes that runs keep every few steps (hashes.every_steps), and by
+    checkpoints of the same step, tensor by tensor.
     """
     from hpctrain.errors import ConfigError
 

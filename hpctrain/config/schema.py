@@ -255,6 +255,17 @@ class ChecksConfig(Section):
     )
 
 
+class HashesConfig(Section):
+    """Hashes of all that a run goes on from, by which two runs are compared step by step."""
+
+    every_steps: Integer = Field(
+        default=0,
+        ge=0,
+        description="Number of steps from one record of hashes to the next, of each parameter, its optimiser state and each "
+        "running statistic, for hpctrain compare; 0 keeps none.",
+    )
+
+
 class ReporterConfig(Named):
     """One receiver of what happens in a run."""
 
@@ -374,6 +385,7 @@ class Config(Section):
         "seconds; slurm takes the end of the Slurm job; null sets no limit.",
     )
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of what ranks hold in memory.")
+    hashes: HashesConfig = Field(default_factory=HashesConfig, description="The hashes by which runs are compared step by step.")
     flight: Text = Field(
         default="run",
         description="Directory in which each rank records what it posts and waits for, for hpctrain autopsy: run takes that of "

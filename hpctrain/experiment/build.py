@@ -179,6 +179,7 @@ def build_trainer(
     saver: Saver | None = None,
     evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
     waits: DataWaits | None = None,
+    hashed: Callable[[Position], None] = lambda position: None,
 ) -> Trainer:
     """The training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
@@ -195,6 +196,7 @@ def build_trainer(
             checkpoint_steps=config.checkpoint.every_steps,
             steps=steps,
             most_skips=config.on_nonfinite.most,
+            hash_steps=config.hashes.every_steps,
         ),
         reporter=reporter,
         save=save,
@@ -208,4 +210,5 @@ def build_trainer(
         sizes=parts.sizes,
         early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
         waits=waits,
+        hashed=hashed,
     )

@@ -19,7 +19,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.two_level import in_levels, levels
 from hpctrain.config.evaluation_sections import EvaluateConfig
-from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig
+from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, HashesConfig
 from hpctrain.experiment.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -41,6 +41,7 @@ def without_communication(session: Session) -> Session:
             "evaluate": EvaluateConfig(every_epochs=0),
             "checkpoint": CheckpointConfig(every_epochs=0),
             "checks": ChecksConfig(every_steps=0),  # each rank trains something else
+            "hashes": HashesConfig(every_steps=0),
         }
     )
     return replace(session, resolved=replace(session.resolved, config=config), groups=session.groups.alone())

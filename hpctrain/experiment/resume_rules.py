@@ -74,6 +74,7 @@ RULES = (
                 "deadline_seconds",
                 "max_time",
                 "checks",
+                "hashes",
                 "flight",
                 "on_nonfinite",
                 "on_lost_rank",

@@ -32,6 +32,7 @@ from hpctrain.experiment.read_report import ReadReport
 from hpctrain.experiment.resume import Start, find_start, introduce
 from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.run_account import RunAccount
+from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
@@ -86,20 +87,20 @@ def run_training(
         flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
         collective_schedules.keep(session, parts, directory)
         account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
-        trace = session.progress.trace
-        report = TraceReport(session.world, session.progress, trace) if trace is not None else None
+        report = _trace_report(session)
         reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
+        hashes = RunHashes(session, parts.replica, directory)
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
         told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
-        trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit)
+        trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit, hashed=hashes.keep)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
         memory_account.finish(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
-        data.finish(outcome.position)
-        reads.finish(outcome.position)
+        for records in (data, reads, hashes):
+            records.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
@@ -132,6 +133,11 @@ def _checkpoints(
     if start is not None:
         checkpoints.go_on(start, [change.key for change in start.changes])
     return checkpoints
+
+
+def _trace_report(session: Session) -> TraceReport | None:
+    trace = session.progress.trace
+    return None if trace is None else TraceReport(session.world, session.progress, trace)
 
 
 def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:

@@ -1,17 +1,18 @@
-"""Runs side by side: results, differences of configuration and versions, and whether their checkpoints have the same bits."""
+"""Runs side by side: results, differences of configuration and versions, and at which step their bits part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, DataError
 from hpctrain.report.differences import ComparedSetting, differences
 from hpctrain.report.record import RunRecord, read_runs
 from hpctrain.report.summary import Summary, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
+from hpctrain.storage.hash_file import read_hashes
 from hpctrain.storage.run_directory import RunDirectory
 
 _PARAMETERS = "parameters/"
@@ -19,13 +20,13 @@ _PARAMETERS = "parameters/"
 
 @dataclass(frozen=True)
 class SameBits:
-    """The tensors of a run's checkpoint beside those of the first run's.
+    """The state of a run after some steps beside that of the first run, by hashes or by the tensors of checkpoints.
 
     Args:
-        run: its place among the runs. step: of both checkpoints, the first at which they differ, or the latest where they do at
-            none; None: they have none in common. different: keys of tensors that differ there, or that only one has, parameters
-            first. same_step: the latest that has the same bits before; None: none has. reason: why nothing was compared; ""
-            where it was.
+        run: its place among the runs. step: the first at which both are known to differ, or the latest of both where they differ
+            at none; None: they have none in common. different: keys of tensors that differ there, or that only one has,
+            parameters first. same_step: the latest that has the same bits before; None: none has. reason: why nothing was
+            compared; "" where it was. by: what was compared at `step`: "hashes" or "checkpoints".
     """
 
     run: int
@@ -33,18 +34,29 @@ class SameBits:
     different: tuple[str, ...] = ()
     same_step: int | None = None
     reason: str = ""
+    by: str = "checkpoints"
 
     def sentence(self, names: Sequence[str]) -> str:
         """The result for people."""
+        name, first = names[self.run], names[0]
         if self.reason:
-            return f"{names[self.run]}: {self.reason}"
+            return f"{name}: {self.reason}"
         if not self.different:
-            return f"{names[self.run]}: the same bits as {names[0]} at step {self.step}"
+            return f"{name}: the same bits as {first} {'up to' if self.by == 'hashes' else 'at'} step {self.step}"
+        return f"{name}: {self._parting_by_hashes(first) if self.by == 'hashes' else self._parting_by_checkpoints(first)}"
+
+    def _parting_by_hashes(self, first: str) -> str:
+        count, thing = len(self.different), told(self.different[0])
+        tensors = "the only tensor that differs" if count == 1 else f"the first of {count:,} tensors that differ"
+        if self.same_step is None:
+            return f"other bits than {first} at step {self.step}, the first with hashes of both, in {thing}, {tensors}"
+        return f"the same bits as {first} up to step {self.same_step}; first difference by step {self.step} in {thing}, {tensors}"
+
+    def _parting_by_checkpoints(self, first: str) -> str:
         count = len(self.different)
         tensors = f"{count:,} tensor{'' if count == 1 else 's'}"
         before = "" if self.same_step is None else f", and the same at step {self.same_step}"
-        first = f"{self.different[0]} first{before}"
-        return f"{names[self.run]}: other bits than {names[0]} at step {self.step} in {tensors}, {first}"
+        return f"other bits than {first} at step {self.step} in {tensors}, {self.different[0]} first{before}"
 
 
 @dataclass(frozen=True)
@@ -83,20 +95,75 @@ def compared(paths: Sequence[Path]) -> Comparison:
     )
 
 
+def told(key: str) -> str:
+    """A tensor's key for people: a parameter by its name alone."""
+    kind, _, name = key.partition("/")
+    if kind != "optimizer":
+        return {"parameters": "", "statistics": "running statistic "}.get(kind, f"{kind.replace('_', ' ')} ") + name
+    state, _, parameter = name.partition("/")
+    return f"{state} of {parameter}"
+
+
 def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
     first = _stored(records[0])
     for run, record in enumerate(records[1:], 1):
         other = _stored(record)
-        common = sorted(first.keys() & other.keys(), reverse=True)
+        try:
+            by_hashes = _by_hashes(run, records[0], record)
+        except DataError as error:
+            yield SameBits(run, None, reason=str(error), by="hashes")
+            continue
+        common = _between(by_hashes, sorted(first.keys() & other.keys(), reverse=True))
         if not common:
-            yield SameBits(
-                run, None, reason=f"no checkpoint of a step that {records[0].name} has one of, so no bits are compared"
+            yield by_hashes or SameBits(
+                run,
+                None,
+                reason=f"no hashes and no checkpoint of a step that {records[0].name} has such of, so no bits are compared",
             )
             continue
         try:
-            yield _parting(run, [(step, first[step], other[step]) for step in common])
+            yield _narrowed(by_hashes, _parting(run, [(step, first[step], other[step]) for step in common]))
         except CheckpointError as error:
-            yield SameBits(run, common[0], reason=str(error))
+            yield by_hashes or SameBits(run, common[0], reason=str(error))
+
+
+def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
+    """The comparison by hashes, of the steps that both runs have of them; None where there are none.
+
+    Raises:
+        DataError: a file of hashes that cannot be read.
+    """
+    here, there = (read_hashes(RunDirectory(record.state.path).hashes_path) for record in (first, other))
+    common = sorted(here.keys() & there.keys())
+    same: int | None = None
+    for step in common:
+        different = here[step].different(there[step])
+        if different:
+            return SameBits(run, step, different, same, by="hashes")
+        same = step
+    return SameBits(run, same, by="hashes") if common else None
+
+
+def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
+    """The steps of checkpoints that may tell more than hashes: behind the last equal ones, before the first that differ."""
+    if by_hashes is None:
+        return list(steps)
+    if by_hashes.different:
+        assert by_hashes.step is not None
+        least = -1 if by_hashes.same_step is None else by_hashes.same_step
+        return [step for step in steps if least < step < by_hashes.step]
+    return [step for step in steps if by_hashes.step is None or step > by_hashes.step]
+
+
+def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
+    """What hashes and the checkpoints of `_between` say together."""
+    if by_hashes is None:
+        return by_checkpoints
+    if not by_checkpoints.different:
+        same = by_checkpoints.step
+        return replace(by_hashes, same_step=same) if by_hashes.different else replace(by_hashes, step=same)
+    same = by_hashes.same_step if by_hashes.different else by_hashes.step
+    return by_checkpoints if by_checkpoints.same_step is not None else replace(by_checkpoints, same_step=same)
 
 
 def _parting(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits:

@@ -1,4 +1,4 @@
-"""The file of metrics at a resume: cut back to the checkpoint, so that no step is in it twice."""
+"""Files of JSON lines that grow with a run, as its metrics do: appended to, and cut back at a resume: no step comes twice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
 
 _log = get_logger(__name__)
+
+
+def append(path: Path, text: str) -> None:
+    """Append lines; they are the system's before this returns. A line that a kill has torn is cut off first.
+
+    One process appends at a time.
+    """
+    with open(path, "ab+") as file:
+        _cut_torn_line(file.fileno())
+        file.write(text.encode())
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Shorten the file to its last complete line."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, b""
+    while end and b"\n" not in block:
+        start = max(0, end - 4096)
+        block = os.pread(descriptor, end - start, start)
+        end = start + block.rindex(b"\n") + 1 if b"\n" in block else start
+    if end != size:
+        os.ftruncate(descriptor, end)
 
 
 def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
@@ -47,7 +69,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
         write_bytes(path, new)
     except OSError as error:
         raise CheckpointError(
-            f"The metrics {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
+            f"The records {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
         ) from error
 
 

@@ -6,6 +6,7 @@
         versions.json    versions of everything that computes
         git.json         revision of the directory that the run was started in; {} outside a repository
         metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
+        hashes.jsonl     hashes of the state after some steps, where they are kept; a resume cuts them back, too
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
         flight/          what each rank did last
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -154,6 +154,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def hashes_path(self) -> Path:
+        """Hashes of the state after some steps, where the run keeps them (see `hash_file`)."""
+        return self.path / "hashes.jsonl"
+
+    @property
     def choice_path(self) -> Path:
         """The choice of the latest start for what its configuration left open."""
         return self.path / "choice.json"
@@ -231,14 +236,12 @@ class RunDirectory:
 
         A line that a kill has torn is cut off first. One process appends at a time.
         """
-        line = json.dumps(_finite(record), allow_nan=False) + "\n"
-        with open(self.metrics_path, "ab+") as file:
-            _cut_torn_line(file.fileno())
-            file.write(line.encode())
+        metrics_file.append(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-        """Before a run goes on from a checkpoint: the metrics end where it was taken (see `metrics_file.cut_back`)."""
-        metrics_file.cut_back(self.metrics_path, epoch, step, evaluates=evaluates, goes_back=goes_back)
+        """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        for path in (self.metrics_path, self.hashes_path):
+            metrics_file.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
         """All complete lines; a last one that a kill has torn is left out.
@@ -279,18 +282,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    """Shorten the file to its last complete line."""
-    size = os.fstat(descriptor).st_size
-    end, block = size, b""
-    while end and b"\n" not in block:
-        start = max(0, end - 4096)
-        block = os.pread(descriptor, end - start, start)
-        end = start + block.rindex(b"\n") + 1 if b"\n" in block else start
-    if end != size:
-        os.ftruncate(descriptor, end)
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:

@@ -32,6 +32,7 @@ class Cadence:
 
     epochs: to train in all. steps: to stop after so many steps of this run, for tests and trials.
     most_skips: steps, one after another, that may change nothing as they are not finite; one more ends the run.
+    hash_steps: from one record of hashes to the next.
     """
 
     epochs: int
@@ -40,6 +41,7 @@ class Cadence:
     checkpoint_steps: int = 0
     steps: int = 0
     most_skips: int = 10
+    hash_steps: int = 0
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Trainer:
         early_stop: ends the training before its last epoch by its evaluations; None: nothing does.
         sizes: of the loader's images by epoch, to be told; None: they have one size.
         waits: adds up how long steps wait for data; None: nobody asks.
+        hashed: called with the position at the begin of a training and behind steps whose state is to be hashed, settled, on
+            every rank; may communicate, and drains.
 
     Attributes:
         step_times: of this rank's steps so far.
@@ -98,6 +102,7 @@ class Trainer:
         early_stop: EarlyStop | None = None,
         sizes: ImageSizes | None = None,
         waits: DataWaits | None = None,
+        hashed: Callable[[Position], None] = lambda position: None,
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
@@ -108,6 +113,7 @@ class Trainer:
         self._notes = replica.progress.notes
         self._trace = replica.progress.trace
         self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
+        self._hashed = hashed
         self._sizes = sizes
         self._news = 0
         self._rate = Rate()
@@ -130,6 +136,8 @@ class Trainer:
         self._start_at(position)
         self._replica.require_finite()
         self._replica.require_alike(schedules=True)
+        if not position.global_step:
+            self._hashed(position)  # so that runs that begin with other weights are told from those that part later
         while True:
             try:
                 return self._run_from(position)
@@ -233,6 +241,11 @@ class Trainer:
         position.samples += batch.global_count
         self._count_skips(skipped, position)
         self._hear()
+        if _due(position.global_step, self._cadence.hash_steps, last=False):
+            # Before a checkpoint of the same step, from which a run may go on without doing the step again.
+            self._settle(position)
+            self._hashed(position)
+            self.step_times.leave_out()
         every = self._cadence.checkpoint_steps
         if self._enough or (every and position.global_step % every == 0):
             self._settle(position)
@@ -368,5 +381,5 @@ class Trainer:
                 self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())
 
 
-def _due(epoch: int, every: int, last: bool) -> bool:
-    return bool(every) and (last or epoch % every == 0)
+def _due(number: int, every: int, last: bool) -> bool:
+    return bool(every) and (last or number % every == 0)

@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data import batch_threads
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.averager import make_strategy
+from hpctrain.storage.hash_file import HashRecord
 from hpctrain.train.replica import StrategyFactory
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
@@ -98,6 +99,8 @@ def run(row: Row) -> float:
         whole = _train({**row, "end": "own"}, replace(course, end="own"))
         if whole.other_order_from == found.other_order_from:
             _check_same(first, whole.results[0])
+            same = found.hashes == whole.hashes or not is_run({**row, "end": "own"})  # which then has no file of hashes
+            assert same, "hashes are not those of a run that does not end early"
     if value_of(row, "exact") is not None:
         alone = _train({**row, "grid": "1x1", "nodes": "one", "end": "own"}, replace(course, end="own"))
         if alone.other_order_from == found.other_order_from:
@@ -112,12 +115,13 @@ class _Trained:
     """Results by rank, with sums over the epoch so far.
 
     other_order_from: the step from which samples came in another order, if they did.
-    goes_on_from: the step with which a second part of the run has begun; None: there is one part.
+    goes_on_from: the step with which a second part of the run has begun; None: there is one part. hashes: of a run, by step.
     """
 
     results: list[Result]
     other_order_from: int | None = None
     goes_on_from: int | None = None
+    hashes: Mapping[int, HashRecord] = field(default_factory=dict)
 
 
 def _train(row: Row, course: Course) -> _Trained:
@@ -146,7 +150,10 @@ def _train(row: Row, course: Course) -> _Trained:
 
     with mock.patch.object(batch_threads, "_LEAST_CHUNK_BYTES", 1):  # else one thread makes a whole batch of such small images
         outcome = run_whole(make, course, on_ranks)
-    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.goes_on_from)
+    every = value_of(row, "hashes")
+    hashed = list(range(0, steps_of(row) + 1, every)) if every else []
+    assert sorted(outcome.hashes) == hashed, f"{sorted(outcome.hashes)} are not the steps with hashes, but {hashed}"
+    return _Trained(outcome.results, _check_position(row, course, outcome), outcome.goes_on_from, outcome.hashes)
 
 
 def _of_rank(task: Task, row: Row, rank: int) -> Task:

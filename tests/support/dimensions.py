@@ -133,6 +133,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "every-3": CheckCadence(3, 2, 1),
         "every-10": CheckCadence(10),
     },
+    "hashes": {"none": 0, "every-step": 1, "every-2": 2},  # steps from one record to the next
     "data": {  # samples that cannot be read; of a file, where a rank has all samples that it reads to itself
         "arrays": None,
         "file": (),
@@ -231,6 +232,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
                 "layout": layout,
                 "asynchronous": asynchronous,
             },
+            "hashes": {"every_steps": value_of(row, "hashes")},
             "on_nonfinite": value_of(row, "on_nonfinite")[0],
             "batch": value_of(row, "batch"),
             "micro_batches": value_of(row, "micro_batches"),
@@ -349,6 +351,7 @@ def task_of(row: Row) -> Task:
         smoothing=value_of(row, "smoothing"),
         plan=parallel_plan(row),
         checks=value_of(row, "checks"),
+        hash_steps=value_of(row, "hashes"),
         skips=value_of(row, "on_nonfinite")[0] == "skip",
         poisoned_step=value_of(row, "on_nonfinite")[1],
         unreadable=value_of(row, "data"),

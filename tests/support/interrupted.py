@@ -37,12 +37,14 @@ from hpctrain.experiment.data_cache import give_levels
 from hpctrain.experiment.images import Images, make_loader
 from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.rollback import rollback
+from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.experiment.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage import checkpoint
+from hpctrain.storage.hash_file import HashRecord, read_hashes
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
@@ -82,12 +84,16 @@ class Course:
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """The outcome of a part of a run on a rank; the part has begun behind `first_step` steps."""
+    """The outcome of a part of a run on a rank; the part has begun behind `first_step` steps.
+
+    hashes: that the run directory has at its end, on rank 0.
+    """
 
     first_step: int
     position: Position
     stopped: bool
     result: Result
+    hashes: Mapping[int, HashRecord] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,13 +103,14 @@ class RunOutcome:
     Attributes:
         results: by rank; the totals are sums over the epoch so far. position: where it has ended.
         stops: where it has ended early, with a checkpoint. goes_on_from: steps done where
-        a second part has begun; None: there is one alone.
+        a second part has begun; None: there is one alone. hashes: by step, those of the run directory.
     """
 
     results: list[Result]
     position: Position
     stops: list[Position]
     goes_on_from: int | None
+    hashes: Mapping[int, HashRecord]
 
 
 @dataclass(frozen=True)
@@ -148,10 +155,12 @@ class PartOfRun:
             position, directory = start.position, start.directory
             if session.is_root:
                 checkpoint.set_aside(directory.checkpoints, position.global_step)
+                directory.cut_metrics(position.epoch, position.global_step)
                 directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
             session.world.allgather_object(None)
         directory = directory or _new_directory(session)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
+        hashes = RunHashes(session, parts.replica, directory)
         go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
         first_step = position.global_step
         asks = self._asks(session.world.rank, session.world.size, parts.replica)
@@ -166,12 +175,14 @@ class PartOfRun:
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
             saver=checkpoints.saver,
+            hashed=hashes.keep,
         )
         outcome = trainer.run(position)
         parts.replica.drain()
         checkpoints.saver.finish()
         stopped = outcome.position.global_step < self.task.steps
-        return PartOutcome(first_step, outcome.position, stopped, Result({}, {}))
+        kept = read_hashes(directory.hashes_path) if session.is_root else {}
+        return PartOutcome(first_step, outcome.position, stopped, Result({}, {}), kept)
 
     def _steps(self, first_step: int) -> int:
         """The steps to end after; 0: to end with the last epoch."""
@@ -309,7 +320,7 @@ def _whole(outcomes: list[PartOutcome], sums: Mapping[int, RunningSums], stops: 
     position = outcomes[0].position
     totals = [_totals(sums[step]) for step in range(1, position.global_step + 1)]
     results = [replace(outcome.result, totals=totals) for outcome in outcomes]
-    return RunOutcome(results, position, stops, outcomes[0].first_step)
+    return RunOutcome(results, position, stops, outcomes[0].first_step, outcomes[0].hashes)
 
 
 def _totals(sums: RunningSums) -> StepTotals:

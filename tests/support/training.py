@@ -28,7 +28,10 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.element_hash import hash_of
 from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain.train.snapshot import Position
+from hpctrain.train.state_hashes import state_hashes
 from hpctrain.train.step_reduction import StepTotals
 from hpctrain.train.weight_watch import CheckCadence
 
@@ -37,6 +40,7 @@ from hpctrain.train.weight_watch import CheckCadence
 class Task:
     """A training: the same on every rank. `samples` need not be a multiple of `batch`, nor `batch` of the ranks.
 
+    hash_steps: from one step after which hashes are taken, and compared with the state, to the next; 0: none are.
     skips: steps that are not finite are left out. poisoned_step: in this one the first rank reads images of NaN.
     unreadable: images are stored as bytes, and of these samples another one is read, the next that is none of them; None: they
     are numbers in memory. frozen: patterns of layers that are not trained. image_sizes: of shorter sides by epoch: stored images
@@ -60,6 +64,7 @@ class Task:
     synchronised: bool = True
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     checks: CheckCadence = field(default_factory=CheckCadence)
+    hash_steps: int = 0
     skips: bool = False
     poisoned_step: int | None = None
     unreadable: tuple[int, ...] | None = None
@@ -243,6 +248,8 @@ def train(
         totals.append(replace(sums, statistics=sums.statistics.copy()))
         if len(totals) == 2:
             check_average(replica)
+        if task.hash_steps and len(totals) % task.hash_steps == 0:
+            check_hashes(replica)
     replica.require_alike()
     return replace(result_of(replica), totals=totals, gradients=gradients)
 
@@ -276,6 +283,15 @@ def check_average(replica: Replica) -> None:
             assert data.tobytes() == values.tobytes(), f"{segment} is not its average"
     for name, values in _parameters(replica).items():
         assert values.tobytes() == before[name].tobytes(), f"{name} has not come back"
+
+
+def check_hashes(replica: Replica) -> None:
+    """The hashes of a settled replica are those of the whole tensors of its checkpoint, on every rank. Collective."""
+    replica.drain()
+    found, kept_back = state_hashes(replica), {name for averager in replica.averagers.values() for name in averager.by_holder}
+    tensors = replica.state(Position(), {}).tensors.items()
+    expected = {key: hash_of(values) for key, values in tensors if key.split("/")[1] not in kept_back}
+    assert found == expected, f"hashes of {[key for key in found if found[key] != expected.get(key)]} are not those of the state"
 
 
 def _parameters(replica: Replica) -> dict[str, np.ndarray]:
