@@ -89,7 +89,6 @@ class CudaPixelInput:
         most = max(most_taps(size, made) for size, made in zip(stored, resampling.size, strict=True))
         entries = len(resampling.boxes) * sum(resampling.size)
         if self._table is None or self._table.size < entries * (2 + most):
-            self._runtime.stream.synchronize()  # nobody reads the one that goes
             self._table = self._runtime.device.allocate(4 * entries * (2 + most)).view("int32")
         sizes = [np.int32(number) for number in (*resampling.size, most, resampling.interpolates)]
         self._runtime.launch_items("pixels", "make_taps", entries, self._table, boxes, *sizes)

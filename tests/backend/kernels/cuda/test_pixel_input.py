@@ -21,6 +21,9 @@ from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 #: (H, W, C) stored, (H, W) of results
 SHAPES = [((5, 6, 3), (5, 6)), ((4, 3, 1), (2, 3)), ((5, 8, 4), (4, 8)), ((3, 40, 5), (3, 40))]
 
+#: (H, W) of results, one after another
+GROWING = ((3, 3), (5, 6), (9, 8), (3, 3))
+
 
 def _interval(random: np.random.Generator, low: int, high: int) -> tuple[int, int]:
     start, stop = sorted(random.integers(low, high + 1, 2).tolist())
@@ -172,6 +175,29 @@ def test_each_wait_of_the_ring_matters(emulated_device: EmulatedDeviceFactory) -
     assert len(kinds) == 3, kinds
     for number in waits:
         assert any(_is_wrong(emulated_device, seed, number, expected) for seed in range(30)), device.waits[number]
+
+
+def _of_growing_sizes(device: EmulatedDevice) -> list[np.ndarray]:
+    """Input of resized images whose tables of taps become larger, and smaller again, made while nobody waits for any."""
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    targets = []
+    for seed, size in enumerate(GROWING):
+        batch = _resized_batch(seed, (6, 7, 3), size, interpolates=True, dtype="float64")
+        targets.append(kernels.arithmetic.zeros(int(np.prod(batch.shape)), "float64").reshape(batch.shape))
+        kernels.make_input(targets[-1], batch)
+    kernels.wait()
+    return [kernels.arithmetic.to_host(target) for target in targets]
+
+
+def test_sizes_may_change_while_nobody_waits(emulated_device: EmulatedDeviceFactory) -> None:
+    expected = [
+        np.asarray(_resized_batch(seed, (6, 7, 3), size, interpolates=True, dtype="float64")) for seed, size in enumerate(GROWING)
+    ]
+    for seed in range(10):
+        device = emulated_device(seed)
+        for made, values in zip(_of_growing_sizes(device), expected, strict=True):
+            np.testing.assert_array_equal(made, values)
+        device.finish()
 
 
 def _is_wrong(emulated_device: EmulatedDeviceFactory, seed: int, ignored: int, expected: list[np.ndarray]) -> bool:
