@@ -64,7 +64,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self.spec: RedistributeSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.source, spec.target, spec.rank)
-        self.message_bytes = self.share.bytes(x.item_bytes)
+        self.message_bytes = self.share.buffer_bytes(x.item_bytes)
         received = self.share.receive_size
         self.begins_early = spec.early
         # An edge is small enough to be kept.
@@ -146,7 +146,7 @@ class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
         self.spec: ReduceScatterSpec = spec
         self.inputs, self.output = (x,), spec.output(x)
         self.share = transfer(spec.target, spec.everything, spec.rank)
-        self.message_bytes = self.share.bytes(x.item_bytes)
+        self.message_bytes = self.share.buffer_bytes(x.item_bytes)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

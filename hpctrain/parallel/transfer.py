@@ -56,8 +56,8 @@ class Transfer:
         """Elements from other ranks."""
         return self.receives[-1].stop if self.receives else 0
 
-    def bytes(self, item_bytes: int) -> int:
-        """Of the buffers of both sides."""
+    def buffer_bytes(self, item_bytes: int) -> int:
+        """Bytes of the message buffers of both sides."""
         return (self.send_size + self.receive_size) * item_bytes
 
 
@@ -159,7 +159,7 @@ class TransferRunner:
         own_memory: bool = False,
     ) -> None:
         self.transfer, self._group, self._arithmetic, self._purpose = transfer, group, arithmetic, purpose
-        self._dtype, self._bytes = dtype, transfer.bytes(item_bytes(dtype))
+        self._dtype, self._bytes = dtype, transfer.buffer_bytes(item_bytes(dtype))
         self._own = group.memory(self._bytes) if own_memory else None
         self.source_side, self.target_side = self._sides()
         self._source_counts = _counts(transfer.sends, group.size)

@@ -31,3 +31,4 @@ def test_a_rank_alone_computes_everything() -> None:
     assert alone.local(graph, (2,)) is graph
     assert alone.shard("fc.weight") is None
     assert alone.contributes("bn.running_mean") == (True, False)
+    assert (alone.ranks, alone.message_bytes([])) == (1, 0)
