@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hpctrain.comm.base import Handle
 
 
-class Turn:
+class StageTurn:
     """Implements `Handle`: the place of one operation, which may have to wait until it can begin, and then until it may."""
 
     __slots__ = ("_handle", "_start", "_turns")
@@ -23,7 +23,7 @@ class Turn:
         """The operation can begin."""
         return self._start is not None
 
-    def when_ready(self, start: Callable[[], Handle]) -> Turn:
+    def when_ready(self, start: Callable[[], Handle]) -> StageTurn:
         """From now on the operation can begin; it does where all places before have been used."""
         assert self._start is None, "a place is used once"
         self._start = start
@@ -47,11 +47,11 @@ class Turns:
     """Places in one order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[StageTurn] = deque()
 
-    def take(self) -> Turn:
+    def take(self) -> StageTurn:
         """The next place. It has to be used, or nothing behind it begins."""
-        turn = Turn(self)
+        turn = StageTurn(self)
         self._waiting.append(turn)
         return turn
 

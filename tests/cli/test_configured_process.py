@@ -14,6 +14,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.errors import RankLostError, ShapeError
+from hpctrain.experiment import transport
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch.launcher import Launcher
@@ -143,3 +144,24 @@ def test_the_configuration_that_is_read_first_is_kept() -> None:
     job = Started(outcomes=[None])
     job.run()
     assert isinstance(job._config, Config)
+
+
+@pytest.mark.job
+def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once the configuration is read, and before MPI starts."""
+    seen: list[Any] = []
+
+    def tried(config: Config | None, launcher: Launcher) -> str:
+        seen.append((config is not None and config.transport, job.world))
+        return "aware"
+
+    monkeypatch.setattr(transport, "tried", tried)
+    file = tmp_path / "f.yaml"
+    file.write_text(TEXT)
+    job = ConfiguredProcess()
+    try:
+        session = job.start(file, ("transport=auto",))
+    finally:
+        job.exits.close()
+    assert seen == [("auto", None)]
+    assert session.device_messages == "aware"

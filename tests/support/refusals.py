@@ -61,11 +61,18 @@ def refusal(row: Row) -> str | None:
 
     Also one by which it refuses to go on, on another grid.
     """
+    row = _with_device(row)
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
     refused = refused or _refused_transport(row) or _refused_exact(row) or _refused_mixing(row)
     refused = refused or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
+
+
+def _with_device(row: Row) -> Row:
+    """A way between devices needs these: what they refuse is refused before the device is chosen."""
+    between = "transport" in row and value_of(row, "transport") != "staged"
+    return {"device": "emulated", **row} if between else row
 
 
 def _changes_grid(row: Row) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from hpctrain.backend.cuda.device_array import DeviceArray
@@ -86,6 +90,7 @@ def nccl_fault() -> str | None:
 
 def _nccl() -> Any:
     """CuPy's module; None where its library is not there."""
+    _load_wheel()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # in which CuPy tells of a library that is not there
         try:
@@ -93,3 +98,16 @@ def _nccl() -> Any:
         except ImportError:
             return None
     return nccl if nccl.available else None
+
+
+def _load_wheel() -> None:
+    """Load NCCL where a wheel has brought it, so that CuPy's module finds it by its name."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package of NVIDIA's at all
+        return
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        library = Path(folder) / "lib" / "libnccl.so.2"
+        if library.exists():
+            with suppress(OSError):  # CuPy says what it misses
+                ctypes.CDLL(os.fspath(library), mode=ctypes.RTLD_GLOBAL)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -138,6 +140,26 @@ def test_nccl_that_is_not_there_is_told(load: Load) -> None:
     assert module.CupyDevice().groups.fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
     module, _ = load()
     assert module.CupyDevice().groups.fault() is None
+
+
+def test_nccl_of_a_wheel_is_loaded_first(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, so that CuPy's module finds it by its name; one that cannot be loaded is left to CuPy to tell of."""
+    module, _ = load()
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    loaded: list[str] = []
+
+    def load_library(name: str, mode: int = 0) -> None:
+        loaded.append(name)
+        raise OSError("file too short")
+
+    monkeypatch.setattr(ctypes, "CDLL", load_library)
+    assert module.nccl_fault() is None
+    assert loaded == [str(library)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
