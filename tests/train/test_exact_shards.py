@@ -38,6 +38,7 @@ from hpctrain.train.exact_shards import ranks_fault
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import GradientSum
 from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
@@ -237,6 +238,27 @@ def test_it_trains_what_the_ordinary_order_trains(name: str) -> None:
     assert distance(exact.parameters, ordinary.parameters) < 1e-10
     assert not exact.statistics or distance(exact.statistics, ordinary.statistics) < 1e-10
     assert np.allclose([step.loss for step in exact.totals], [step.loss for step in ordinary.totals], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("strategy", [Sharded, Bucketed])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (2, 8), (3, 12)])
+def test_ranks_with_one_sum_each_send_what_they_send_without_an_order(ranks: int, shards: int, strategy: type[Any]) -> None:
+    def sent(comm: ThreadCommunicator, task: Task) -> int:
+        counters = Counters()
+        options = {"fc_exchange": "never"} if strategy is Sharded else {}
+        replica = replica_of(task, CountingCommunicator(comm, counters), virtual_engine(comm), strategy, **options)
+        before = counters.snapshot()
+        for batch in batches(task, replica.groups.position, comm.size):
+            replica.step(batch, task.lr)
+        replica.drain()
+        replica.settle()
+        return counters.since(before).total().exchanged_bytes
+
+    task = replace(RESIDUAL, steps=3, batch=24, samples=72)
+    ordinary = run_virtual(ranks, lambda comm: sent(comm, task))
+    exact = run_virtual(ranks, lambda comm: sent(comm, replace(task, exact_shards=shards)))
+    for with_order, without in zip(exact, ordinary, strict=True):
+        assert abs(with_order - without) * 100 <= without
 
 
 @pytest.mark.parametrize("flip", [False, True])
