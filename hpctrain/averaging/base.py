@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,7 +20,6 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
-from hpctrain.boxes import even_interval
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -76,6 +75,9 @@ class GradientAverager(ABC):
             so a run on other ranks goes on with the sum.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
+        state_of: views of the state of one owned segment, 1-D, by name, without what is kept back.
+        counted: gives owned segments that have each element of the group once over the ranks of `comm`, where ranks own parts;
+            None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
 
@@ -92,9 +94,9 @@ class GradientAverager(ABC):
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
         #: of this group alone, where it has all parameters of the network
         self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
-        #: views of the state of one owned segment, 1-D, by name
-        self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
+        self.state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
+        self.counted: Callable[[], Sequence[Segment]] | None = None
 
     @property
     def by_holder(self) -> Collection[str]:
@@ -141,22 +143,10 @@ class GradientAverager(ABC):
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
 
-    def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
-        """Segments that have each element of the group once over the ranks of `comm`, with the state of theirs, 1-D, by name.
-
-        After `drain`. What is kept back is not among the states. Here for averagers of which every rank has all; another one
-        says which of its parts count.
-        """
-        assert type(self).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
-        for segment in self.group.covering(*even_interval(self.group.size, self.comm.size, self.comm.rank)):
-            whole = self.group.segment(segment.parameter)
-            place = slice(segment.start - whole.start, segment.stop - whole.start)
-            yield segment, {name: values[place] for name, values in self.optimizer.state(whole).items()}
-
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
         owned = (segment for segment in self.owned() if segment.size)
-        return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
+        return [self.group.data, *(view for segment in owned for view in self.state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
         """The last step was undone: what `changed` and `counters` gave before it is in place again. The same on every rank."""
@@ -183,7 +173,7 @@ class GradientAverager(ABC):
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
-                for name, view in self._state_of(segment).items():
+                for name, view in self.state_of(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:

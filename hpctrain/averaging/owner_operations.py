@@ -176,7 +176,7 @@ class OwnerOperations:
             return Complete()
         return self._streams[operation.stream].iallreduce(norms.squares[places])
 
-    def each_once(self) -> list[Segment]:
+    def counted(self) -> list[Segment]:
         """Owned segments that have each element of the group once over the ranks."""
         return [segment for k in range(len(self._schedule.slices)) for segment in self._counted(k)]
 
