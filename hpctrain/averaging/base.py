@@ -75,9 +75,8 @@ class GradientAverager(ABC):
             so a run on other ranks goes on with the sum.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
-        state_of: views of the state of one owned segment, 1-D, by name, without what is kept back.
-        counted: gives owned segments that have each element of the group once over the ranks of `comm`, where ranks own parts;
-            None: every rank has all.
+        counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
+            state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
 
@@ -94,9 +93,10 @@ class GradientAverager(ABC):
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
         #: of this group alone, where it has all parameters of the network
         self._norms = Norms(setup.group) if setup.optimizer.needs_norms and self._joint is None else None
-        self.state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
+        #: views of the state of one owned segment, 1-D, by name
+        self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
-        self.counted: Callable[[], Sequence[Segment]] | None = None
+        self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
     @property
     def by_holder(self) -> Collection[str]:
@@ -146,7 +146,7 @@ class GradientAverager(ABC):
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
         owned = (segment for segment in self.owned() if segment.size)
-        return [self.group.data, *(view for segment in owned for view in self.state_of(segment).values())]
+        return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
         """The last step was undone: what `changed` and `counters` gave before it is in place again. The same on every rank."""
@@ -173,7 +173,7 @@ class GradientAverager(ABC):
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
-                for name, view in self.state_of(segment).items():
+                for name, view in self._state_of(segment).items():
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:

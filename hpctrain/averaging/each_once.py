@@ -16,7 +16,7 @@ def each_once(averager: GradientAverager) -> Iterator[tuple[Segment, dict[str, A
     Even shares where every rank has all. Gradients that are kept back are not among the states. Not collective; after `drain`.
     """
     if averager.counted is not None:
-        yield from ((segment, averager.state_of(segment)) for segment in averager.counted())
+        yield from averager.counted()
         return
     assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
     group, comm = averager.group, averager.comm
@@ -24,4 +24,4 @@ def each_once(averager: GradientAverager) -> Iterator[tuple[Segment, dict[str, A
         whole = group.segment(segment.parameter)
         place = slice(segment.start - whole.start, segment.stop - whole.start)
         # Optimisers know whole segments that they were given, and need not know parts of these.
-        yield segment, {name: values[place] for name, values in averager.state_of(whole).items()}
+        yield segment, {name: values[place] for name, values in averager.optimizer.state(whole).items()}

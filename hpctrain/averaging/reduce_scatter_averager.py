@@ -76,7 +76,8 @@ class ReduceScatterAverager(GradientAverager):
         self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
         self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         self.optimizer.bind(self.group, self._operations.owned)
-        self.state_of, self.counted = self._operations.owned_state, self._operations.counted
+        self._state_of = self._operations.owned_state
+        self.counted = self._operations.counted
         self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
