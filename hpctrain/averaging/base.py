@@ -11,7 +11,7 @@ that runs it, once the ranks have agreed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.tree_norms import TreeNorms
-from hpctrain.boxes import Interval, even_interval
+from hpctrain.boxes import Interval
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
@@ -98,6 +98,8 @@ class GradientAverager(ABC):
         gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
+        counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
+            state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
 
@@ -118,6 +120,7 @@ class GradientAverager(ABC):
         #: views of the state of one owned segment, 1-D, by name
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
+        self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
     @property
     def by_holder(self) -> Collection[str]:
@@ -163,18 +166,6 @@ class GradientAverager(ABC):
     def owned(self) -> Sequence[Segment]:
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
-
-    def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
-        """Segments that have each element of the group once over the ranks of `comm`, with the state of theirs, 1-D, by name.
-
-        After `drain`. What is kept back is not among the states. Here for averagers of which every rank has all; another one
-        says which of its parts count.
-        """
-        assert type(self).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
-        for segment in self.group.covering(*even_interval(self.group.size, self.comm.size, self.comm.rank)):
-            whole = self.group.segment(segment.parameter)
-            place = slice(segment.start - whole.start, segment.stop - whole.start)
-            yield segment, {name: values[place] for name, values in self.optimizer.state(whole).items()}
 
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""

@@ -178,9 +178,10 @@ class OwnerOperations:
         handle = self._streams[operation.stream].iallreduce(norms.message(places))
         return Finished(handle, lambda: norms.complete(places))
 
-    def each_once(self) -> list[Segment]:
-        """Owned segments that have each element of the group once over the ranks."""
-        return [segment for k in range(len(self._schedule.slices)) for segment in self._counted(k)]
+    def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
+        """Owned segments that have each element of the group once over the ranks, with views of their state."""
+        segments = (segment for k in range(len(self._schedule.slices)) for segment in self._counted(k))
+        return [(segment, self.owned_state(segment)) for segment in segments]
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """The segments of a slice that count on this rank: of elements that several ranks update, on one of them."""

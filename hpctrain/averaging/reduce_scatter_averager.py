@@ -8,7 +8,7 @@ this rank have happened (gradient ready, data let go) and what it comes after is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,6 +79,7 @@ class ReduceScatterAverager(GradientAverager):
         self._norms = setup.own_norms(piece.part(rank, self._comm.size) for piece in self.schedule.slices for rank in ranks)
         self.optimizer.bind(self.group, self._operations.owned)
         self._state_of = self._operations.owned_state
+        self.counted = self._operations.counted
         self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
@@ -234,9 +235,6 @@ class ReduceScatterAverager(GradientAverager):
 
     def owned(self) -> Sequence[Segment]:
         return self._operations.owned
-
-    def each_once(self) -> Iterator[tuple[Segment, dict[str, Array]]]:
-        return ((segment, self._state_of(segment)) for segment in self._operations.each_once())
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""

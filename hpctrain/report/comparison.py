@@ -156,7 +156,7 @@ def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
 
 
 def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
-    """What hashes and the checkpoints of `_between` say together."""
+    """The comparison by hashes, with what the checkpoints of `_between` add to it."""
     if by_hashes is None:
         return by_checkpoints
     if not by_checkpoints.different:

@@ -44,7 +44,7 @@ class PartPosition:
 
     @classmethod
     def of(cls, shape: Sequence[int], box: Box) -> PartPosition:
-        """That of a box in an array of that shape, of which it is cut in one dim at most."""
+        """The positions of a box in an array of that shape, cut in one dim at most."""
         split = [dim for dim, (interval, size) in enumerate(zip(box, shape, strict=True)) if interval != (0, size)]
         assert len(split) <= 1, f"the box {box} is cut in several dims of {tuple(shape)}"
         if not split:

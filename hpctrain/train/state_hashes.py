@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.averaging.each_once import each_once
 from hpctrain.backend.arithmetic import Array
 from hpctrain.boxes import even_interval
 from hpctrain.nn.parameter import Segment
@@ -61,7 +62,7 @@ class StateHashes:
         """The parameters that have each state of optimisers anywhere: a rank without elements of one knows of none."""
         averagers = replica.averagers.values()
         own = {
-            (state, segment.parameter) for averager in averagers for segment, states in averager.each_once() for state in states
+            (state, segment.parameter) for averager in averagers for segment, states in each_once(averager) for state in states
         }
         anywhere = {pair for pairs in self._comm.allgather_object(sorted(own)) for pair in pairs}
         names = replica.network.parameter_specs
@@ -82,7 +83,7 @@ class StateHashes:
         return {key: digest(total, *header) for (key, header), total in zip(self._headers.items(), totals, strict=True)}
 
     def _on_host(self, values: Array) -> np.ndarray:
-        """What lies on the host already, as statistics do, is taken as it is."""
+        """The values; they may lie on the host already, as statistics do."""
         return values if isinstance(values, np.ndarray) else self._to_host(values)
 
 
@@ -107,7 +108,7 @@ def _pieces(replica: Replica) -> Iterator[_Piece]:
     network, groups = replica.network, replica.groups
     for averager in replica.averagers.values():
         group = averager.group
-        for segment, states in averager.each_once():
+        for segment, states in each_once(averager):
             name, start, position = _place(replica, segment, group.segment(segment.parameter))
             yield _Piece(parameter_key(name), group.data[segment.start : segment.stop], start, position)
             for state, values in states.items():

@@ -84,6 +84,11 @@ TEXTS = {
     ("docs/data.md", "samples read: 120,000 from"): "the same",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
+    (
+        "docs/checkpoint.md",
+        '{"tensors": ["parameters/conv1.weight"',
+    ): "lines of a run; tests/storage/test_hash_file.py reads others",
+    ("docs/reliability.md", "first difference by step 500"): "a comparison of runs; tests/report/test_comparison.py has its form",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
     (
         "docs/planner.md",

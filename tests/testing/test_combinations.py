@@ -8,8 +8,10 @@ import os
 
 import pytest
 
+from hpctrain.averaging.owner_operations import OwnerOperations
 from hpctrain.data.batch_threads import BatchThreads, Work
 from hpctrain.data.loader import Loader
+from hpctrain.experiment.run_hashes import RunHashes
 from tests.support import combinations
 from tests.support.combinations import Tally, drawn, run
 from tests.support.dimensions import VALUES, line, parsed
@@ -75,6 +77,24 @@ def test_images_that_keep_the_first_epochs_size_are_a_failure(monkeypatch: pytes
     assert run(row) <= combinations.TOLERANCE
     monkeypatch.setattr(Loader, "_take_size", lambda self, epoch: None)
     assert run(row) > combinations.TOLERANCE
+
+
+def test_hashes_that_leave_elements_out_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = parsed(["net=narrow", "hashes=every-step"])
+    assert run(row) <= combinations.TOLERANCE
+    counted = OwnerOperations.counted
+    monkeypatch.setattr(OwnerOperations, "counted", lambda self: counted(self)[1:])
+    assert run(parsed(["net=narrow"])) <= combinations.TOLERANCE
+    with pytest.raises(AssertionError, match="are not those of the state"):
+        run(row)
+
+
+def test_a_run_without_the_hashes_that_it_was_asked_for_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = parsed(["net=narrow", "hashes=every-step", "end=kill", "checkpoint=single", "steps=6"])
+    assert run(row) <= combinations.TOLERANCE
+    monkeypatch.setattr(RunHashes, "keep", lambda self, position: None)
+    with pytest.raises(AssertionError, match="are not the steps with hashes"):
+        run(row)
 
 
 def test_a_sample_that_several_threads_leave_out_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
