@@ -113,6 +113,18 @@ class ArrayGuard(Protocol):
         ...
 
 
+class WatchedArrays(Protocol):
+    """Flat arrays of whole 32-bit words, which may have several dtypes: what notices changes of their bits. For set-up only."""
+
+    def checksums(self) -> ArrayChecksums:
+        """Checksums of what the arrays hold."""
+        ...
+
+    def guard(self) -> ArrayGuard:
+        """A guard of what the arrays hold, in which they are remembered."""
+        ...
+
+
 class Arithmetic(ABC):
     """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
 
@@ -178,12 +190,8 @@ class Arithmetic(ABC):
         """For each array whether all its elements are finite at this point of the work, bool (len(arrays),)."""
 
     @abstractmethod
-    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
-        """Checksums of flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
-
-    @abstractmethod
-    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
-        """A guard of flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
+    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
+        """Flat arrays of whole 32-bit words, which may have several dtypes, to be watched. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:

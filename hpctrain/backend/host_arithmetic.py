@@ -11,17 +11,16 @@ import numpy as np
 from hpctrain.backend.arithmetic import (
     Arithmetic,
     Array,
-    ArrayChecksums,
-    ArrayGuard,
     Corrections,
     Descent,
     Fetch,
     MomentDescent,
     MomentRule,
     UpdateRun,
+    WatchedArrays,
 )
 from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.host_checksums import HostChecksums, HostFetch, HostGuard
+from hpctrain.backend.host_checksums import HostFetch, HostWatchedArrays
 from hpctrain.boxes import Box, slices
 
 #: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
@@ -194,11 +193,8 @@ class HostArithmetic(Arithmetic):
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         return HostFetch(np.array([all_finite(array) for array in arrays], bool))
 
-    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
-        return HostChecksums(arrays)
-
-    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
-        return HostGuard(arrays)
+    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
+        return HostWatchedArrays(tuple(arrays))
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(array)

@@ -56,6 +56,19 @@ class HostGuard:
         return np.concatenate(sums) if sums else np.zeros(0, _WORD)
 
 
+@dataclass(frozen=True)
+class HostWatchedArrays:
+    """Implements `WatchedArrays`."""
+
+    arrays: tuple[np.ndarray, ...]
+
+    def checksums(self) -> HostChecksums:
+        return HostChecksums(self.arrays)
+
+    def guard(self) -> HostGuard:
+        return HostGuard(self.arrays)
+
+
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
     """Numbers of arrays in runs that follow each other in memory that one array owns."""
     runs: list[list[int]] = []

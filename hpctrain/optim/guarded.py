@@ -160,7 +160,7 @@ class GuardedOptimizer(Optimizer):
                 name = f"the {kind} of {segment.parameter}" if kind else f"parameter {segment.parameter}"
                 by_kind.setdefault(kind, []).append((name, view))
         named = [array for arrays in by_kind.values() for array in arrays]
-        guard = self._group.arithmetic.guard([array for _, array in named]) if named else None
+        guard = self._group.arithmetic.watched([array for _, array in named]).guard() if named else None
         return _Update(segments, [name for name, _ in named], guard)
 
 

@@ -63,7 +63,7 @@ class PartChecksums:
         for number, piece in enumerate(part):
             places.setdefault(id(piece.arithmetic), []).append(number)
         self._tables = [
-            (numbers, part[numbers[0]].arithmetic.checksums([part[number].values for number in numbers]))
+            (numbers, part[numbers[0]].arithmetic.watched([part[number].values for number in numbers]).checksums())
             for numbers in places.values()
         ]
 

@@ -24,6 +24,7 @@ from hpctrain.backend.arithmetic import (
     MomentDescent,
     MomentRule,
     UpdateRun,
+    WatchedArrays,
 )
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
@@ -159,6 +160,21 @@ class LateGuard:
         return LateFetch(self.queue, values)
 
 
+@dataclass(frozen=True)
+class LateWatchedArrays:
+    """Arrays of the host that are watched, whose looks are taken in their turn."""
+
+    queue: Queue
+    inner: WatchedArrays
+    count: int
+
+    def checksums(self) -> ArrayChecksums:
+        return LateChecksums(self.queue, self.inner.checksums(), self.count)
+
+    def guard(self) -> ArrayGuard:
+        return LateGuard(self.queue, self.inner.guard(), self.count)
+
+
 class LateArithmetic(Arithmetic):
     """The arithmetic of the host, done late."""
 
@@ -209,13 +225,9 @@ class LateArithmetic(Arithmetic):
         self._queue.put(lambda *values: np.copyto(flags, self._host.fetch_finite(values).result()), *arrays)
         return LateFetch(self._queue, flags)
 
-    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
+    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
         assert all(isinstance(array, DeviceArray) for array in arrays)
-        return LateChecksums(self._queue, self._host.checksums(unwrapped(tuple(arrays))), len(arrays))
-
-    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
-        assert all(isinstance(array, DeviceArray) for array in arrays)
-        return LateGuard(self._queue, self._host.guard(unwrapped(tuple(arrays))), len(arrays))
+        return LateWatchedArrays(self._queue, self._host.watched(unwrapped(tuple(arrays))), len(arrays))
 
     def fetch(self, array: Array) -> Fetch:
         values = np.empty(array.shape, array.dtype)

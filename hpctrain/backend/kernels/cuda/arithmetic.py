@@ -9,18 +9,17 @@ import numpy as np
 from hpctrain.backend.arithmetic import (
     Arithmetic,
     Array,
-    ArrayChecksums,
-    ArrayGuard,
     Descent,
     Fetch,
     MomentDescent,
     MomentRule,
+    WatchedArrays,
 )
 from hpctrain.backend.cuda.device import Argument, grid_for, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.checksums import CudaChecksums, CudaGuard
+from hpctrain.backend.kernels.cuda.checksums import CudaWatchedArrays
 from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
 from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
 from hpctrain.backend.kernels.cuda.messages import CudaMessages
@@ -47,6 +46,40 @@ class _Nothing:
         return np.zeros(0, np.bool_)
 
 
+class _Tables:
+    """Tables of arrays on the device, made at the first question about the same arrays and kept."""
+
+    def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
+        self._runtime, self._staging = runtime, staging
+        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+
+    def of(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
+        """The table of some arrays."""
+        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+        if key not in self._tables:
+            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
+        return self._tables[key]
+
+
+class _RoundedUploads:
+    """By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy."""
+
+    def __init__(self, arithmetic: CudaArithmetic, staging: Staging) -> None:
+        self._arithmetic, self._staging = arithmetic, staging
+        self._unrounded: DeviceArray | None = None
+
+    def upload(self, target: DeviceArray, source: np.ndarray) -> None:
+        """target := source, both flat; the target is bfloat16."""
+        if self._unrounded is None:
+            self._unrounded = self._arithmetic.zeros(STAGING_BYTES // 4, "float32")
+        step = self._unrounded.size
+        for low in range(0, target.size, step):
+            high = min(low + step, target.size)
+            piece = self._unrounded[: high - low]
+            self._staging.upload(piece, source[low:high])
+            self._arithmetic.copy(target[low:high], piece)
+
+
 class CudaArithmetic(Arithmetic):
     """Implements `Arithmetic` on one device. Waits in `to_host`, `square_sums` and `Fetch.result` alone.
 
@@ -60,9 +93,9 @@ class CudaArithmetic(Arithmetic):
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
-        self._unrounded: DeviceArray | None = None
+        self._rounded = _RoundedUploads(self, self._staging)
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
-        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+        self._tables = _Tables(runtime, self._staging)
         self.made_mirrors: CudaMirrors | None = None
         self._messages: CudaMessages | None = None
 
@@ -124,22 +157,13 @@ class CudaArithmetic(Arithmetic):
         spread_pixels(self._runtime, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+        return self._tables.of(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._table(arrays).finite(arrays) if arrays else _Nothing()
+        return self._tables.of(arrays).finite(arrays) if arrays else _Nothing()
 
-    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
-        if key not in self._tables:
-            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
-        return self._tables[key]
-
-    def checksums(self, arrays: Sequence[Array]) -> ArrayChecksums:
-        return CudaChecksums(self._runtime, arrays, self._staging)
-
-    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
-        return CudaGuard(self._runtime, arrays, self._staging)
+    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
+        return CudaWatchedArrays(self._runtime, tuple(arrays), self._staging)
 
     def fetch(self, array: Array) -> Fetch:
         place = array.pointer, array.nbytes
@@ -157,20 +181,9 @@ class CudaArithmetic(Arithmetic):
         rounded = target.dtype == "bfloat16"
         self._staging.reserve(4 * target.size if rounded else target.nbytes)
         if rounded:
-            self._from_host_rounded(target.reshape(-1), np.ascontiguousarray(source).reshape(-1))
+            self._rounded.upload(target.reshape(-1), np.ascontiguousarray(source).reshape(-1))
         else:
             self._staging.upload(target, source)
-
-    def _from_host_rounded(self, target: DeviceArray, source: np.ndarray) -> None:
-        """By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy."""
-        if self._unrounded is None:
-            self._unrounded = self.zeros(STAGING_BYTES // 4, "float32")
-        step = self._unrounded.size
-        for low in range(0, target.size, step):
-            high = min(low + step, target.size)
-            piece = self._unrounded[: high - low]
-            self._staging.upload(piece, source[low:high])
-            self.copy(target[low:high], piece)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
@@ -199,14 +212,6 @@ def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceAr
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
     assert target.size == source.size, f"{source.size} elements do not fit {target!r}"
-
-
-def _sum(target: DeviceArray, source: DeviceArray, sign: float) -> tuple[str, int, DeviceArray, DeviceArray, np.generic]:
-    """The kernel of target := target + sign * source, with its width and its arguments."""
-    _check_sizes(target, source)
-    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-    width = pack_width(target.itemsize, 0, (target, source))
-    return f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign)
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -85,6 +86,21 @@ class CudaGuard:
 
     def fetch_changed(self) -> CudaFetch:
         return self._fetches.fetch(self._changed, lambda marks: marks != 0)
+
+
+@dataclass(frozen=True)
+class CudaWatchedArrays:
+    """Implements `WatchedArrays`."""
+
+    runtime: CudaRuntime
+    arrays: tuple[DeviceArray, ...]
+    staging: Staging
+
+    def checksums(self) -> CudaChecksums:
+        return CudaChecksums(self.runtime, self.arrays, self.staging)
+
+    def guard(self) -> CudaGuard:
+        return CudaGuard(self.runtime, self.arrays, self.staging)
 
 
 def checksum_of_zeros(size_bytes: int) -> int:

@@ -31,7 +31,7 @@ def _placed(kernels: CudaKernelSet, dtype: str) -> tuple[list[np.ndarray], list[
 def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels = cuda_kernels(seed=seed)
     values, arrays = _placed(kernels, dtype)
-    checksums = kernels.arithmetic.checksums(arrays)
+    checksums = kernels.arithmetic.watched(arrays).checksums()
     for _ in range(2):
         np.testing.assert_array_equal(checksums.fetch().result(), [zlib.crc32(array.tobytes()) for array in values])
         assert checksums.fetch().result().dtype == np.uint32
@@ -42,7 +42,7 @@ def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype
 def test_checksums_are_of_the_point_at_which_they_are_asked_for(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     values, arrays = _placed(kernels, "float32")
-    fetch = kernels.arithmetic.checksums(arrays).fetch()
+    fetch = kernels.arithmetic.watched(arrays).checksums().fetch()
     kernels.arithmetic.fill(arrays[2], 1)
     np.testing.assert_array_equal(fetch.result(), [zlib.crc32(array.tobytes()) for array in values])
 
@@ -63,7 +63,7 @@ def _flip(kernels: CudaKernelSet, array: DeviceArray, word: int, bit: int) -> No
 def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels, random = cuda_kernels(seed=seed), np.random.default_rng(seed)
     _, arrays = _placed(kernels, dtype)
-    guard = kernels.arithmetic.guard(arrays)
+    guard = kernels.arithmetic.watched(arrays).guard()
     guard.remember()
     guard.compare()
     assert not guard.fetch_changed().result().any()
@@ -80,7 +80,7 @@ def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFa
 def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     _, arrays = _placed(kernels, "float32")
-    guard = kernels.arithmetic.guard(arrays)
+    guard = kernels.arithmetic.watched(arrays).guard()
     kernels.arithmetic.fill(arrays[2], 1)
     guard.remember()
     guard.compare()
@@ -93,4 +93,4 @@ def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKer
 def test_arrays_of_two_bytes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     with pytest.raises(AssertionError, match="words of 4 bytes"):
-        kernels.arithmetic.checksums([kernels.arithmetic.zeros(3, "bfloat16")])
+        kernels.arithmetic.watched([kernels.arithmetic.zeros(3, "bfloat16")]).checksums()
