@@ -29,7 +29,7 @@ class PlannedPinnedMemory:
     """Bytes by position. messages: mirrors of what travels between devices. images: batches of stored pixels.
 
     None where they are known in the run only: `messages` with several nodes of several ranks, split layers, exchanged inputs and
-    errors, and the averagers lazy and sparse; `images` where the data files are not there yet.
+    errors, the averagers lazy and sparse, and another transport than staged; `images` where the data files are not there yet.
     """
 
     messages: tuple[int, ...] | None
@@ -49,7 +49,8 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
 
 def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
     in_levels = any(group.order is not None for group in averaged)
-    if task.plan.rows > 1 or in_levels or task.config.averager.name in _UNTOLD:
+    by_device = task.config.transport in ("mpi", "nccl")
+    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _UNTOLD:
         return None
     item = item_bytes(parameter_dtype(task.config.dtype))
     of_groups = [mirror_bytes(group, item) for group in averaged]

@@ -149,6 +149,7 @@ class Network:
         key = (shape, counts, training, input_gradient)
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
+                self.kernels.wait()  # captured work of the oldest one may not be done, and keeps no memory in use
                 self._programs.popitem(last=False)
             kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
             graph = self._local_graph(counts, shape)
@@ -192,6 +193,7 @@ class Network:
         """
         if self._arena.size < size_bytes:
             if any(shape != image_shape for shape, *_ in self._programs):
+                self.kernels.wait()  # captured work of theirs may not be done, and keeps no memory in use
                 self._programs.clear()
                 self._arena = self.kernels.allocate(0)  # before there is the larger one
             self._arena = self.kernels.allocate(size_bytes)

@@ -55,7 +55,13 @@ def test_without_data_files_images_are_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "per_node"),
-    [(("averager=lazy",), 2, None), (("averager=sparse",), 4, 2), (("averager=sharded",), 4, 2)],
+    [
+        (("averager=lazy",), 2, None),
+        (("averager=sparse",), 4, 2),
+        (("averager=sharded",), 4, 2),
+        (("transport=mpi",), 2, None),
+        (("transport=nccl",), 2, None),
+    ],
 )
 def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
     _write(24)

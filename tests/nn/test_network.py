@@ -76,6 +76,26 @@ def test_programs_are_made_once_and_the_oldest_are_let_go() -> None:
     assert subject.program(1, training=False) is not first
 
 
+def test_programs_are_let_go_once_their_work_is_done() -> None:
+    """Captured work keeps no memory in use, and may come late."""
+
+    class Kernels(NumpyKernelSet):
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    kernels = Kernels()
+    subject = Network(nets.residual(), (6, 6, 3), kernels)
+    for batch in range(1, 9):
+        subject.program(batch, training=False)
+    assert kernels.waits == 0
+    subject.program(9, training=False)  # the oldest one goes
+    assert kernels.waits == 1
+    subject.program(9, training=True, image_shape=(11, 8, 3))  # all go
+    assert kernels.waits == 3
+
+
 def test_a_kernel_set_hears_of_each_forward_pass_before_it_begins() -> None:
     class Kernels(NumpyKernelSet):
         def __init__(self) -> None:
