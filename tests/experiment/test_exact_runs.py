@@ -10,6 +10,7 @@ import pytest
 from hpctrain.data import format as data_format
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import exact_promise
+from hpctrain.report.comparison import compared
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
 from hpctrain.storage.run_directory import latest
 from tests.support.virtual_runs import train_virtual
@@ -65,6 +66,24 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(file: Path, backen
     train("other", 2, "averager.bucket_bytes=100", "checkpoint.layout=sharded", resume="auto", steps=4)
     train("other", 1, "averager=blocking", "checkpoint.layout=single", resume="auto")
     _same(_end(file, "other"), _end(file, "alone"))
+
+
+def test_two_runs_are_compared_on_other_ranks_and_part_where_their_orders_do(file: Path) -> None:
+    """By hashes of each step; an ordinary run adds up in the order of its ranks, and has other bits from the first step on."""
+
+    def train(name: str, ranks: int, *overrides: str) -> Path:
+        keys = (f"output={file.parent / name}", "hashes.every_steps=1", "checkpoint.every_steps=100", *overrides)
+        train_virtual(ranks, file, *keys)
+        run = latest(file.parent / name, "tiny")
+        assert run is not None
+        return run.path
+
+    runs = [train("alone", 1), train("three", 3), train("plain", 3, "exact=false")]
+    comparison = compared(runs)
+    same, parting = comparison.bits
+    assert (same.step, same.different, same.by) == (10, (), "hashes")
+    assert (parting.same_step, parting.step, parting.by) == (0, 1, "hashes")
+    assert parting.different[0] == "parameters/stage1.conv.weight"
 
 
 @pytest.mark.parametrize(
