@@ -14,7 +14,7 @@ from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
 from hpctrain.errors import BackendError
-from hpctrain.nn.network import MODEL, Network
+from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
@@ -145,9 +145,20 @@ def make_averagers(
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
         gradients = passes.gradients(group, comm)
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, transport, gradients)
+        of_group = _transport_of(name, network, transport)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, of_group, gradients)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
+
+
+def _transport_of(name: str, network: Network, transport: Transport) -> Transport:
+    """The way of one group of parameters. NCCL takes one group alone, the one that all ranks hold alike where there is any.
+
+    Two groups have a queue each, in which updates and gathers begin when sums are seen to be complete: another moment on each
+    rank, so their operations could be enqueued in another order on another rank, where each then waits for the other.
+    """
+    by_nccl = ALL if network.groups[ALL].size else MODEL
+    return "staged" if transport == "nccl" and name != by_nccl else transport
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:

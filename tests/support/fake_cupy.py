@@ -52,6 +52,7 @@ class FakeCupy:
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
         without_nccl: NCCL is not installed. nccl_failing: the call of NCCL's that fails.
         without_nvrtc: NVRTC is not installed. capturing: a capture is going on. milliseconds: the time, for events that take it.
+        event_status: the answer where an event is asked for, CUDA's number.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FakeCupy:
         self.captured: list[Callable[[], None]] = []
         self.current = -1
         self.milliseconds = 0.0
+        self.event_status = 0
         self.cublas = FakeCublas(self._enqueue)
         self.modules = self._modules()
 
@@ -129,6 +131,7 @@ class FakeCupy:
             memcpyDeviceToHost=2,
             memcpyDeviceToDevice=3,
             streamCaptureModeThreadLocal=1,
+            eventQuery=self._query,
         )
 
     def _unique_id(self) -> tuple[int, ...]:
@@ -208,7 +211,16 @@ class FakeCupy:
     def _event(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Any:
         if not disable_timing:
             return _TimedEvent(self)
-        return SimpleNamespace(done=True, synchronize=lambda: self._do("eventSynchronize", lambda: None))
+        return SimpleNamespace(ptr=1, synchronize=lambda: self._do("eventSynchronize", self._fail))
+
+    def _query(self, event: int) -> int:
+        assert event, "an event that was not made"
+        self._do("eventQuery", lambda: None)
+        return self.event_status
+
+    def _fail(self) -> None:
+        if self.event_status:
+            raise CUDARuntimeError(self.event_status, "cudaErrorIllegalAddress: an illegal memory access was encountered")
 
     def _raw_module(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
         assert options == ("-std=c++17",)

@@ -72,6 +72,11 @@ STRATEGIES: list[tuple[type, dict[str, Any]]] = [
     (Lazy, {"max_interval": 1}),
     (Blocking, {}),
 ]
+#: with many small messages, by seed
+PRESSING: dict[int, tuple[type, dict[str, Any]]] = {
+    3: (Priority, {"slice_parameters": 100}),
+    7: (Sharded, {"bucket_bytes": 400}),
+}
 
 
 def plan_of(model: str, kind: str, rows: int, cols: int) -> ParallelPlan:
@@ -152,6 +157,19 @@ def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device:
     task = task_of(model, kind, rows, cols, optimizer=OPTIMIZERS[seed % 4], **changes)
     results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
     assert_close(results[0], alone(task))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 7])
+def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
+    seed: int, emulated_device: EmulatedDeviceFactory
+) -> None:
+    """All of NCCL has one stream: operations of both groups there would be enqueued in another order on another rank."""
+    task = task_of("residual", "mixed", 2, 2, transport="nccl", optimizer=OPTIMIZERS[seed % 4])
+    results = trained(task, PRESSING[seed], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
+    expected = alone(task)
+    for result in results:
+        assert_close(result, expected)
 
 
 @pytest.mark.slow

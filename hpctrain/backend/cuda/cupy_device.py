@@ -30,6 +30,7 @@ OPTIONS = ("-std=c++17",)
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
+_SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CupyEvent:
@@ -40,7 +41,10 @@ class CupyEvent:
 
     @property
     def done(self) -> bool:
-        return bool(self.raw.done)
+        status = int(_runtime.eventQuery(self.raw.ptr))
+        if status not in (_SUCCESS, _NOT_READY):
+            self.raw.synchronize()  # raises the GPU's error, which would else be waited for until a deadline
+        return status == _SUCCESS
 
     def synchronize(self) -> None:
         self.raw.synchronize()

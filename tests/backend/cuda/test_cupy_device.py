@@ -127,11 +127,25 @@ def test_events(load: Load) -> None:
     device = module.CupyDevice()
     stream, event = device.stream("compute"), device.event()
     assert event.done
+    fake.event_status = 600
+    assert not event.done
+    assert fake.names() == ["eventQuery", "eventQuery"]
+    fake.event_status = 0
+    fake.calls.clear()
     stream.record(event)
     stream.wait(event)
     event.synchronize()
     stream.synchronize()
     assert fake.calls == [("record", event.raw), ("wait_event", event.raw), ("eventSynchronize",), ("streamSynchronize",)]
+
+
+def test_the_error_of_a_gpu_ends_the_wait_for_its_events(load: Load) -> None:
+    """Not done, and never will be: who asks again and again would wait until a deadline that tells of other ranks."""
+    module, fake = load()
+    event = module.CupyDevice().event()
+    fake.event_status = 700
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        _ = event.done
 
 
 def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
@@ -361,6 +375,7 @@ def test_the_calls_of_the_real_cupy() -> None:
     runtime = cupy.cuda.runtime
     assert _documented(runtime.memcpyAsync) == ["dst", "src", "size", "kind", "stream"]
     assert _documented(runtime.memset) == ["ptr", "value", "size"]
+    assert len(_documented(runtime.eventQuery)) == 1
     assert _documented(runtime.memsetAsync) == ["ptr", "value", "size", "stream"]
     assert _documented(runtime.getDeviceProperties) == ["device"]
     assert _documented(runtime.memGetInfo) == _documented(runtime.deviceSynchronize) == _documented(runtime.getDeviceCount) == []
