@@ -157,7 +157,7 @@ def _transport_of(name: str, network: Network, transport: Transport) -> Transpor
     Two groups have a queue each, in which updates and gathers begin when sums are seen to be complete: another moment on each
     rank, so their operations could be enqueued in another order on another rank, where each then waits for the other.
     """
-    by_nccl = ALL if network.groups[ALL].size else MODEL
+    by_nccl = ALL if ALL in network.groups else MODEL
     return "staged" if transport == "nccl" and name != by_nccl else transport
 
 

@@ -160,12 +160,15 @@ def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 7])
+@pytest.mark.parametrize(("seed", "model", "kind"), [(3, "residual", "mixed"), (7, "residual", "mixed"), (7, "narrow", "model")])
 def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
-    seed: int, emulated_device: EmulatedDeviceFactory
+    seed: int, model: str, kind: str, emulated_device: EmulatedDeviceFactory
 ) -> None:
-    """All of NCCL has one stream: operations of both groups there would be enqueued in another order on another rank."""
-    task = task_of("residual", "mixed", 2, 2, transport="nccl", optimizer=OPTIMIZERS[seed % 4])
+    """All of NCCL has one stream: operations of both groups there would be enqueued in another order on another rank.
+
+    The last training has one group alone: that of parameters that ranks hold parts of.
+    """
+    task = task_of(model, kind, 2, 2, transport="nccl", optimizer=OPTIMIZERS[seed % 4])
     results = trained(task, PRESSING[seed], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
     expected = alone(task)
     for result in results:
