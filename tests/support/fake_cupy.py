@@ -123,7 +123,7 @@ class FakeCupy:
             memset=lambda pointer, value, size: self._do("memset", lambda: ctypes.memset(pointer, value, size)),
             memsetAsync=self._memset,
             deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
-            deviceSynchronize=lambda: self._do("deviceSynchronize", lambda: None),
+            streamSynchronize=lambda stream: self._do("streamSynchronize", lambda: None, stream),
             memcpyAsync=self._memcpy,
             runtimeGetVersion=lambda: 13020,
             driverGetVersion=lambda: 13000,

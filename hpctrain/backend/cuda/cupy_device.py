@@ -170,7 +170,8 @@ class CupyDevice:
                 "more are needed; take a smaller batch, or more micro_batches."
             ) from error
         _runtime.memset(memory.ptr, 0, size_bytes)
-        _runtime.deviceSynchronize()  # streams that do not wait for the default one see zeros
+        # Streams that do not wait for the default one see zeros. They are not waited for: NCCL's may need this process meanwhile.
+        _runtime.streamSynchronize(0)
         return DeviceArray(memory.ptr, (size_bytes,), "uint8", memory)
 
     def pinned(self, size_bytes: int) -> np.ndarray:
