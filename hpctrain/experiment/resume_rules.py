@@ -58,7 +58,7 @@ RULES = (
         Rule(pattern, When.ALWAYS)
         for name in (
             *("name", "output", "batch", "micro_batches", "epochs", "ranks", "threads", "backend", "progress", "trace"),
-            "precision",
+            *("precision", "transport"),
             *(
                 "schedule",
                 "ema",

@@ -82,7 +82,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Job, folder:
     assert f"predicted {choice['prediction']['seconds']:.3g} s a step" in line
     assert choice["ranks"] == 2
     config = _run(folder).config()
-    others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit")  # which nobody predicts
+    others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # which nobody predicts
     assert not [line for line in config.splitlines() if line.endswith(": auto") and line.split(":")[0].strip() not in others]
     newest = checkpoint.read_newest(_run(folder).checkpoints)
     assert newest is not None

@@ -36,12 +36,25 @@ def test_parts_of_a_sample_have_its_mask_wherever_they_are() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("shape", [(5, 3, 2, 4), (3, 40_000)])  # several samples in a block of an added gradient, and one
-def test_gradient(accumulate: bool, in_place: bool, shape: tuple[int, ...]) -> None:
-    x = np.random.default_rng(0).standard_normal(shape)
+def test_gradient(accumulate: bool, in_place: bool) -> None:
+    x = np.random.default_rng(0).standard_normal((5, 3, 2, 4))
     context = StepContext(step=2, sample_ids=np.arange(len(x)))
     spec = DropoutSpec(0.5, "a", per_sample=True)
     check_gradient(KERNELS, spec, [x], context=context, accumulate=accumulate, in_place=in_place)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_gradient_of_large_samples_is_what_forward_makes_of_it(accumulate: bool) -> None:
+    """A sample fills a block of an added gradient. The map is linear and diagonal, so it is its own adjoint."""
+    random = np.random.default_rng(0)
+    x, dy, start = (random.standard_normal((3, 40_000)) for _ in range(3))
+    spec, context = DropoutSpec(0.5, "a", per_sample=True), StepContext(step=2, sample_ids=np.arange(3))
+    bench = OperatorBench(KERNELS, spec, [x], accumulate=accumulate)
+    bench.forward(context)
+    (gradient,) = bench.backward(dy, [start]).inputs
+    assert gradient is not None
+    expected = np.array(OperatorBench(KERNELS, spec, [dy]).forward(context))
+    np.testing.assert_allclose(gradient, expected + start if accumulate else expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_training_operator_evaluates_as_the_identity() -> None:
