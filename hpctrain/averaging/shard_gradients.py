@@ -43,14 +43,15 @@ class ShardGradients:
         return most
 
     def start(self) -> None:
-        """A step begins: nothing is added up."""
-        self._free += self._buffers.values()
-        self._buffers.clear()
+        """A step begins: nothing is added up. Sums of the step before, which may not have been posted yet, stay till `add`."""
         self._added = 0
 
     def add(self) -> None:
         """A shard that is not the last has its gradient in the group's buffer."""
         arithmetic, place = self._group.arithmetic, self._added
+        if place == 0:
+            self._free += self._buffers.values()
+            self._buffers.clear()
         self._added += 1
         value = self._group.grad
         for step in self._after[place]:

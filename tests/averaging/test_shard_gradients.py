@@ -52,3 +52,20 @@ def test_a_missing_shard_is_a_bug() -> None:
     gradients.add()
     with pytest.raises(AssertionError, match="a shard is missing"):
         gradients.complete(next(iter(group.parameters.values())))
+
+
+def test_terms_may_be_asked_for_until_the_next_step_adds_a_shard() -> None:
+    """Messages are posted when their turn comes, which may be under the first forward of the next step."""
+    group = make_group()
+    gradients = ShardGradients(group, ShardsOfRank(0, 2, 6))
+    gradients.start()
+    for shard in range(3):
+        group.grad[...] = shard + 1.0
+        if shard < 2:
+            gradients.add()
+    for parameter in reversed(group.parameters.values()):
+        gradients.complete(parameter)
+    gradients.start()
+    found = gradients.terms(0, group.size)
+    assert isinstance(found, tuple)
+    assert [set(term.tolist()) for term in found] == [{3.0}, {3.0}]
