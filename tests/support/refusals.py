@@ -135,6 +135,13 @@ def _refused_device(row: Row) -> str | None:
     return progress_fault("posting") if value_of(row, "posting") and ranks > 1 else None
 
 
+@cache
+def _statistics_fault(net: str) -> str | None:
+    """The sentence for a network by its name, of which rows are drawn by the thousand."""
+    network = Network(value_of({"net": net}, "net").model(), Task.image_shape, NumpyKernelSet())
+    return statistics_fault(synchronised(network))
+
+
 def _refused_exact(row: Row) -> str | None:
     """What an order of sums does not go with, beside an averager."""
     shards = value_of(row, "exact")
@@ -145,7 +152,7 @@ def _refused_exact(row: Row) -> str | None:
         rows, cols = value_of(row, "grid")
         faults += [split_fault_of_exact(rows), ranks_fault(shards, rows * cols)]
     if "net" in row:
-        faults.append(statistics_fault(synchronised(Network(value_of(row, "net").model(), Task.image_shape, NumpyKernelSet()))))
+        faults.append(_statistics_fault(row["net"]))
     if value_of(row, "device") is not None:
         faults.append(backend_fault("cuda"))
     return next((fault for fault in faults if fault is not None), None)
