@@ -29,7 +29,7 @@ _ORDINARY = "sharded"
 
 def markdown(run: Mapping[str, Any]) -> str:
     """A row for each number of shards: medians of ratios of pairs, with intervals of 95 %, and bytes over the ordinary step's."""
-    columns = {name: [turn["step_seconds"] for turn in turns] for name, turns in run["rounds"].items()}
+    columns = {name: [turn["step_seconds"] for turn in run["rounds"][name]] for name in _compared()}  # others are no steps
     sent = {name: sum(turn["payload_bytes"] for turn in run["rounds"][name]) for name in _compared()}
     lines = [
         f"{run['rate']}, {len(columns[_ORDINARY])} rounds",

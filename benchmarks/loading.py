@@ -26,8 +26,7 @@ from PIL import Image
 
 from benchmarks.augmentations import images_of
 from benchmarks.compress import Work, measure
-from benchmarks.crops import MEAN, SIDE, STD, with_opencv
-from benchmarks.pairs import paired, ratio
+from benchmarks.crops import MEAN, OURS, SIDE, STD, table, with_opencv
 from hpctrain.bench.machine import machine
 from hpctrain.data import decoder
 from hpctrain.data import format as data_format
@@ -39,7 +38,7 @@ from hpctrain.storage.atomic_write import write_json
 STORED, COUNT, BATCH = 232, 64, 16
 QUALITY = 90
 KINDS = ("JPEG", "raw HDF5")
-OURS, PIXELS, PEERS = "hpctrain", "hpctrain, pixels for a GPU", ("torchvision, PIL", "torchvision, OpenCV")
+PIXELS, PEERS = "hpctrain, pixels for a GPU", ("torchvision, PIL", "torchvision, OpenCV")
 SPECS: list[tuple[str, dict[str, int]]] = [("random_resized_crop", {"size": SIDE}), ("flip", {})]
 
 
@@ -140,15 +139,6 @@ def peers_of_file(path: Path, count: int) -> dict[str, Work]:
     )
 
 
-def table(kind: str, count: int, seconds: Mapping[str, list[float]]) -> str:
-    """Markdown: images per second of a core, and how many times as fast ours is."""
-    lines = [f"{kind}:", "", "| | images/s | ours over it |", "|---|---|---|"]
-    for name, values in seconds.items():
-        rate = paired(lambda one: count / one, values)
-        lines.append(f"| {name} | {rate.median:,.0f} | {'' if name == OURS else ratio(values, seconds[OURS])} |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         result["bytes"] = {"JPEG": sum(map(len, files)) // len(files), "raw HDF5": images[0].nbytes}
         for kind in KINDS:
             seconds = result["seconds"][kind] = measure(works[kind], chosen.rounds)
-            print(table(f"{kind}, {result['bytes'][kind]:,} bytes an image", chosen.count, seconds), end="\n\n", flush=True)
+            print(f"{kind}, {result['bytes'][kind]:,} bytes an image:\n\n{table(chosen.count, seconds)}\n", flush=True)
     if chosen.out is not None:
         write_json(chosen.out, result)
     return 0

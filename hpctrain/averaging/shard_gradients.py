@@ -73,7 +73,7 @@ class ShardGradients:
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
         """Elements [start, stop) of this rank's terms of the sums over ranks: one array, or several in the tree's order."""
-        own = self._group.grad[start:stop]
+        last = self._group.grad[start:stop]
         if not self._kept:
-            return own
-        return (*(self._buffers[place][start:stop] for place in self._kept), own)
+            return last
+        return (*(self._buffers[place][start:stop] for place in self._kept), last)

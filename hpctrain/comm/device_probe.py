@@ -42,8 +42,8 @@ def trial() -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{UNAWARE}: {type(error).__name__}"
-    said = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
-    return said if done.returncode == 0 or GTL_WORDS in said else f"{UNAWARE}: {last_line(said)}"
+    output = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
+    return output if done.returncode == 0 or GTL_WORDS in output else f"{UNAWARE}: {last_line(output)}"
 
 
 def last_line(text: str) -> str:

@@ -23,9 +23,9 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
     """
     if shards is not None:
         assert split_size == 1, "shards are those of ranks that share no samples"
-        each = shards // ranks
+        per_rank = shards // ranks
         of_shards = even(samples, shards)
-        return tuple(sum(of_shards[first : first + each]) for first in range(0, shards, each))
+        return tuple(sum(of_shards[first : first + per_rank]) for first in range(0, shards, per_rank))
     if split_size > 1:
         groups = counts(samples, ranks // split_size)
         return tuple(count for of_group in groups for count in even(of_group, split_size))

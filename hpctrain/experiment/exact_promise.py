@@ -22,9 +22,8 @@ META = "exact"
 
 def promise(kernels: KernelSet, threads: ThreadPlan) -> dict[str, str]:
     """The things that compute on this rank, by their names in messages."""
-    version = getattr(kernels, "version", None)
     return {
-        "kernels": kernels.name if version is None else f"{kernels.name} {version}",
+        "kernels": f"{kernels.name} {kernels.version}".rstrip(),
         "numpy": np.__version__,
         "threads": str(threads.threads),
     }
@@ -40,19 +39,19 @@ def agree(session: Session, parts: Parts, start: Start | None) -> None:
     """
     if session.config.exact.shards is None:
         return
-    own = promise(parts.replica.network.kernels, session.threads)
-    check_alike(session.world, own)
+    present = promise(parts.replica.network.kernels, session.threads)
+    check_alike(session.world, present)
     if start is not None:
-        check_kept(session.world, start.content.meta, own, str(start.path))
+        check_kept(session.world, start.content.meta, present, str(start.path))
 
 
-def check_alike(world: Communicator, own: Mapping[str, str]) -> None:
+def check_alike(world: Communicator, present: Mapping[str, str]) -> None:
     """Make sure that all ranks compute with the same things. Collective.
 
     Raises:
         ConfigError: they do not, on every rank.
     """
-    of_ranks = world.allgather_object(dict(own))
+    of_ranks = world.allgather_object(dict(present))
     for rank, other in enumerate(of_ranks):
         for name, value in other.items():
             if value != of_ranks[0][name]:
@@ -63,19 +62,20 @@ def check_alike(world: Communicator, own: Mapping[str, str]) -> None:
                 ).of_all_ranks()
 
 
-def check_kept(world: Communicator, meta: Mapping[str, Any], own: Mapping[str, str], place: str) -> None:
+def check_kept(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
     """Make sure that a run goes on with what its checkpoint was made with. Collective.
 
     Args:
         meta: of the checkpoint, of a run with `exact`. place: of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: something is another, on every rank.
+        CheckpointError: something is another, or the checkpoint does not tell it, on every rank.
     """
     kept: Mapping[str, str] = meta.get(META, {})
 
     def compare() -> None:
-        differing = [f"{name}: {kept[name]} -> {value}" for name, value in own.items() if kept.get(name, value) != value]
+        before = {name: kept.get(name, "not told") for name in present}
+        differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
         if differing:
             raise CheckpointError(
                 f"A run with exact cannot go on from {place} with {'; '.join(differing)}, as its bits would be others. Start it "

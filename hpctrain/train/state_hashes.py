@@ -61,10 +61,10 @@ class StateHashes:
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
         """The parameters that have each state of optimisers anywhere: a rank without elements of one knows of none."""
         averagers = replica.averagers.values()
-        own = {
+        known = {
             (state, segment.parameter) for averager in averagers for segment, states in each_once(averager) for state in states
         }
-        anywhere = {pair for pairs in self._comm.allgather_object(sorted(own)) for pair in pairs}
+        anywhere = {pair for pairs in self._comm.allgather_object(sorted(known)) for pair in pairs}
         names = replica.network.parameter_specs
         return {state: [name for name in names if (state, name) in anywhere] for state in sorted({pair[0] for pair in anywhere})}
 

@@ -16,24 +16,8 @@ from hpctrain.comm.nccl import NcclCommunicator, NcclHandle, group_fault, over_n
 from hpctrain.errors import BackendError, DeadlockError
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, wait
-from tests.support.device_operations import DeviceRank
+from tests.support.device_operations import DeviceRank, work_between_kernels
 from tests.support.emulated import EmulatedDeviceFactory
-
-
-def _program(comm: ThreadCommunicator, device: EmulatedDevice) -> np.ndarray:
-    """Operations as averaging has them: kernels before each write what it sends, those behind it read what it brings."""
-    rank = DeviceRank(comm, device, over_nccl)
-    arithmetic = rank.kernels.arithmetic
-    gradient, total = rank.on_device(rank.values(comm.rank, 12)), rank.on_device(np.zeros(12))
-    one = rank.on_device(np.ones(12))
-    for _ in range(3):
-        arithmetic.add(gradient, one)
-        wait(rank.comm.iallreduce(gradient))
-        arithmetic.add(total, gradient)
-        arithmetic.add(gradient, one)
-        wait(rank.comm.ibroadcast(gradient, 0))
-        arithmetic.add(total, gradient)
-    return rank.on_host(total)
 
 
 def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
@@ -44,7 +28,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
         def program(comm: ThreadCommunicator) -> np.ndarray:
             device = emulated_device(seed + comm.rank, ignored_wait=ignored_wait if comm.rank == 0 else None)
             made.extend([device] if comm.rank == 0 else [])
-            return _program(comm, device)
+            return work_between_kernels(DeviceRank(comm, device, over_nccl))
 
         return run_virtual(2, program)
 

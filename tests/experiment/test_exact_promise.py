@@ -34,4 +34,5 @@ def test_a_resume_with_something_else_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"cannot go on from there with {name}: other -> {OWN[name]}, as its bits"):
         run_virtual(2, lambda comm: check_kept(comm, meta, OWN, "there"))
     run_virtual(2, lambda comm: check_kept(comm, {META: OWN}, OWN, "there"))
-    run_virtual(2, lambda comm: check_kept(comm, {}, OWN, "there"))
+    with pytest.raises(CheckpointError, match=f"{name}: not told -> {OWN[name]}"):
+        run_virtual(2, lambda comm: check_kept(comm, {META: {key: OWN[key] for key in OWN if key != name}}, OWN, "there"))

@@ -46,6 +46,21 @@ class DeviceRank:
         return np.arange(sum(self.counts) if size is None else size) * 10.0 + rank + 1
 
 
+def work_between_kernels(rank: DeviceRank) -> np.ndarray:
+    """Operations as averaging has them: kernels before them write what is sent, those behind them read what arrives."""
+    arithmetic = rank.kernels.arithmetic
+    gradient, total = rank.on_device(rank.values(rank.comm.rank, 12)), rank.on_device(np.zeros(12))
+    one = rank.on_device(np.ones(12))
+    for _ in range(3):
+        arithmetic.add(gradient, one)
+        wait(rank.comm.iallreduce(gradient))
+        arithmetic.add(total, gradient)
+        arithmetic.add(gradient, one)
+        wait(rank.comm.ibroadcast(gradient, 0))
+        arithmetic.add(total, gradient)
+    return rank.on_host(total)
+
+
 def allreduce(rank: DeviceRank) -> tuple[Any, np.ndarray]:
     buffer = rank.on_device(rank.values(rank.comm.rank))
     wait(rank.comm.iallreduce(buffer))

@@ -315,3 +315,15 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
         scale = float(np.linalg.norm(b[name].astype(np.float64))) or 1.0
         worst = max(worst, float(np.linalg.norm(a[name].astype(np.float64) - b[name])) / scale)
     return worst
+
+
+def assert_same_training(result: Result, expected: Result, tolerance: float = 1e-10) -> None:
+    """Parameters, running statistics and losses within `tolerance` of the largest number of each, and the very same hits."""
+    for ours, theirs in ((result.parameters, expected.parameters), (result.statistics, expected.statistics)):
+        assert ours.keys() == theirs.keys()
+        for name, aim in theirs.items():
+            limit = tolerance * max(1.0, float(np.abs(aim).max(initial=0.0)))
+            assert np.abs(ours[name] - aim).max(initial=0.0) <= limit, name
+    for one, other in zip(result.totals, expected.totals, strict=True):
+        assert (one.top1, one.count) == (other.top1, other.count)
+        assert abs(one.loss - other.loss) <= tolerance * abs(other.loss)

@@ -63,6 +63,7 @@ STRATEGIES: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sharded": (Sharded, {}),
     "sharded 64": (Sharded, {"bucket_bytes": 64}),
     "sharded 3000": (Sharded, {"bucket_bytes": 3000}),
+    "sharded one by one": (Sharded, {"bucket_bytes": 64, "window": 1, "replan": False}),
     "bucketed": (Bucketed, {}),
     "bucketed 64": (Bucketed, {"bucket_bytes": 64}),
     "bucketed 3000": (Bucketed, {"bucket_bytes": 3000}),
@@ -133,6 +134,8 @@ def test_any_strategy_has_the_bits_of_one_rank(strategy: str, shards: int, ranks
         (24, 6, "sharded"),
         (24, 8, "bucketed"),
         (24, 3, "sharded"),
+        (24, 12, "bucketed 3000"),
+        (24, 24, "sharded"),
     ],
 )
 @pytest.mark.parametrize("name", ["residual", "residual adamw"])

@@ -37,9 +37,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Result, Task, batches, replica_of, train
-
-TOLERANCE = 1e-10
+from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
 
 
 @dataclass(frozen=True)
@@ -102,17 +100,6 @@ def _alone(task: Task) -> Result:
     return _trained(task, WAYS["blocking"], 1, lambda rank: NumpyKernelSet())[0]
 
 
-def _assert_close(result: Result, expected: Result) -> None:
-    for ours, theirs in ((result.parameters, expected.parameters), (result.statistics, expected.statistics)):
-        assert ours.keys() == theirs.keys()
-        for name, aim in theirs.items():
-            limit = TOLERANCE * max(1.0, float(np.abs(aim).max(initial=0.0)))
-            assert np.abs(ours[name] - aim).max(initial=0.0) <= limit, name
-    for one, other in zip(result.totals, expected.totals, strict=True):
-        assert (one.top1, one.count) == (other.top1, other.count)
-        assert abs(one.loss - other.loss) <= TOLERANCE * abs(other.loss)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
 @pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
@@ -125,7 +112,7 @@ def test_a_training_is_that_of_one_rank_of_numpy(
     results = _trained(task, WAYS[way], ranks, lambda rank: _kernels(devices[rank], graphs=bool(seed % 4)), seed=seed)
     expected = _alone(task)
     for result in results:
-        _assert_close(result, expected)
+        assert_same_training(result, expected)
         for name, values in results[0].parameters.items():
             np.testing.assert_array_equal(result.parameters[name], values)
     for device in devices:
@@ -142,7 +129,7 @@ def test_whatever_the_orders_of_streams_and_messages(
     task, way = _task(seed, transport=transport), WAYS[list(WAYS)[seed % len(WAYS)]]
     ranks = 4 if way.per_node == 2 else 2 + seed % 3
     results = _trained(task, way, ranks, lambda rank: _kernels(emulated_device(100 * seed + rank)), seed=seed)
-    _assert_close(results[0], _alone(task))
+    assert_same_training(results[0], _alone(task))
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Result, Task, batches, made_up, replica_of, result_of, train
+from tests.support.training import Result, Task, assert_same_training, batches, made_up, replica_of, result_of, train
 
 TOLERANCE = 1e-10
 
@@ -117,17 +117,6 @@ def alone(task: Task) -> Result:
     return trained(replace(task, plan=ParallelPlan()), (Blocking, {}), lambda rank: NumpyKernelSet())[0]
 
 
-def assert_close(result: Result, expected: Result) -> None:
-    for ours, theirs in ((result.parameters, expected.parameters), (result.statistics, expected.statistics)):
-        assert ours.keys() == theirs.keys()
-        for name, aim in theirs.items():
-            limit = TOLERANCE * max(1.0, float(np.abs(aim).max(initial=0.0)))
-            assert np.abs(ours[name] - aim).max(initial=0.0) <= limit, name
-    for one, other in zip(result.totals, expected.totals, strict=True):
-        assert (one.top1, one.count) == (other.top1, other.count)
-        assert abs(one.loss - other.loss) <= TOLERANCE * abs(other.loss)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "domain", "mixed", "tiles", "early"])
 @pytest.mark.parametrize("model", MODELS)
@@ -142,7 +131,7 @@ def test_a_training_is_that_of_one_rank_of_numpy(
     results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(devices[rank]), seed=seed)
     expected = alone(task)
     for result in results:
-        assert_close(result, expected)
+        assert_same_training(result, expected)
     for device in devices:
         device.finish()
 
@@ -156,7 +145,7 @@ def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device:
     changes: dict[str, Any] = {"micro_batches": 1 + seed % 2} if model != "residual" else {}
     task = task_of(model, kind, rows, cols, optimizer=OPTIMIZERS[seed % 4], **changes)
     results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
-    assert_close(results[0], alone(task))
+    assert_same_training(results[0], alone(task))
 
 
 @pytest.mark.slow
@@ -172,7 +161,7 @@ def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
     results = trained(task, PRESSING[seed], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
     expected = alone(task)
     for result in results:
-        assert_close(result, expected)
+        assert_same_training(result, expected)
 
 
 @pytest.mark.slow
@@ -186,7 +175,7 @@ def test_ranks_and_parts_without_anything(
     results = trained(task, STRATEGIES[0], lambda rank: kernels_on(emulated_device(rank)), seed=batch)
     expected = alone(task)
     for result in results:
-        assert_close(result, expected)
+        assert_same_training(result, expected)
 
 
 @pytest.mark.slow

@@ -188,6 +188,11 @@ class KernelSet(ABC):
     alignment_bytes: int = ALIGNMENT_BYTES
     shadow_dtype: str | None = None
 
+    @property
+    def version(self) -> str:
+        """Version of the library that computes; "" for kernels of our own."""
+        return ""
+
     @abstractmethod
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
