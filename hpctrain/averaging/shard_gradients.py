@@ -8,13 +8,14 @@ from hpctrain.summation_tree import ShardsOfRank, TreeAddition
 
 
 class ShardGradients:
-    """The sums of one group's gradients over the shards of this rank, whose backward passes follow one another.
+    """The sums of one group's gradients over the shards of this rank, added up parameter by parameter.
 
     As in a binary counter, sums of equal numbers of shards become one as soon as there are two, so there are as many buffers as
-    a number has digits. The last shard's gradient stays where it is, in the group's own buffer, and takes the sums before it
-    parameter by parameter. What no node of the tree holds together is left as several terms, which ranks send one by one.
+    a number has digits. The last shard's gradient stays where it is, in the group's own buffer, and takes the sums before it.
+    What no node of the tree holds together is left as several terms, which ranks send one by one.
 
-    Each `add` comes after the step's first forward, which waits for what the step before has sent: buffers are free then.
+    Each `add` comes after the step's first forward, which waits for what the step before has sent: buffers are free then, and
+    keep its sums until then, as their message may still have to be posted.
 
     Args:
         group: the parameters. shards: those of this rank among the ranks that average the group.
@@ -30,50 +31,57 @@ class ShardGradients:
         for step in shards.additions:
             self._after[step.last].append(step)
         self._kept = shards.sums[:-1]
-        self._buffers: dict[int, Array] = {}  # by place of the first shard, what has been added up
-        self._free = [group.arithmetic.zeros(group.size, group.dtype) for _ in range(self._most_buffers())]
-        self._added = 0
+        self._number_of = self._places()
+        buffers = 1 + max(self._number_of.values(), default=-1)
+        self._buffers = [group.arithmetic.zeros(group.size, group.dtype) for _ in range(buffers)]
+        self._added = dict.fromkeys(group.parameters, 0)
 
-    def _most_buffers(self) -> int:
-        """Buffers that are in use at once; the last shard needs none."""
-        in_use = most = 0
+    def _places(self) -> dict[int, int]:
+        """By the place of a shard whose sum waits for others, the number of the buffer that it waits in: the first free one."""
+        numbers: dict[int, int] = {}
+        taken: set[int] = set()
         for place in range(self.shards.count - 1):
-            in_use += 1 - len(self._after[place])
-            most = max(most, in_use)
-        return most
+            taken -= {numbers[step.right] for step in self._after[place] if step.right != place}
+            if not self._after[place]:
+                numbers[place] = min(set(range(len(taken) + 1)) - taken)
+                taken.add(numbers[place])
+        return numbers
 
     def start(self) -> None:
-        """A step begins: nothing is added up. Sums of the step before, which may not have been posted yet, stay till `add`."""
-        self._added = 0
+        """A step begins: nothing is added up."""
 
-    def add(self) -> None:
-        """A shard that is not the last has its gradient in the group's buffer."""
-        arithmetic, place = self._group.arithmetic, self._added
-        if place == 0:
-            self._free += self._buffers.values()
-            self._buffers.clear()
-        self._added += 1
-        value = self._group.grad
+    def end_pass(self) -> None:
+        """Nothing is left to do."""
+
+    def add(self, parameter: Parameter, place: int) -> None:
+        """The gradient of one parameter over a shard that is not the last: as soon as it is there, shards in order."""
+        self._count(parameter, place)
+        arithmetic = self._group.arithmetic
+        value: Array = parameter.grad.reshape(-1)
         for step in self._after[place]:
-            left = self._buffers[step.left]
+            left = self._waiting(step.left, parameter)
             arithmetic.add(left, value)
-            if step.right != place:
-                self._free.append(self._buffers.pop(step.right))
             value = left
         if not self._after[place]:
-            self._buffers[place] = self._free.pop()
-            arithmetic.copy(self._buffers[place], value)
+            arithmetic.copy(self._waiting(place, parameter), value)
+
+    def _count(self, parameter: Parameter, place: int) -> None:
+        assert self._added[parameter.name] == place, "a shard is missing"
+        self._added[parameter.name] = (place + 1) % self.shards.count
+
+    def _waiting(self, place: int, parameter: Parameter) -> Array:
+        segment = self._group.segment(parameter.name)
+        return self._buffers[self._number_of[place]][segment.start : segment.stop]
 
     def complete(self, parameter: Parameter) -> None:
-        """The gradient of one parameter takes what was added up before the last shard; once per step, in its backward."""
-        assert self._added == self.shards.count - 1, "a shard is missing"
-        segment = self._group.segment(parameter.name)
+        """The gradient of one parameter over the last shard takes what was added up before it."""
+        self._count(parameter, self.shards.count - 1)
         for step in self._after[-1]:
-            self._group.arithmetic.add(parameter.grad.reshape(-1), self._buffers[step.left][segment.start : segment.stop])
+            self._group.arithmetic.add(parameter.grad.reshape(-1), self._waiting(step.left, parameter))
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
         """Elements [start, stop) of this rank's terms of the sums over ranks: one array, or several in the tree's order."""
         last = self._group.grad[start:stop]
         if not self._kept:
             return last
-        return (*(self._buffers[place][start:stop] for place in self._kept), last)
+        return (*(self._buffers[self._number_of[place]][start:stop] for place in self._kept), last)

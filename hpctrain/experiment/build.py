@@ -96,7 +96,7 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         check_shapes(shapes[0], test.shape)
     replica = build_replica(session, backend, len(data.class_names), shapes[0])
     check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
-    check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.micro_batches)
+    check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
     loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels, shards=shards)
     test_loader = None

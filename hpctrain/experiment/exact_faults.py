@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.config.schema import Config
 from hpctrain.config.source import KeyPath
-from hpctrain.train.exact_shards import backend_fault, micro_batches_fault, split_fault, statistics_fault
+from hpctrain.train.exact_shards import backend_fault, split_fault, statistics_fault
 
 
 def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
@@ -19,7 +19,6 @@ def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         yield ("backend",), backend_fault("cuda")
     synchronised = config.batch_norm.statistics == "synchronised"
     faults = {
-        ("micro_batches",): micro_batches_fault(config.micro_batches),
         ("grid", "rows"): split_fault(config.grid.rows),
         ("batch_norm", "statistics"): statistics_fault(["batch_norm.statistics"]) if synchronised else None,
     }

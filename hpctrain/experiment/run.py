@@ -324,7 +324,7 @@ def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: 
 def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
     config = session.config
-    samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.micro_batches)
+    samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.following)
     chosen = set_progress(session, parts.replica.network, config.progress, samples)
     if chosen.matters:
         reporter.say(str(chosen))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 
+from hpctrain.backend.alignment import aligned
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.base import Array, CapturesWork, KernelSet, LocalStatistics, StatisticsMerger
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
@@ -15,20 +17,22 @@ from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.errors import ShapeError
 from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.frozen import frozen_layers, layer_of, with_frozen
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layer import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
 from hpctrain.nn.program import Program
+from hpctrain.nn.side_by_side import SideBySide, alike
 from hpctrain.nn.spans import Slices
-from hpctrain.nn.statistics import FlatStatistics
+from hpctrain.nn.statistics import FlatStatistics, ProgramStatistics
 
 ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
-_ProgramKey = tuple[ImageShape, tuple[int, ...], bool, bool]
+_ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
@@ -78,7 +82,7 @@ class Network:
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
         self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
         self._loss = kernels.make_loss(self.loss_spec)
-        self._programs: OrderedDict[_ProgramKey, Program] = OrderedDict()
+        self._programs: OrderedDict[_ProgramKey, SideBySide] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
         self.frozen = frozen_layers(model, frozen)
         graph = self.graph(1)
@@ -146,24 +150,59 @@ class Network:
         that which the network was made for.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
-        key = (shape, counts, training, input_gradient)
+
+        def make() -> SideBySide:
+            plan = compile_graph(self._local_graph(counts, shape), self.kernels, training=training, input_gradient=input_gradient)
+            return SideBySide([self._program(plan, self.statistics, self._reserve(shape, plan.arena_bytes))])
+
+        return next(iter(self._kept((shape, (counts,), training, input_gradient), make)))
+
+    def side_by_side(self, batches: Sequence[Sequence[int]], *, image_shape: ImageShape | None = None) -> SideBySide:
+        """Programs for training, one for each batch, that run side by side; from the same cache.
+
+        batches: of each program, as `program` takes it. One alone is what `program` gives.
+        """
+        shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
+        if len(counts) == 1:
+            return SideBySide([self.program(counts[0], training=True, image_shape=shape)])
+
+        def make() -> SideBySide:
+            plans = [compile_graph(self._local_graph(each, shape), self.kernels, training=True) for each in counts]
+            starts = [0, *accumulate(aligned(plan.arena_bytes) for plan in plans)]
+            arena = self._reserve(shape, starts[-1])
+            leads = alike(plans)
+            programs: list[Program] = []
+            for start, plan in zip(starts, plans, strict=False):
+                statistics = self.statistics.beside() if programs else self.statistics
+                leader = programs[0] if programs and leads else None
+                programs.append(self._program(plan, statistics, arena[start : start + plan.arena_bytes], leader))
+            return SideBySide(programs)
+
+        return self._kept((shape, counts, True, False), make)
+
+    def _kept(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self.kernels.wait()  # captured work of the oldest one may not be done, and keeps no memory in use
                 self._programs.popitem(last=False)
-            kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
-            graph = self._local_graph(counts, shape)
-            self._programs[key] = kind(
-                compile_graph(graph, self.kernels, training=training, input_gradient=input_gradient),
-                kernels=self.kernels,
-                parameters=self.parameters,
-                statistics=self.statistics,
-                arena=partial(self._reserve, shape),
-                loss=self._loss,
-                mergers=self._mergers,
-            )
+            self._programs[key] = make()
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def _program(
+        self, plan: ExecutionPlan, statistics: ProgramStatistics, memory: Array, leader: Program | None = None
+    ) -> Program:
+        kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
+        return kind(
+            plan,
+            kernels=self.kernels,
+            parameters=self.parameters,
+            statistics=statistics,
+            memory=memory,
+            loss=self._loss,
+            mergers=self._mergers,
+            leader=leader,
+        )
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
         """Bytes that a program for N = batch needs beside parameters; nothing is allocated.
@@ -182,8 +221,8 @@ class Network:
         self.statistics.running_changed()
         for group in self._all_groups():
             group.refresh_shadow()
-        for program in self._programs.values():
-            program.parameters_changed()
+        for programs in self._programs.values():
+            programs.parameters_changed()
 
     def _reserve(self, image_shape: ImageShape, size_bytes: int) -> Array:
         """The shared arena, grown where a program needs more.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.kernels.abilities import DeferredStart, ParameterCopies, RecomputedOutput, SufficientFactors
+from hpctrain.backend.arithmetic import Arithmetic, Fetch
+from hpctrain.backend.kernels.abilities import DeferredStart, FollowsOperator, ParameterCopies, RecomputedOutput, SufficientFactors
 from hpctrain.backend.kernels.base import (
     Array,
     Buffers,
@@ -29,7 +29,7 @@ from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region, StepMemory
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import Parameter
-from hpctrain.nn.statistics import FlatStatistics
+from hpctrain.nn.statistics import ProgramStatistics
 
 _NO_HOOKS = StepHooks()
 _NO_CONTEXT = StepContext()  # a copy between layouts has no use for one
@@ -63,13 +63,14 @@ class Program:
     Attributes:
         x: input buffer (N, H, W, C), filled by `set_input` before each forward. logits: (N, classes).
         x_grad: gradient of the input, where it was asked for at set-up.
-        activation_bytes: size of the arena that this program uses. memory: the arena, which begins with these.
+        activation_bytes: size of the arena that this program uses. memory: as given, which begins with these.
         plan: what it runs.
 
     Args:
         plan: operators and who shares memory. kernels: whose operators they are. parameters: by full name.
         statistics: of all batch norms.
-        arena: gives a uint8 buffer of at least so many bytes. loss: None in a program that only predicts.
+        memory: uint8, at least the plan's arena. loss: None in a program that only predicts.
+        leader: a program of such a plan whose operators run just before this one's; None: there is none.
     """
 
     def __init__(
@@ -78,18 +79,19 @@ class Program:
         *,
         kernels: KernelSet,
         parameters: Mapping[str, Parameter],
-        statistics: FlatStatistics,
-        arena: Callable[[int], Array],
+        statistics: ProgramStatistics,
+        memory: Array,
         loss: LossOperator,
         mergers: Mapping[str, StatisticsMerger],
+        leader: Program | None = None,
     ) -> None:
         self.plan = plan
         self._kernels, self._arithmetic, self._loss = kernels, kernels.arithmetic, loss
         self._statistics = statistics
         self.activation_bytes = plan.arena_bytes
-        self.memory = arena(plan.arena_bytes)
-        binder = _Binder(plan, kernels.arithmetic, parameters, statistics, self.memory, mergers)
-        self.steps = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
+        self.memory = memory
+        binder = _Binder(plan, kernels.arithmetic, parameters, statistics, memory, mergers, () if leader is None else leader.steps)
+        self.steps: tuple[BoundStep, ...] = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
         frozen = any(step.node is not None and step.node.frozen and step.node.statistics for step in plan.steps)
         self._reads_running = frozen or not plan.training
@@ -128,6 +130,10 @@ class Program:
         """Some neighbouring actions of the plan's forward pass."""
         for action, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(action, k, context, hooks)
+
+    def fetch_statistics(self) -> Fetch:
+        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+        return self._statistics.fetch_batch()
 
     def loss(self, labels: Array | MixedLabels, global_count: int) -> LossHandle:
         """A handle of the sums over this batch, best asked for after `backward`.
@@ -231,11 +237,12 @@ class _Binder:
         plan: ExecutionPlan,
         arithmetic: Arithmetic,
         parameters: Mapping[str, Parameter],
-        statistics: FlatStatistics,
+        statistics: ProgramStatistics,
         memory: Array,
         mergers: Mapping[str, StatisticsMerger],
+        leading: Sequence[BoundStep] = (),
     ) -> None:
-        self._arithmetic = arithmetic
+        self._arithmetic, self._leading = arithmetic, leading
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._memory = memory
         self._shared = self._shares()
@@ -266,6 +273,8 @@ class _Binder:
         node = step.node
         own = {role: self._parameters[name] for role, name in node.parameters.items()} if node is not None else {}
         targets = zip(memory.input_grads, step.inputs, strict=True)
+        if self._leading and isinstance(operator, FollowsOperator):
+            operator.follow(self._leading[k].operator)
         operator.bind(
             Buffers(
                 inputs=tuple(self.view(region, tensors[i]) for region, i in zip(memory.inputs, step.inputs, strict=True)),

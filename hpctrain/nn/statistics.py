@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +21,19 @@ _WHOLE: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 def _for_its_samples(name: str) -> tuple[bool, bool]:
     return True, False
+
+
+class ProgramStatistics(Protocol):
+    """Statistics as one program sees them."""
+
+    def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
+        """The arrays of one operator, for its role -> full name: the running statistics and the batch's beside them."""
+
+    def fetch_batch(self) -> Fetch:
+        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+
+    def refresh(self) -> None:
+        """Before an evaluation: let kernels read what `running` holds."""
 
 
 class FlatStatistics:
@@ -62,29 +76,40 @@ class FlatStatistics:
         self._own_share = np.zeros(self.size, bool)
         self._group_share = np.zeros(self.size, bool)
         self.views: dict[str, np.ndarray] = {}
-        self._kernel_views: dict[str, tuple[Array, Array]] = {}
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         start = 0
         for (name, spec), size in zip(specs.items(), sizes, strict=True):
             part = slice(start, start + size)
             self.running[part] = spec.fill
             self.momentum[part] = spec.momentum
             self.views[name] = self.running[part].reshape(spec.shape)
-            running, batch = (flat[part].reshape(spec.shape) for flat in (self._running_of_kernels, self.batch))
-            self._kernel_views[name] = running, batch
+            self._places[name] = part, spec.shape
             low, high = parts.get(name, (0, size))
             own = slice(start + low, start + high)
             self._own_share[own], self._group_share[own] = contributes(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
-        """The arrays of one operator, for its role -> full name: the running statistics and the batch's beside them."""
-        parts = {name: slice(*self._parts.get(name, (None, None))) for name in names.values()}
-        views = {role: self._kernel_views[name][0][parts[name]] for role, name in names.items()}
-        return views | {_BATCH_ROLE[role]: self._kernel_views[name][1][parts[name]] for role, name in names.items()}
+        """As `ProgramStatistics` has it."""
+        return self.with_batch(names, self.batch)
+
+    def with_batch(self, names: Mapping[str, str], batch: Array) -> dict[str, Array]:
+        """The same, with another array of the batch's."""
+        found: dict[str, Array] = {}
+        for role, name in names.items():
+            place, shape = self._places[name]
+            part = slice(*self._parts.get(name, (None, None)))
+            for its_role, flat in ((role, self._running_of_kernels), (_BATCH_ROLE[role], batch)):
+                found[its_role] = flat[place].reshape(shape)[part]
+        return found
 
     def fetch_batch(self) -> Fetch:
-        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+        """As `ProgramStatistics` has it."""
         return self._arithmetic.fetch(self.batch)
+
+    def beside(self) -> ProgramStatistics:
+        """The statistics of a further program, which runs side by side with others: it has a batch of its own."""
+        return _StatisticsBeside(self, self._arithmetic)
 
     def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
         """This rank's terms of the step's sums (float64, flat): batch statistics times the samples that it contributes for.
@@ -126,3 +151,20 @@ class FlatStatistics:
         if self._stale:
             self._arithmetic.from_host(self._running_of_kernels, self.running)
             self._stale = False
+
+
+class _StatisticsBeside:
+    """Implements `ProgramStatistics`: batch statistics of its own beside the same running ones."""
+
+    def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:
+        self._of, self._arithmetic = of, arithmetic
+        self._batch: Array = arithmetic.zeros(of.size, str(of.batch.dtype))
+
+    def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
+        return self._of.with_batch(names, self._batch)
+
+    def fetch_batch(self) -> Fetch:
+        return self._arithmetic.fetch(self._batch)
+
+    def refresh(self) -> None:
+        self._of.refresh()

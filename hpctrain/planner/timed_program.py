@@ -93,7 +93,7 @@ class TimedProgram:
             kernels=kernels,
             parameters=self._group.parameters,
             statistics=self._statistics,
-            arena=kernels.allocate,
+            memory=kernels.allocate(self.plan.arena_bytes),
             loss=kernels.make_loss(SoftmaxCrossEntropySpec()),
             mergers=mergers,
         )

@@ -39,7 +39,7 @@ def split_fault(rows: int) -> str | None:
     )
 
 
-def check_exact(shards: int, network: Network, groups: GridGroups, micro_batches: int) -> None:
+def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
     """Nothing, where a training can have the same bits on any number of ranks.
 
     Raises:
@@ -47,7 +47,6 @@ def check_exact(shards: int, network: Network, groups: GridGroups, micro_batches
     """
     sentences = (
         None if shards >= 1 else f"exact.shards is {shards}, but must be at least 1; the usual value is 8.",
-        micro_batches_fault(micro_batches),
         split_fault(groups.split_size),
         statistics_fault(synchronised(network)),
         backend_fault(network.kernels.name) if not network.kernels.arithmetic.on_host else None,
@@ -81,16 +80,6 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def micro_batches_fault(micro_batches: int) -> str | None:
-    """The sentence that refuses a rank's own micro-batches."""
-    if micro_batches == 1:
-        return None
-    return (
-        f"micro_batches is {micro_batches}, but with exact a rank's shards are its micro-batches; set micro_batches to 1, and "
-        "exact.shards higher for smaller ones."
-    )
-
-
 def statistics_fault(names: Iterable[str]) -> str | None:
     """The sentence that refuses batch norms whose statistics are taken over several ranks. names: of these layers."""
     first = next(iter(names), None)
@@ -120,23 +109,35 @@ class Passes:
     """The passes that a rank splits its samples of a step into.
 
     Attributes:
-        micro_batches: of each rank. shards: those of all ranks, where each pass is one; None: sums follow the ranks.
+        micro_batches: parts of each rank's samples. together: neighbouring parts that are computed side by side; the last pass may
+            have fewer. shards: the parts of all ranks, whose sums have one order; None: sums follow the ranks.
     """
 
     micro_batches: int = 1
     shards: int | None = None
+    together: int = 1
 
     @staticmethod
     def of(micro_batches: int, shards: int | None, network: Network, groups: GridGroups) -> Passes:
-        """As asked for.
+        """As asked for: with shards, a rank's are computed side by side, in as many passes as there are to be micro-batches.
 
         Raises:
             ConfigError: with shards, what `check_exact` refuses.
         """
         if shards is None:
             return Passes(micro_batches)
-        check_exact(shards, network, groups, micro_batches)
-        return Passes(shards // groups.all_ranks.size, shards)
+        check_exact(shards, network, groups)
+        return Passes.over(shards // groups.all_ranks.size, micro_batches, shards)
+
+    @staticmethod
+    def over(parts: int, passes: int, shards: int) -> Passes:
+        """A rank's `parts` of all `shards`, in at most so many passes."""
+        return Passes(parts, shards, -(-parts // min(parts, passes)))
+
+    @property
+    def following(self) -> int:
+        """Passes that follow one another; memory is needed for one of them."""
+        return -(-self.micro_batches // self.together)
 
     def among(self, comm: Communicator) -> ShardsOfRank | None:
         """This rank's shards, where the ranks of `comm` have all that count; None where there are none."""

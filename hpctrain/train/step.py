@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.backend.arithmetic import Fetch
 from hpctrain.backend.kernels.base import Array, LossHandle, StepContext
 from hpctrain.backend.kernels.labels import MixedLabels
@@ -17,6 +17,7 @@ from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
+from hpctrain.train.exact_shards import Passes
 from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.micro_batches import MicroBatch, micro_batches_of
 from hpctrain.train.step_reduction import StepReduction
@@ -24,8 +25,24 @@ from hpctrain.train.tracing import TracingHooks
 from hpctrain.train.weight_watch import WeightWatch
 
 
+class Sum(Protocol):
+    """What the parts of a step add up to, of one group's gradients."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def add(self, parameter: Parameter, part: int) -> None:
+        """The gradient of one parameter over a part that is not the last is there."""
+
+    def end_pass(self) -> None:
+        """The pass over a part that is not the last is done."""
+
+    def complete(self, parameter: Parameter) -> None:
+        """The gradient of one parameter over the last part takes what the others add up to."""
+
+
 class GradientSum:
-    """The sum of one group's gradients over micro-batches, one after another."""
+    """The sum of one group's gradients over micro-batches, one after another: all parameters at once, at the end of each."""
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
@@ -35,7 +52,10 @@ class GradientSum:
         """A step begins."""
         self._group.arithmetic.fill(self._total, 0.0)
 
-    def add(self) -> None:
+    def add(self, parameter: Parameter, part: int) -> None:
+        """Nothing yet."""
+
+    def end_pass(self) -> None:
         """A micro-batch that is not the last has its gradient in the group's buffer."""
         self._group.arithmetic.add(self._total, self._group.grad)
 
@@ -48,40 +68,43 @@ class GradientSum:
 class AveragingHooks(StepHooks):
     """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
 
-    With micro-batches, gradients of all but the last add up in buffers of their own; the last adds these to each gradient just
-    before it is announced, so averagers see one gradient per step, or that and what is left of a tree's order.
+    A step may have several parts, passes over some of its samples. Gradients of all but the last add up in buffers of their own;
+    the last takes these just before it is announced, so averagers see one gradient per step, or that and what is left of a
+    tree's order.
     """
 
     def __init__(
         self,
         averagers: Mapping[str, GradientAverager],
         progress: ProgressEngine,
-        micro_batches: int,
+        parts: int,
     ) -> None:
         self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
-        self._progress = progress
-        self._sums: list[GradientSum | ShardGradients] = []
-        if micro_batches > 1:
+        self._progress, self._parts = progress, parts
+        self._sums: list[Sum] = []
+        if parts > 1:
             self._sums = [averager.gradients or GradientSum(averager.group) for averager in averagers.values()]
         self._sum_of = {
             name: total
             for averager, total in zip(averagers.values(), self._sums, strict=False)
             for name in averager.group.parameters
         }
-        self.last = True
+        self._part, self.last = 0, True
 
-    def start(self, micro_batch: int, micro_batches: int) -> None:
-        """A micro-batch begins."""
-        self.last = micro_batch == micro_batches - 1
-        if micro_batch == 0:
-            for total in self._sums:
-                total.start()
+    def start(self) -> None:
+        """A step begins."""
+        for total in self._sums:
+            total.start()
 
-    def finish(self) -> None:
-        """A micro-batch that is not the last ends: its gradients join the sum."""
+    def turn(self, part: int) -> None:
+        """What follows belongs to this part."""
+        self._part, self.last = part, part == self._parts - 1
+
+    def end_pass(self) -> None:
+        """The pass over the present part, and over others side by side with it, is done."""
         if not self.last:
             for total in self._sums:
-                total.add()
+                total.end_pass()
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self._owner[parameters[0].name].before_forward(parameters)
@@ -97,6 +120,7 @@ class AveragingHooks(StepHooks):
 
     def grad_ready(self, parameter: Parameter) -> None:
         if not self.last:
+            self._sum_of[parameter.name].add(parameter, self._part)
             return
         if self._sums:
             self._sum_of[parameter.name].complete(parameter)
@@ -124,7 +148,7 @@ class TrainingStep:
 
     Args:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
-        micro_batches: passes that one step's samples are split into. message: receives the sums.
+        passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
         watch: takes checksums of what ranks hold alike; None: nothing does.
         looks: at the parameters that the step before has made; False where somebody has looked already.
@@ -139,7 +163,7 @@ class TrainingStep:
         averagers: Mapping[str, GradientAverager],
         progress: ProgressEngine,
         message: StepReduction,
-        micro_batches: int = 1,
+        passes: Passes | None = None,
         counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
         *,
         watch: WeightWatch | None = None,
@@ -149,10 +173,10 @@ class TrainingStep:
         self._counts_of = counts_of
         self._averagers = averagers
         self._message = message
-        self._micro_batches = micro_batches
+        self._passes = Passes() if passes is None else passes
         self._looks = looks
         self._progress = progress
-        self._hooks = AveragingHooks(averagers, progress, micro_batches)
+        self._hooks = AveragingHooks(averagers, progress, self._passes.micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
         self._tracing: TracingHooks | None = None
         self.record_operators(progress.trace)
@@ -168,42 +192,58 @@ class TrainingStep:
         for group, averager in self._averagers.items():
             averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()
-        for number, micro_batch in enumerate(micro_batches_of(batch.share, self._micro_batches)):
-            self._hooks.start(number, self._micro_batches)
-            self._pass(batch, micro_batch, global_step, first=number == 0)
-            self._hooks.finish()
+        self._hooks.start()
+        parts = list(enumerate(micro_batches_of(batch.share, self._passes.micro_batches)))
+        together = self._passes.together
+        for first in range(0, len(parts), together):
+            self._pass(batch, parts[first : first + together], global_step)
+            self._hooks.end_pass()
         for averager in self._averagers.values():
             averager.end_backward()
         self._lap(Category.AVERAGING, HOOKS)
 
-    def _pass(self, batch: Batch, micro_batch: MicroBatch, global_step: int, *, first: bool) -> None:
+    def _pass(self, batch: Batch, parts: Sequence[tuple[int, MicroBatch]], global_step: int) -> None:
+        """The pass over one part, or over several side by side."""
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
-        program = self._network.program(micro_batch.counts, training=True, image_shape=batch.image_shape)
-        # A rank that reads tiles of images has those of all samples of its split group.
-        program.set_input(batch.x[micro_batch.own if len(batch.x) == len(batch.y) else micro_batch.shared])
+        programs = self._network.side_by_side([part.counts for _, part in parts], image_shape=batch.image_shape)
+        for program, (_, part) in zip(programs, parts, strict=True):
+            # A rank that reads tiles of images has those of all samples of its split group.
+            program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])
         self._lap(Category.WORK, "input copy")
-        context = StepContext(
-            training=True,
-            epoch=batch.epoch,
-            step=global_step,
-            sample_ids=batch.sample_ids[micro_batch.shared],
-            global_count=batch.global_count,
-        )
+        contexts = [
+            StepContext(
+                training=True,
+                epoch=batch.epoch,
+                step=global_step,
+                sample_ids=batch.sample_ids[part.shared],
+                global_count=batch.global_count,
+            )
+            for _, part in parts
+        ]
+        begins = parts[0][0] == 0
+
+        def turn(place: int) -> None:
+            self._hooks.turn(parts[place][0])
+
         with self._progress.computing():
-            program.forward(context, hooks)
+            programs.forward(contexts, hooks, turn)
             self._lap(Category.AVERAGING, HOOKS)
-            loss = program.loss(_labels(batch, micro_batch.own), batch.global_count)
-            statistics = self._network.statistics.fetch_batch()
+            sums = [
+                (program.loss(_labels(batch, part.own), batch.global_count), program.fetch_statistics(), sum(part.counts))
+                for program, (_, part) in zip(programs, parts, strict=True)
+            ]
             self._lap(Category.WORK, "loss")
-            look = self.finiteness.begin() if first and self._looks else None
+            look = self.finiteness.begin() if begins and self._looks else None
             self._lap(Category.WORK, "finite numbers")
-            if first and self._watch is not None:
+            if begins and self._watch is not None:
                 self._watch.look(global_step)
                 self._lap(Category.WORK, "watched weights")
-            program.backward(hooks)
+            programs.backward(hooks, turn)
             self._lap(Category.AVERAGING, HOOKS)
-            self._add_to_message(global_step, loss, statistics, look, sum(micro_batch.counts))
+            for loss, statistics, group_count in sums:
+                self._add_to_message(global_step, loss, statistics, look, group_count)
+                look = None
             self._lap(Category.WORK, "sums")
 
     def _add_to_message(self, global_step: int, loss: LossHandle, statistics: Fetch, look: Look | None, group_count: int) -> None:

@@ -108,12 +108,13 @@ def _run(
     shards = {name: distribution.shard(name) for name in (*specs, *statistics)}
     group = _parameters(trial, specs, shards)
     intervals = {name: shard.interval for name in statistics if (shard := shards[name]) is not None}
+    plan = compile_graph(graph, trial.kernels, training=trial.training, input_gradient=trial.training)
     program = Program(
-        compile_graph(graph, trial.kernels, training=trial.training, input_gradient=trial.training),
+        plan,
         kernels=trial.kernels,
         parameters=group.parameters,
         statistics=FlatStatistics(statistics, trial.dtype, intervals),
-        arena=lambda size_bytes: _poisoned(trial.kernels, size_bytes),
+        memory=_poisoned(trial.kernels, plan.arena_bytes),
         loss=trial.kernels.make_loss(SoftmaxCrossEntropySpec()),
         mergers=mergers or dict.fromkeys(("all", "split", "data"), LocalStatistics()),
     )

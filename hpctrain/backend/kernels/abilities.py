@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.kernels.base import Operator
 
 
 class AnyArrays:
@@ -102,6 +103,15 @@ class ParameterCopies:
 
     def parameters_changed(self) -> None:
         """Parameter values differ from the last forward's: the copies are stale."""
+        raise NotImplementedError
+
+
+class FollowsOperator:
+    """Where several programs run side by side, copies of parameters that the first one's operator makes may serve the others'."""
+
+    def follow(self, first: Operator) -> None:
+        """Before `bind`: each call comes after that of `first`, an operator of the same spec, with the same parameters, and
+        before the next call of `first`; nothing else writes to what `first` was bound to in between."""
         raise NotImplementedError
 
 

@@ -1,15 +1,16 @@
 """Convolution, with or without a ReLU behind it.
 
 The flat weights (KRSC) are copied to the kernels' blocked format: in training at every forward and backward (they change every
-step, so a cache would only cost memory), in evaluation once after `parameters_changed`. Weight gradients are copied back.
+step, so a cache would only cost memory), in evaluation once after `parameters_changed`. Weight gradients are copied back. Of
+several operators that run side by side, the first one's copies serve the others where kernels read the same format.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, ParameterCopies
-from hpctrain.backend.kernels.base import Array, Buffers, StepContext
+from hpctrain.backend.kernels.abilities import Accumulating, FollowsOperator, OutputReadOnce, ParameterCopies
+from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Descriptor, Engine
@@ -17,11 +18,14 @@ from hpctrain.backend.kernels.onednn.convolution import Convolution, choose
 from hpctrain.backend.kernels.onednn.elementwise import ReluMask
 from hpctrain.backend.kernels.onednn.layouts import elements
 from hpctrain.backend.kernels.onednn.memory import allocate
-from hpctrain.backend.kernels.onednn.operator import LibraryOperator
+from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, FORWARD, LibraryOperator
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.onednn.reorder import Copy
 from hpctrain.backend.kernels.onednn.tiles import Work
+from hpctrain.backend.kernels.onednn.winograd import Product
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+
+_ADDING = "backward data, adding"
 
 
 def make_conv2d(
@@ -36,7 +40,7 @@ def make_conv2d(
     return kind(engine, spec, plan, training=training)
 
 
-class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
+class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOperator):
     """y = x * weight + bias, then ReLU where the spec says so."""
 
     needs_inputs = (True,)
@@ -50,6 +54,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
         self._mask = ReluMask(engine, f"{self._what} backward", elements(engine, plan.y)) if relu and training else None
+        self._first: Conv2dOperator | None = None
         self._place_memory()
 
     def _place_memory(self) -> None:
@@ -71,12 +76,16 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
         others = (plan.winograd, plan.winograd_data, plan.winograd_weights)
         self.scratch_bytes = max(regions.total_bytes, *(0 if other is None else other.scratch_bytes for other in others))
 
+    def follow(self, first: Operator) -> None:
+        self._first = first if isinstance(first, Conv2dOperator) and self._training else None
+
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         plan, scratch = self._plan, buffers.scratch
         library = part(scratch, self._library_part)
         blocked = part(scratch, self._weights_part) if self._training else allocate(plan.weights.size_bytes)
         self._stale = True
+        self._copied: dict[str, tuple[Descriptor, Array]] = {}  # by use, the format and the place of the copies made here
         self._load: Work | None = None
         self._forward: Work = self._bind_forward(buffers, library, blocked)
         self._load_backward: Work | None = None
@@ -93,9 +102,10 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
     def _bind_forward(self, buffers: Buffers, library: Array, blocked: Array) -> Work:
         plan, weight = self._plan, buffers.parameters["weight"]
         if plan.winograd is not None:
-            x, y = buffers.inputs[0], buffers.output
-            return plan.winograd.bind(x, weight, buffers.parameters.get("bias"), y, buffers.scratch)
-        self._load, weights = self._prepare(plan.plain_weights, weight, plan.weights, blocked)
+            x, y, first = buffers.inputs[0], buffers.output, self._first
+            made = None if first is None else first._made_by(first._plan.winograd)
+            return plan.winograd.bind(x, weight, buffers.parameters.get("bias"), y, buffers.scratch, made=made)
+        self._load, weights = self._prepare(FORWARD, plan.plain_weights, weight, plan.weights, blocked)
         memories = {
             c.ARG_SRC: (plan.source, buffers.inputs[0]),
             c.ARG_WEIGHTS: (plan.weights, weights),
@@ -105,11 +115,19 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
             memories[c.ARG_BIAS] = (plan.bias, buffers.parameters["bias"])
         return plan.forward.bind(memories, library)
 
-    def _prepare(self, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """(what copies the weights, where the kernel reads them): nothing to copy where the formats agree."""
+    def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
+        """(what copies the weights, where the kernel reads them): nothing to copy where the formats agree, or others have."""
         if source.equals(target):
             return None, plain
+        copied = None if self._first is None else self._first._copied.get(use)
+        if copied is not None and copied[0].equals(target):
+            return None, copied[1]
+        self._copied[use] = target, room
         return Copy(self._engine, f"{self._what} weights", source, target).bind(plain, room), room
+
+    def _made_by(self, product: Product | None) -> tuple[Product, Array] | None:
+        """One of the plan's products, and where it keeps its weights."""
+        return None if product is None else (product, self.buffers.scratch)
 
     def _bind_weights(self, buffers: Buffers, library: Array, blocked: Array) -> None:
         plan = self._plan
@@ -135,11 +153,12 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
 
     def _bind_input(self, buffers: Buffers, library: Array, blocked: Array) -> None:
         plan = self._plan
-        weight, dx = buffers.parameters["weight"], buffers.input_grads[0]
+        weight, dx, first = buffers.parameters["weight"], buffers.input_grads[0], self._first
         if plan.winograd_data is not None:
             adds = buffers.accumulate[0]
             dy = buffers.output_grad
-            self._backward_data = plan.winograd_data.bind(dy, weight, None, dx, buffers.scratch, accumulate=adds)
+            made = None if first is None else first._made_by(first._plan.winograd_data)
+            self._backward_data = plan.winograd_data.bind(dy, weight, None, dx, buffers.scratch, accumulate=adds, made=made)
             return
         if buffers.accumulate[0]:
             assert plan.adding is not None
@@ -147,7 +166,9 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
                 turned = part(buffers.scratch, self._turned_part).view(weight.dtype).reshape(weight.shape)
                 self._turn = (turned, weight[:, ::-1, ::-1])
                 weight = turned
-            self._load_backward, weights = self._prepare(plan.transposed_weights, weight, plan.adding_weights, blocked)
+            self._load_backward, weights = self._prepare(_ADDING, plan.transposed_weights, weight, plan.adding_weights, blocked)
+            if self._load_backward is None and weights is not weight:
+                self._turn = None  # another operator has turned them
             self._backward_data = plan.adding.bind(
                 {
                     c.ARG_SRC: (plan.destination, buffers.output_grad),
@@ -158,7 +179,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, LibraryOperator):
             )
             return
         assert plan.backward_data is not None
-        self._load_backward, weights = self._prepare(plan.plain_weights, weight, plan.backward_data_weights, blocked)
+        formats = plan.plain_weights, plan.backward_data_weights
+        self._load_backward, weights = self._prepare(BACKWARD_DATA, formats[0], weight, formats[1], blocked)
         self._backward_data = plan.backward_data.bind(
             {
                 c.ARG_DIFF_DST: (plan.destination, buffers.output_grad),

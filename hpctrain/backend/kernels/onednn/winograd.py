@@ -13,6 +13,7 @@ The input's gradient is the forward convolution of dy with the turned and transp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -152,18 +153,38 @@ class Product(_Winograd):
         own = [each for outputs in self._outputs.values() for each in outputs.primitives]
         self._place([*own, self._transform.primitive], taps_alone=True)
 
-    def bind(self, x: Array, weight: Array, bias: Array | None, y: Array, scratch: Array, *, accumulate: bool = False) -> Work:
-        """The convolution on fixed memory, weights included."""
-        room, plain = self._scratch.room(scratch), weight.reshape(-1)
-        load = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
-        works: list[Work] = [load.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
-        works.append(self._transform.bind(room.taps, room.weights, room.library))
+    def bind(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        y: Array,
+        scratch: Array,
+        *,
+        accumulate: bool = False,
+        made: tuple[Product, Array] | None = None,
+    ) -> Work:
+        """The convolution on fixed memory, weights included.
+
+        made: (another one, its scratch), which always runs just before with the same weights; None: there is none.
+        """
+        room, works = self._scratch.room(scratch), list[Work]()
+        if made is not None and self._weights.equals(made[0]._weights):
+            room = replace(room, weights=made[0]._scratch.room(made[1]).weights)
+        else:
+            works += self._load(weight.reshape(-1), room)
         between = {form: self._between(form, bias, room) for form in self._forms}
         for chunk in self._chunks:
             works += self._patches[chunk.form].load(chunk, x, room)
             works += between[chunk.form]
             works += self._outputs[chunk.form].store(chunk, y, room, accumulate=accumulate)
         return Works(works)
+
+    def _load(self, plain: Array, room: Room) -> list[Work]:
+        """room.weights = (G x G) weights."""
+        copy = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
+        works: list[Work] = [copy.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
+        return [*works, self._transform.bind(room.taps, room.weights, room.library)]
 
     def _between(self, form: Form, bias: Array | None, room: Room) -> list[Work]:
         """The calls that do not depend on where a chunk lies, so that all of one form share them."""
