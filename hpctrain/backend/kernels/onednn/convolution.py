@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
@@ -14,6 +16,18 @@ from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
 # What the direct kernels of 3x3 reach of the speed of those of 1x1: with AVX2 they measured 0.7 to 1.0, and 0.5 to 0.7.
 _DIRECT_SPEED = 1.0
 _DIRECT_WEIGHTS_SPEED = 0.7
+
+# Few output pixels in all images, and many weights: a product of matrices reads these once, as they lie, where oneDNN copies them
+# into blocks and back. Measured with AVX2 from 128 channels on: 0.3 to 0.9 of the time (see docs/performance.md).
+_FEW_PIXELS = 128
+_MANY_WEIGHTS = 1 << 18
+
+
+def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
+    """Whether im2col and a product of matrices beats all of the library's kernels. A rule, so that every rank takes the same way."""
+    n, height, width, _ = spec.output(x.plain()).shape
+    windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
+    return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= _MANY_WEIGHTS
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:

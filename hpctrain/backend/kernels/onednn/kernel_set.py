@@ -17,6 +17,7 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.conv2d import make_conv2d
+from hpctrain.backend.kernels.onednn.convolution import products_pay
 from hpctrain.backend.kernels.onednn.elementwise import AddOperator, ReluOperator
 from hpctrain.backend.kernels.onednn.library import available
 from hpctrain.backend.kernels.onednn.linear import LinearOperator
@@ -108,6 +109,9 @@ class OnednnKernelSet(KernelSet):
             return "oneDNN has no such operation"
         if any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape:
             return "it is empty"
+        inner = spec.inner if isinstance(spec, WithRelu) else spec
+        if isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
+            return "it has few pixels and many weights"
         made = maker(spec, inputs, training, input_gradient)
         if isinstance(made, LibraryOperator) and made.plain_loops:
             return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
