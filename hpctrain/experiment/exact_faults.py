@@ -8,6 +8,11 @@ from hpctrain.config.schema import Config
 from hpctrain.config.source import KeyPath
 from hpctrain.train.exact_shards import backend_fault, split_fault, statistics_fault
 
+_THREADS_FAULT = (
+    "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads per "
+    "rank, as kernels may add in another order on another number; set threads to the number that a rank has in every run, such as 1."
+)
+
 
 def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """(key path, sentence) of each value that `exact` does not take; those of averagers are found where these are made."""
@@ -17,6 +22,8 @@ def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         yield (section,), _open_fault(section)
     if config.backend == "cuda":
         yield ("backend",), backend_fault("cuda")
+    if config.threads == "auto":
+        yield ("threads",), _THREADS_FAULT
     synchronised = config.batch_norm.statistics == "synchronised"
     faults = {
         ("grid", "rows"): split_fault(config.grid.rows),

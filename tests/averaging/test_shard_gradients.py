@@ -28,10 +28,10 @@ def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int) -> None:
         random = np.random.default_rng(rank)
         for _ in range(2):  # buffers serve again
             own = (random.standard_normal((share.count, group.size)) * 10.0 ** random.integers(-5, 6)).astype(group.dtype)
-            gradients.start()
-            for shard in own[:-1]:
+            for place, shard in enumerate(own[:-1]):
                 group.grad[...] = shard
-                gradients.add()
+                for parameter in group.parameters.values():
+                    gradients.add(parameter, place)
             group.grad[...] = own[-1]
             for parameter in reversed(group.parameters.values()):
                 gradients.complete(parameter)
@@ -42,27 +42,39 @@ def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("shards", "most"), [(1, 0), (2, 1), (8, 3), (16, 4), (64, 6), (6, 2), (7, 2)])
 def test_there_are_few_buffers(shards: int, most: int) -> None:
-    assert len(ShardGradients(make_group(), ShardsOfRank(0, 1, shards))._free) == most
+    assert len(ShardGradients(make_group(), ShardsOfRank(0, 1, shards))._buffers) == most
 
 
 def test_a_missing_shard_is_a_bug() -> None:
     group = make_group()
     gradients = ShardGradients(group, ShardsOfRank(0, 1, 3))
-    gradients.start()
-    gradients.add()
+    parameter = next(iter(group.parameters.values()))
+    gradients.add(parameter, 0)
     with pytest.raises(AssertionError, match="a shard is missing"):
-        gradients.complete(next(iter(group.parameters.values())))
+        gradients.add(parameter, 2)
+    with pytest.raises(AssertionError, match="a shard is missing"):
+        gradients.complete(parameter)
+
+
+def test_parameters_need_not_keep_step_with_each_other() -> None:
+    """Side by side, shards bring the gradients of one layer before those of the next."""
+    group = make_group()
+    gradients = ShardGradients(group, ShardsOfRank(0, 1, 4))
+    for parameter in reversed(group.parameters.values()):
+        for place in range(4):
+            parameter.grad[...] = 10.0**place
+            gradients.add(parameter, place) if place < 3 else gradients.complete(parameter)
+    assert {value for parameter in group.parameters.values() for value in parameter.grad.ravel().tolist()} == {1111.0}
 
 
 def test_terms_may_be_asked_for_until_the_next_step_adds_a_shard() -> None:
     """Messages are posted when their turn comes, which may be under the first forward of the next step."""
     group = make_group()
     gradients = ShardGradients(group, ShardsOfRank(0, 2, 6))
-    gradients.start()
     for shard in range(3):
         group.grad[...] = shard + 1.0
-        if shard < 2:
-            gradients.add()
+        for parameter in group.parameters.values() if shard < 2 else ():
+            gradients.add(parameter, shard)
     for parameter in reversed(group.parameters.values()):
         gradients.complete(parameter)
     gradients.start()

@@ -14,13 +14,14 @@ batch: 8
 epochs: 1
 optimizer: {name: sgd, lr: 0.1}
 schedule: constant
+threads: 1
 """
 
 
 @pytest.mark.parametrize(
     ("override", "path", "words"),
     [
-        ("micro_batches=2", ("micro_batches",), "set micro_batches to 1"),
+        ("threads=auto", ("threads",), "set threads to the number"),
         ("grid.rows=2", ("grid", "rows"), "set grid.rows to 1"),
         ("batch_norm.statistics=synchronised", ("batch_norm", "statistics"), "set batch_norm.statistics to local"),
         ("backend=cuda", ("backend",), "set backend to onednn or numpy"),

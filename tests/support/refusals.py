@@ -20,7 +20,7 @@ from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.train.exact_shards import backend_fault, micro_batches_fault, ranks_fault, statistics_fault, synchronised
+from hpctrain.train.exact_shards import backend_fault, ranks_fault, statistics_fault, synchronised
 from hpctrain.train.exact_shards import split_fault as split_fault_of_exact
 from tests.support.dimensions import (
     Row,
@@ -147,7 +147,7 @@ def _refused_exact(row: Row) -> str | None:
     shards = value_of(row, "exact")
     if shards is None:
         return None
-    faults = [micro_batches_fault(value_of(row, "micro_batches"))]
+    faults: list[str | None] = []
     if "grid" in row:
         rows, cols = value_of(row, "grid")
         faults += [split_fault_of_exact(rows), ranks_fault(shards, rows * cols)]

@@ -15,9 +15,11 @@ def test_the_last_micro_batch_takes_the_sum_of_those_before_it() -> None:
     for _ in range(2):  # nothing is left of the step before
         gradients = random.standard_normal((3, group.size)).astype(group.dtype)
         total.start()
-        for gradient in gradients[:2]:
+        for number, gradient in enumerate(gradients[:2]):
             group.grad[...] = gradient
-            total.add()
+            for parameter in group.parameters.values():
+                total.add(parameter, number)
+            total.end_pass()
         group.grad[...] = gradients[2]
         for number, parameter in enumerate(reversed(group.parameters.values())):
             before = group.grad.copy()
