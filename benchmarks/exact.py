@@ -5,7 +5,8 @@
     python -m benchmarks.exact --report FILE...       # of what has been measured; runs nothing
 
 Everything steps in turns in one job, as in `overlap.py`: the ordinary step; the step in as many micro-batches as a rank has
-shards, which costs what smaller batches do; and the step with shards, which adds the order of sums to that.
+shards, which costs what smaller batches one after another do; and the step with shards, which runs these side by side and fixes
+the order of sums.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from hpctrain.config.source import KeyPath
 from hpctrain.train.exact_shards import backend_fault, split_fault, statistics_fault
 
 _THREADS_FAULT = (
-    "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads per "
-    "rank, as kernels may add in another order on another number; set threads to the number that a rank has in every run, such as 1."
+    "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads "
+    "per rank, as kernels may add in another order on another number; set threads to the number that a rank has in every run, "
+    "such as 1."
 )
 
 

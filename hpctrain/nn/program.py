@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic, Fetch
-from hpctrain.backend.kernels.abilities import DeferredStart, FollowsOperator, ParameterCopies, RecomputedOutput, SufficientFactors
+from hpctrain.backend.kernels.abilities import (
+    DeferredStart,
+    FollowsOperator,
+    ParameterCopies,
+    RecomputedOutput,
+    SufficientFactors,
+)
 from hpctrain.backend.kernels.base import (
     Array,
     Buffers,
@@ -90,7 +96,9 @@ class Program:
         self._statistics = statistics
         self.activation_bytes = plan.arena_bytes
         self.memory = memory
-        binder = _Binder(plan, kernels.arithmetic, parameters, statistics, memory, mergers, () if leader is None else leader.steps)
+        binder = _Binder(
+            plan, kernels.arithmetic, parameters, statistics, memory, mergers, () if leader is None else leader.steps
+        )
         self.steps: tuple[BoundStep, ...] = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
         frozen = any(step.node is not None and step.node.frozen and step.node.statistics for step in plan.steps)

@@ -17,7 +17,9 @@ def alike(plans: Sequence[ExecutionPlan]) -> bool:
     whose gradient is not whole until the last of them.
     """
     first = _outline(plans[0])
-    return all(_outline(plan) == first for plan in plans[1:]) and not any(step.node and step.node.shared for step in plans[0].steps)
+    return all(_outline(plan) == first for plan in plans[1:]) and not any(
+        step.node and step.node.shared for step in plans[0].steps
+    )
 
 
 def _outline(plan: ExecutionPlan) -> tuple[object, ...]:

@@ -109,8 +109,8 @@ class Passes:
     """The passes that a rank splits its samples of a step into.
 
     Attributes:
-        micro_batches: parts of each rank's samples. together: neighbouring parts that are computed side by side; the last pass may
-            have fewer. shards: the parts of all ranks, whose sums have one order; None: sums follow the ranks.
+        micro_batches: parts of each rank's samples. together: neighbouring parts that are computed side by side; the last pass
+            may have fewer. shards: the parts of all ranks, whose sums have one order; None: sums follow the ranks.
     """
 
     micro_batches: int = 1

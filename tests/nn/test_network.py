@@ -177,7 +177,7 @@ def test_larger_images_have_one_larger_arena_and_programs_of_smaller_ones_are_le
     )
     assert train.memory is evaluate.memory
     assert train.memory.size == train.activation_bytes > subject.arena_bytes(4, training=True)
-    assert all(program.memory is train.memory for program in subject._programs.values())
+    assert all(program.memory is train.memory for programs in subject._programs.values() for program in programs)
     again = subject.program(4, training=True)
     assert again.memory is train.memory
     assert subject.program(4, training=True, image_shape=large) is train  # as many programs as sizes that come in turn

@@ -25,12 +25,12 @@ from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError
+from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.nn.parameter import Parameter
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.summation_tree import ShardsOfRank, TreeAddition

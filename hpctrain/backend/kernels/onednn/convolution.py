@@ -18,13 +18,13 @@ _DIRECT_SPEED = 1.0
 _DIRECT_WEIGHTS_SPEED = 0.7
 
 # Few output pixels in all images, and many weights: a product of matrices reads these once, as they lie, where oneDNN copies them
-# into blocks and back. Measured with AVX2 from 128 channels on: 0.3 to 0.9 of the time (see docs/performance.md).
+# into blocks and back in every step. Measured with AVX2 from 128 channels on: 0.3 to 0.9 of the time (see docs/performance.md).
 _FEW_PIXELS = 128
 _MANY_WEIGHTS = 1 << 18
 
 
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Whether im2col and a product of matrices beats all of the library's kernels. A rule, so that every rank takes the same way."""
+    """Whether im2col and products of matrices beat the library's kernels in training. A rule, so that all ranks do the same."""
     n, height, width, _ = spec.output(x.plain()).shape
     windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
     return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= _MANY_WEIGHTS

@@ -110,7 +110,7 @@ class OnednnKernelSet(KernelSet):
         if any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape:
             return "it is empty"
         inner = spec.inner if isinstance(spec, WithRelu) else spec
-        if isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
+        if training and isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
             return "it has few pixels and many weights"
         made = maker(spec, inputs, training, input_gradient)
         if isinstance(made, LibraryOperator) and made.plain_loops:

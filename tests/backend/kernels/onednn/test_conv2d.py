@@ -10,7 +10,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.onednn.layouts import in_layout
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
-from tests.support.kernel_pairs import assert_close, difference, run
+from tests.support.kernel_pairs import Result, assert_close, difference, run
 
 
 def conv(channels_in, channels_out, kernel, *, stride=(1, 1), padding=(0, 0, 0, 0), dilation=(1, 1), groups=1, bias=True):
@@ -82,10 +82,15 @@ def test_relu_behind_it(onednn: KernelSet, reference: KernelSet, name: str, inpu
     spec = CASES[name]
     x, parameters, dy = arrays(spec, (3, 9, 7, spec.channels_in))
     ours = run(onednn, WithRelu(spec), [x], parameters=parameters, output_grad=dy, input_first=input_first)
+    assert_close(ours, rectified(reference, spec, x, parameters, dy))
+
+
+def rectified(reference: KernelSet, spec: Conv2dSpec, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray) -> Result:
+    """With a ReLU behind it, in float64."""
     before = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").output
     wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
     wanted.output = np.maximum(before, 0)
-    assert_close(ours, wanted)
+    return wanted
 
 
 def test_input_in_blocks_of_channels(onednn: KernelSet, reference: KernelSet) -> None:
@@ -109,3 +114,38 @@ def test_bitwise_the_same_every_time(onednn: KernelSet) -> None:
     first, second = (run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=steps) for steps in (1, 2))
     for name, array in first.arrays().items():
         np.testing.assert_array_equal(array, second.arrays()[name])
+
+
+FEW_PIXELS = {
+    "3x3": conv(176, 176, (3, 3), padding=SAME, bias=False),
+    "strided": conv(128, 256, (3, 3), stride=(2, 2), padding=SAME),
+    "larger than the image": conv(128, 128, (5, 5), padding=(2, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("name", FEW_PIXELS)
+def test_few_pixels_and_many_weights_are_products(onednn: KernelSet, reference: KernelSet, name: str, relu: bool) -> None:
+    inner = FEW_PIXELS[name]
+    spec, shape = WithRelu(inner) if relu else inner, (5, 3, 2, inner.channels_in)
+    assert onednn.make(spec, (TensorSpec(shape),), training=True).stands_in_because == "it has few pixels and many weights"
+    assert not onednn.make(spec, (TensorSpec(shape),), training=False).stands_in_because, "evaluation copies weights once"
+    x, parameters, dy = arrays(inner, shape)
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
+    wanted = run(reference, inner, [x], parameters=parameters, output_grad=dy, dtype="float64")
+    assert_close(ours, rectified(reference, inner, x, parameters, dy) if relu else wanted)
+
+
+@pytest.mark.parametrize(
+    ("spec", "images"),
+    [
+        (FEW_PIXELS["3x3"], 129),
+        (conv(512, 512, (1, 1)), 5),
+        (conv(512, 512, (3, 3), padding=SAME, groups=2), 5),
+        (conv(64, 64, (3, 3), padding=SAME), 5),
+    ],
+    ids=["many pixels", "1x1", "groups", "few weights"],
+)
+def test_other_convolutions_are_the_librarys(onednn: KernelSet, spec: Conv2dSpec, images: int) -> None:
+    operator = onednn.make(spec, (TensorSpec((images, 1, 1, spec.channels_in)),), training=True)
+    assert not operator.stands_in_because

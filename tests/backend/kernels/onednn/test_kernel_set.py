@@ -150,7 +150,7 @@ def test_a_users_layer_stands_between_reorders(onednn: KernelSet) -> None:
 def test_residual_blocks_are_fused(onednn: KernelSet) -> None:
     """No ReLU and no sum of a ResNet is left alone, and none of its images is reordered but the first."""
     network = Network(catalogue.build("resnet50", {}), (224, 224, 3), onednn)
-    steps = network.program(1, training=True).steps
+    steps = network.program(3, training=True).steps  # of fewer, NumPy computes convolutions of the last block
     assert not any(isinstance(step.operator.spec, ReluSpec | AddSpec) for step in steps if hasattr(step.operator, "spec"))
     assert sum(isinstance(step.operator, ReorderOperator) for step in steps) == 1
     sums = [s for s in steps if isinstance(s.operator, BatchNormOperator) and getattr(s.operator.spec, "add", False)]
