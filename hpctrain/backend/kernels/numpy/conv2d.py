@@ -15,12 +15,15 @@ from hpctrain.backend.kernels.numpy.reduce import column_sums
 from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks, taps
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 
+_MANY_WEIGHTS = 1 << 18
+
 
 class NumpyConv2d(NumpyOperator):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K).
 
-    The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights; of another one, a product
-    whose columns are added to where they came from (col2im). A 1x1 convolution is one product.
+    The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights; of another one, and where
+    weights are many and pixels few, a product whose columns are added to where they came from (col2im). A 1x1 convolution is one
+    product.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool) -> None:
@@ -38,9 +41,13 @@ class NumpyConv2d(NumpyOperator):
         self.scratch_bytes = total_bytes(self._weight_scratch if training else self.columns.scratch)
         self.back: _Flipped | _Scattered | None = None
         if training:
-            kind = _Flipped if spec.window.stride == (1, 1) else _Scattered
+            kind = _Flipped if spec.window.stride == (1, 1) and not self._turning_costs(weight_size) else _Scattered
             self.back = kind(spec, self.inputs[0], self.output, column_bytes)
             self.scratch_bytes = max(self.scratch_bytes, total_bytes(self.back.scratch))
+
+    def _turning_costs(self, weight_size: int) -> bool:
+        """Whether to turn the weights would take longer than the product with them: they leave the cache, for few pixels."""
+        return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= _MANY_WEIGHTS
 
     def bind(self, buffers: Buffers) -> None:
         self.buffers = buffers
