@@ -19,13 +19,15 @@ class ShardGradients:
 
     Args:
         group: the parameters. shards: those of this rank among the ranks that average the group.
+        homes: gradients are written where `home` says, so that what waits need not be copied.
 
     Attributes:
         shards: as given.
     """
 
-    def __init__(self, group: FlatGroup, shards: ShardsOfRank) -> None:
+    def __init__(self, group: FlatGroup, shards: ShardsOfRank, *, homes: bool = False) -> None:
         self.shards = shards
+        self._homes = homes
         self._group = group
         self._after: list[list[TreeAddition]] = [[] for _ in range(shards.count)]
         for step in shards.additions:
@@ -47,6 +49,15 @@ class ShardGradients:
                 taken.add(numbers[place])
         return numbers
 
+    def home(self, parameter: Parameter, place: int) -> Array:
+        """Where the gradient of one parameter over a shard is to be written, in the parameter's shape."""
+        if not self._waits_at_home(place):
+            return parameter.grad
+        return self._waiting(place, parameter).reshape(parameter.grad.shape)
+
+    def _waits_at_home(self, place: int) -> bool:
+        return self._homes and place in self._number_of
+
     def start(self) -> None:
         """A step begins: nothing is added up."""
 
@@ -62,7 +73,7 @@ class ShardGradients:
             left = self._waiting(step.left, parameter)
             arithmetic.add(left, value)
             value = left
-        if not self._after[place]:
+        if not self._after[place] and not self._homes:
             arithmetic.copy(self._waiting(place, parameter), value)
 
     def _count(self, parameter: Parameter, place: int) -> None:

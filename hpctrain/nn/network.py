@@ -32,7 +32,9 @@ ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and thos
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
-_ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool]
+#: Where the program at a place among those side by side writes the gradient of a parameter, in its shape
+GradientHomes = Callable[[Parameter, int], Array]
+_ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientHomes | None]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
@@ -155,12 +157,19 @@ class Network:
             plan = compile_graph(self._local_graph(counts, shape), self.kernels, training=training, input_gradient=input_gradient)
             return SideBySide([self._program(plan, self.statistics, self._reserve(shape, plan.arena_bytes))])
 
-        return next(iter(self._kept((shape, (counts,), training, input_gradient), make)))
+        return next(iter(self._kept((shape, (counts,), training, input_gradient, None), make)))
 
-    def side_by_side(self, batches: Sequence[Sequence[int]], *, image_shape: ImageShape | None = None) -> SideBySide:
+    def side_by_side(
+        self,
+        batches: Sequence[Sequence[int]],
+        *,
+        image_shape: ImageShape | None = None,
+        homes: GradientHomes | None = None,
+    ) -> SideBySide:
         """Programs for training, one for each batch, that run side by side; from the same cache.
 
-        batches: of each program, as `program` takes it. One alone is what `program` gives.
+        batches: of each program, as `program` takes it. One alone is what `program` gives, with gradients in the groups.
+        homes: of gradients; None: all programs write into the groups.
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
         if len(counts) == 1:
@@ -175,10 +184,12 @@ class Network:
             for start, plan in zip(starts, plans, strict=False):
                 statistics = self.statistics.beside() if programs else self.statistics
                 leader = programs[0] if programs and leads else None
-                programs.append(self._program(plan, statistics, arena[start : start + plan.arena_bytes], leader))
+                memory = arena[start : start + plan.arena_bytes]
+                home = None if homes is None else partial(_at, homes, len(programs))
+                programs.append(self._program(plan, statistics, memory, leader, home))
             return SideBySide(programs)
 
-        return self._kept((shape, counts, True, False), make)
+        return self._kept((shape, counts, True, False, homes), make)
 
     def _kept(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
         if key not in self._programs:
@@ -190,7 +201,12 @@ class Network:
         return self._programs[key]
 
     def _program(
-        self, plan: ExecutionPlan, statistics: ProgramStatistics, memory: Array, leader: Program | None = None
+        self,
+        plan: ExecutionPlan,
+        statistics: ProgramStatistics,
+        memory: Array,
+        leader: Program | None = None,
+        home: Callable[[Parameter], Array] | None = None,
     ) -> Program:
         kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
         return kind(
@@ -202,6 +218,7 @@ class Network:
             loss=self._loss,
             mergers=self._mergers,
             leader=leader,
+            home=home,
         )
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
@@ -286,3 +303,7 @@ def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
     start, stop = shard.interval
     shape = tuple(stop - start if dim == shard.dim % len(spec.shape) else size for dim, size in enumerate(spec.shape))
     return replace(spec, shape=shape)
+
+
+def _at(homes: GradientHomes, place: int, parameter: Parameter) -> Array:
+    return homes(parameter, place)

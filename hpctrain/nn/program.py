@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Program:
         statistics: of all batch norms.
         memory: uint8, at least the plan's arena. loss: None in a program that only predicts.
         leader: a program of such a plan whose operators run just before this one's; None: there is none.
+        home: where the gradient of a trained parameter is to be written; None: into its group.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class Program:
         loss: LossOperator,
         mergers: Mapping[str, StatisticsMerger],
         leader: Program | None = None,
+        home: Callable[[Parameter], Array] | None = None,
     ) -> None:
         self.plan = plan
         self._kernels, self._arithmetic, self._loss = kernels, kernels.arithmetic, loss
         self._statistics = statistics
         self.activation_bytes = plan.arena_bytes
         self.memory = memory
-        binder = _Binder(
-            plan, kernels.arithmetic, parameters, statistics, memory, mergers, () if leader is None else leader.steps
-        )
+        leading = () if leader is None else leader.steps
+        binder = _Binder(plan, kernels.arithmetic, parameters, statistics, memory, mergers, leading, home or _in_group)
         self.steps: tuple[BoundStep, ...] = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
         frozen = any(step.node is not None and step.node.frozen and step.node.statistics for step in plan.steps)
@@ -221,6 +222,10 @@ class Program:
                 step.operator.parameters_changed()
 
 
+def _in_group(parameter: Parameter) -> Array:
+    return parameter.grad
+
+
 class _ViewCopy(Operator):
     """Stands in for a view whose gradient cannot share memory: its input has several readers."""
 
@@ -248,9 +253,10 @@ class _Binder:
         statistics: ProgramStatistics,
         memory: Array,
         mergers: Mapping[str, StatisticsMerger],
-        leading: Sequence[BoundStep] = (),
+        leading: Sequence[BoundStep],
+        home: Callable[[Parameter], Array],
     ) -> None:
-        self._arithmetic, self._leading = arithmetic, leading
+        self._arithmetic, self._leading, self._home = arithmetic, leading, home
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._memory = memory
         self._shared = self._shares()
@@ -322,7 +328,7 @@ class _Binder:
     def _gradient(self, k: int, parameter: Parameter) -> Array:
         """Where step k writes a parameter's gradient: the last of several in forward's order is the first in backward's."""
         if k == self._shared.get(parameter.name, [k])[-1]:
-            return parameter.grad
+            return self._home(parameter)
         if parameter.name not in self._partial_gradients:
             self._partial_gradients[parameter.name] = self._zeros_like(parameter)
         return self._partial_gradients[parameter.name]
@@ -332,7 +338,7 @@ class _Binder:
 
     def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
         names = [name for name, steps in self._shared.items() if k in steps[:-1]] if self._plan.training else []
-        return tuple((self._parameters[name].grad, self._partial_gradients[name]) for name in names)
+        return tuple((self._home(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None

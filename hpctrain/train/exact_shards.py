@@ -146,7 +146,7 @@ class Passes:
     def gradients(self, group: FlatGroup, comm: Communicator) -> ShardGradients | None:
         """The sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
         shards = self.among(comm)
-        return None if shards is None else ShardGradients(group, shards)
+        return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
 
     def check(self, of_ranks: Sequence[int]) -> None:
         """Nothing, where a step's samples are shared out as passes need.

@@ -28,6 +28,10 @@ from hpctrain.train.weight_watch import WeightWatch
 class Sum(Protocol):
     """What the parts of a step add up to, of one group's gradients."""
 
+    def home(self, parameter: Parameter, part: int) -> Array:
+        """Where the gradient of one parameter over a part is to be written."""
+        ...
+
     def start(self) -> None:
         """A step begins."""
 
@@ -47,6 +51,10 @@ class GradientSum:
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
         self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
+
+    def home(self, parameter: Parameter, part: int) -> Array:
+        """The group's own buffer, for every micro-batch."""
+        return parameter.grad
 
     def start(self) -> None:
         """A step begins."""
@@ -90,6 +98,10 @@ class AveragingHooks(StepHooks):
             for name in averager.group.parameters
         }
         self._part, self.last = 0, True
+
+    def home(self, parameter: Parameter, part: int) -> Array:
+        """Where the program of a part writes a gradient."""
+        return self._sum_of[parameter.name].home(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
         """A step begins."""
@@ -206,7 +218,8 @@ class TrainingStep:
         """The pass over one part, or over several side by side."""
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
-        programs = self._network.side_by_side([part.counts for _, part in parts], image_shape=batch.image_shape)
+        counts = [part.counts for _, part in parts]
+        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, homes=self._hooks.home)
         for program, (_, part) in zip(programs, parts, strict=True):
             # A rank that reads tiles of images has those of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])

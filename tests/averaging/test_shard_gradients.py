@@ -20,21 +20,21 @@ def _terms(shares: np.ndarray, share: ShardsOfRank) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("shards", "ranks"), [(1, 1), (8, 1), (8, 2), (8, 8), (6, 1), (6, 2), (6, 3), (12, 2), (24, 8), (24, 1), (7, 1)]
 )
-def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int) -> None:
+@pytest.mark.parametrize("homes", [False, True])
+def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int, homes: bool) -> None:
     for rank in range(ranks):
         share = ShardsOfRank(rank, ranks, shards)
         group = make_group()
-        gradients = ShardGradients(group, share)
+        gradients = ShardGradients(group, share, homes=homes)
         random = np.random.default_rng(rank)
         for _ in range(2):  # buffers serve again
             own = (random.standard_normal((share.count, group.size)) * 10.0 ** random.integers(-5, 6)).astype(group.dtype)
-            for place, shard in enumerate(own[:-1]):
-                group.grad[...] = shard
+            for place, shard in enumerate(own):
                 for parameter in group.parameters.values():
-                    gradients.add(parameter, place)
-            group.grad[...] = own[-1]
-            for parameter in reversed(group.parameters.values()):
-                gradients.complete(parameter)
+                    home = gradients.home(parameter, place)
+                    segment = group.segment(parameter.name)
+                    home[...] = shard[segment.start : segment.stop].reshape(home.shape)
+                    gradients.add(parameter, place) if place < share.count - 1 else gradients.complete(parameter)
             found = gradients.terms(1, group.size)
             for term, expected in zip(found if isinstance(found, tuple) else (found,), _terms(own, share), strict=True):
                 assert term.tobytes() == expected[1:].tobytes()
@@ -43,6 +43,14 @@ def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int) -> None:
 @pytest.mark.parametrize(("shards", "most"), [(1, 0), (2, 1), (8, 3), (16, 4), (64, 6), (6, 2), (7, 2)])
 def test_there_are_few_buffers(shards: int, most: int) -> None:
     assert len(ShardGradients(make_group(), ShardsOfRank(0, 1, shards))._buffers) == most
+
+
+def test_homes_are_the_groups_own_where_nothing_waits() -> None:
+    group = make_group()
+    parameter = next(iter(group.parameters.values()))
+    for homes, own in ((False, [True] * 4), (True, [False, True, False, True])):
+        gradients = ShardGradients(group, ShardsOfRank(0, 1, 4), homes=homes)
+        assert [gradients.home(parameter, place) is parameter.grad for place in range(4)] == own
 
 
 def test_a_missing_shard_is_a_bug() -> None:

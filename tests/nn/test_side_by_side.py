@@ -131,3 +131,18 @@ def test_each_program_has_its_own_memory() -> None:
     assert not np.shares_memory(programs[0].memory, programs[1].memory)
     assert network.side_by_side([(3,), (3,)]) is network.side_by_side([(3,), (3,)])
     assert next(iter(network.side_by_side([(3,)]))) is network.program(3, training=True)
+
+
+def test_gradients_are_written_to_their_homes() -> None:
+    network = _network(NumpyKernelSet())
+    homes = {(name, place): np.zeros_like(each.grad) for name, each in network.parameters.items() for place in range(2)}
+
+    def home(parameter: Parameter, place: int) -> np.ndarray:
+        return homes[parameter.name, place]
+
+    kept, _ = _run(network, network.side_by_side([(2,), (3,)]))
+    for parameter in network.parameters.values():
+        parameter.grad[...] = 0
+    _run(network, network.side_by_side([(2,), (3,)], homes=home))
+    assert {(place, name): value.tobytes() for (name, place), value in homes.items()} == kept.gradients
+    assert not any(parameter.grad.any() for parameter in network.parameters.values())
