@@ -1,4 +1,4 @@
-"""The price of the same bits on any number of ranks: steps with shards beside `sharded`, and what of it smaller batches cost.
+"""The price of the same bits on any number of ranks: steps with shards beside `sharded`, and beside as many micro-batches.
 
     python -m benchmarks.exact                        # ResNet-18 at 64 px, 2 ranks: shared memory, then links of 1 Gb/s (as root)
     python -m benchmarks.exact --shared-memory        # without links
@@ -35,7 +35,7 @@ def markdown(run: Mapping[str, Any]) -> str:
     lines = [
         f"{run['rate']}, {len(columns[_ORDINARY])} rounds",
         "",
-        "| shards | with shards / ordinary | of it smaller batches | of it the order of sums | bytes / ordinary |",
+        "| shards | with shards / ordinary | as many micro-batches / ordinary | with shards / as many micro-batches | bytes / ordinary |",
         "|---|---|---|---|---|",
     ]
     for shards, (exact, passes) in PAIRS.items():
