@@ -50,7 +50,7 @@ class ShardGradients:
         return numbers
 
     def home(self, parameter: Parameter, place: int) -> Array:
-        """Where the gradient of one parameter over a shard is to be written, in the parameter's shape."""
+        """The place that the gradient of one parameter over a shard is to be written to, in the parameter's shape."""
         if not self._waits_at_home(place):
             return parameter.grad
         return self._waiting(place, parameter).reshape(parameter.grad.shape)

@@ -321,9 +321,7 @@ class Config(Section):
     data: DataConfig = Field(description="The data files and what is done with their images.")
     batch: Integer = Field(ge=1, description="Global batch: number of samples of one step over all ranks.")
     micro_batches: Integer = Field(
-        default=1,
-        ge=1,
-        description="Number of passes into which a rank splits its share of the batch; with exact, of passes over its shards.",
+        default=1, ge=1, description="Number of passes into which a rank splits its share of the batch."
     )
     exact: ExactConfig = Field(
         default_factory=ExactConfig,

@@ -26,10 +26,10 @@ from hpctrain.train.weight_watch import WeightWatch
 
 
 class Sum(Protocol):
-    """What the parts of a step add up to, of one group's gradients."""
+    """The sum of one group's gradients over the parts of a step."""
 
     def home(self, parameter: Parameter, part: int) -> Array:
-        """Where the gradient of one parameter over a part is to be written."""
+        """The place that the gradient of one parameter over a part is to be written to."""
         ...
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class AveragingHooks(StepHooks):
         self._part, self.last = 0, True
 
     def home(self, parameter: Parameter, part: int) -> Array:
-        """Where the program of a part writes a gradient."""
+        """The place that the program of a part writes a gradient to."""
         return self._sum_of[parameter.name].home(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
@@ -109,7 +109,7 @@ class AveragingHooks(StepHooks):
             total.start()
 
     def turn(self, part: int) -> None:
-        """What follows belongs to this part."""
+        """From now on events belong to this part."""
         self._part, self.last = part, part == self._parts - 1
 
     def end_pass(self) -> None:
