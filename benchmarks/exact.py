@@ -35,7 +35,7 @@ def markdown(run: Mapping[str, Any]) -> str:
     lines = [
         f"{run['rate']}, {len(columns[_ORDINARY])} rounds",
         "",
-        "| shards | with shards / ordinary | as many micro-batches / ordinary | with shards / as many micro-batches | bytes / ordinary |",
+        "| shards | with shards / ordinary | micro-batches / ordinary | with shards / micro-batches | bytes / ordinary |",
         "|---|---|---|---|---|",
     ]
     for shards, (exact, passes) in PAIRS.items():
