@@ -51,12 +51,9 @@ class ShardGradients:
 
     def home(self, parameter: Parameter, place: int) -> Array:
         """The place that the gradient of one parameter over a shard is to be written to, in the parameter's shape."""
-        if not self._waits_at_home(place):
-            return parameter.grad
-        return self._waiting(place, parameter).reshape(parameter.grad.shape)
-
-    def _waits_at_home(self, place: int) -> bool:
-        return self._homes and place in self._number_of
+        if self._homes and place in self._number_of:
+            return self._waiting(place, parameter).reshape(parameter.grad.shape)
+        return parameter.grad
 
     def start(self) -> None:
         """A step begins: nothing is added up."""
@@ -73,7 +70,7 @@ class ShardGradients:
             left = self._waiting(step.left, parameter)
             arithmetic.add(left, value)
             value = left
-        if not self._after[place] and not self._homes:
+        if place in self._number_of and not self._homes:
             arithmetic.copy(self._waiting(place, parameter), value)
 
     def _count(self, parameter: Parameter, place: int) -> None:

@@ -176,7 +176,7 @@ class Network:
             return SideBySide([self.program(counts[0], training=True, image_shape=shape)])
 
         def make() -> SideBySide:
-            plans = [compile_graph(self._local_graph(each, shape), self.kernels, training=True) for each in counts]
+            plans = [compile_graph(self._local_graph(batch, shape), self.kernels, training=True) for batch in counts]
             starts = [0, *accumulate(aligned(plan.arena_bytes) for plan in plans)]
             arena = self._reserve(shape, starts[-1])
             leads = alike(plans)

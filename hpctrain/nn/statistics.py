@@ -95,13 +95,13 @@ class FlatStatistics:
 
     def with_batch(self, names: Mapping[str, str], batch: Array) -> dict[str, Array]:
         """The same, with another array of the batch's."""
-        found: dict[str, Array] = {}
+        views: dict[str, Array] = {}
         for role, name in names.items():
             place, shape = self._places[name]
             part = slice(*self._parts.get(name, (None, None)))
             for its_role, flat in ((role, self._running_of_kernels), (_BATCH_ROLE[role], batch)):
-                found[its_role] = flat[place].reshape(shape)[part]
-        return found
+                views[its_role] = flat[place].reshape(shape)[part]
+        return views
 
     def fetch_batch(self) -> Fetch:
         """As `ProgramStatistics` has it."""

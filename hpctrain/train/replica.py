@@ -57,7 +57,7 @@ class Replica:
         strategy: makes the averaging strategy of each parameter group; None: a replica that only evaluates.
         optimizer: makes an optimiser that is not bound yet. micro_batches: passes that one step's samples are split into.
         nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
-        exact_shards: of a step, whose sums have one order on any number of ranks, `micro_batches` passes; None: no order.
+        exact_shards: of a step, in `micro_batches` passes; their sums have one order on any number of ranks. None: no order.
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.

@@ -72,8 +72,8 @@ def test_followers_hear_of_their_leader_before_they_are_bound(monkeypatch: pytes
     def kind(plain: type[Operator]) -> type[Operator]:
         return type("Following", (_Following, plain), {})
 
-    made = NumpyKernelSet()
-    make = made.make
+    kernels = NumpyKernelSet()
+    make = kernels.make
 
     def following(*arguments: object, **options: object) -> Operator:
         operator = make(*arguments, **options)  # type: ignore[arg-type]
@@ -87,8 +87,8 @@ def test_followers_hear_of_their_leader_before_they_are_bound(monkeypatch: pytes
         operator.bind = bound  # type: ignore[method-assign]
         return operator
 
-    monkeypatch.setattr(made, "make", following)
-    network = Network(nets.plain(), _SHAPE, made)
+    monkeypatch.setattr(kernels, "make", following)
+    network = Network(nets.plain(), _SHAPE, kernels)
     heard.clear()
     first, second = network.side_by_side([(2,), (3,)])
     led = [operator for what, operator in heard[len(first.steps) :] if what == "follow"]

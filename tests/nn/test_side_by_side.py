@@ -57,26 +57,26 @@ def _run(network: Network, programs: SideBySide) -> tuple[_Kept, list[tuple[byte
     kept = _Kept()
     given = [_batch(network, program, place) for place, program in enumerate(programs)]
     programs.forward([context for context, _ in given], kept, kept.turn)
-    found = []
+    outputs = []
     for program, (_, labels) in zip(programs, given, strict=True):
         program.loss(labels, 12)
-        found.append((program.logits.tobytes(), np.asarray(program.fetch_statistics().result()).tobytes()))
+        outputs.append((program.logits.tobytes(), np.asarray(program.fetch_statistics().result()).tobytes()))
     programs.backward(kept, kept.turn)
-    return kept, found
+    return kept, outputs
 
 
 def _one_by_one(network: Network, batches: Sequence[int]) -> tuple[dict[tuple[int, str], bytes], list[tuple[bytes, bytes]]]:
-    gradients, found = {}, []
+    gradients, outputs = {}, []
     for place, batch in enumerate(batches):
         program = network.program(batch, training=True)
         kept = _Kept()
         context, labels = _batch(network, program, place)
         program.forward(context, kept)
         program.loss(labels, 12)
-        found.append((program.logits.tobytes(), np.asarray(program.fetch_statistics().result()).tobytes()))
+        outputs.append((program.logits.tobytes(), np.asarray(program.fetch_statistics().result()).tobytes()))
         program.backward(kept)
         gradients |= {(place, name): value for (_, name), value in kept.gradients.items()}
-    return gradients, found
+    return gradients, outputs
 
 
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
@@ -86,10 +86,10 @@ def test_bits_are_those_of_one_after_another(kernels: type[KernelSet], model: st
     """Twice, as weights change in between: no copy of the old ones is left."""
     network, other = (_network(kernels(), model) for _ in range(2))
     for _ in range(2):
-        kept, found = _run(network, network.side_by_side([(batch,) for batch in batches]))
-        assert (kept.gradients, found) == _one_by_one(other, batches)
-        for each in (network, other):
-            each.groups["all"].data[...] *= 1.1
+        kept, outputs = _run(network, network.side_by_side([(batch,) for batch in batches]))
+        assert (kept.gradients, outputs) == _one_by_one(other, batches)
+        for trained in (network, other):
+            trained.groups["all"].data[...] *= 1.1
 
 
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
@@ -135,7 +135,7 @@ def test_each_program_has_its_own_memory() -> None:
 
 def test_gradients_are_written_to_their_homes() -> None:
     network = _network(NumpyKernelSet())
-    homes = {(name, place): np.zeros_like(each.grad) for name, each in network.parameters.items() for place in range(2)}
+    homes = {(name, place): np.zeros_like(parameter.grad) for name, parameter in network.parameters.items() for place in range(2)}
 
     def home(parameter: Parameter, place: int) -> np.ndarray:
         return homes[parameter.name, place]

@@ -15,7 +15,8 @@ from hpctrain.backend.kernels.numpy.reduce import column_sums
 from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks, taps
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 
-_MANY_WEIGHTS = 1 << 18
+#: From here on weights leave the near caches between two uses: to read or copy them costs more than a product with few pixels.
+MANY_WEIGHTS = 1 << 18
 
 
 class NumpyConv2d(NumpyOperator):
@@ -47,7 +48,7 @@ class NumpyConv2d(NumpyOperator):
 
     def _turning_costs(self, weight_size: int) -> bool:
         """Whether to turn the weights would take longer than the product with them: they leave the cache, for few pixels."""
-        return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= _MANY_WEIGHTS
+        return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= MANY_WEIGHTS
 
     def bind(self, buffers: Buffers) -> None:
         self.buffers = buffers

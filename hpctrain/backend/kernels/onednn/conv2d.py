@@ -103,8 +103,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         plan, weight = self._plan, buffers.parameters["weight"]
         if plan.winograd is not None:
             x, y, first = buffers.inputs[0], buffers.output, self._first
-            made = None if first is None else first._made_by(first._plan.winograd)
-            return plan.winograd.bind(x, weight, buffers.parameters.get("bias"), y, buffers.scratch, made=made)
+            leader = None if first is None else first._leading(first._plan.winograd)
+            return plan.winograd.bind(x, weight, buffers.parameters.get("bias"), y, buffers.scratch, leader=leader)
         self._load, weights = self._prepare(FORWARD, plan.plain_weights, weight, plan.weights, blocked)
         memories = {
             c.ARG_SRC: (plan.source, buffers.inputs[0]),
@@ -125,7 +125,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._copied[use] = target, room
         return Copy(self._engine, f"{self._what} weights", source, target).bind(plain, room), room
 
-    def _made_by(self, product: Product | None) -> tuple[Product, Array] | None:
+    def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
         """One of the plan's products, and where it keeps its weights."""
         return None if product is None else (product, self.buffers.scratch)
 
@@ -157,8 +157,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if plan.winograd_data is not None:
             adds = buffers.accumulate[0]
             dy = buffers.output_grad
-            made = None if first is None else first._made_by(first._plan.winograd_data)
-            self._backward_data = plan.winograd_data.bind(dy, weight, None, dx, buffers.scratch, accumulate=adds, made=made)
+            leader = None if first is None else first._leading(first._plan.winograd_data)
+            self._backward_data = plan.winograd_data.bind(dy, weight, None, dx, buffers.scratch, accumulate=adds, leader=leader)
             return
         if buffers.accumulate[0]:
             assert plan.adding is not None
@@ -179,8 +179,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             )
             return
         assert plan.backward_data is not None
-        formats = plan.plain_weights, plan.backward_data_weights
-        self._load_backward, weights = self._prepare(BACKWARD_DATA, formats[0], weight, formats[1], blocked)
+        source, target = plan.plain_weights, plan.backward_data_weights
+        self._load_backward, weights = self._prepare(BACKWARD_DATA, source, weight, target, blocked)
         self._backward_data = plan.backward_data.bind(
             {
                 c.ARG_DIFF_DST: (plan.destination, buffers.output_grad),

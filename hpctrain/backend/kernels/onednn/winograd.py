@@ -162,15 +162,15 @@ class Product(_Winograd):
         scratch: Array,
         *,
         accumulate: bool = False,
-        made: tuple[Product, Array] | None = None,
+        leader: tuple[Product, Array] | None = None,
     ) -> Work:
         """The convolution on fixed memory, weights included.
 
-        made: (another one, its scratch), which always runs just before with the same weights; None: there is none.
+        leader: (another one, its scratch), which always runs just before with the same weights; None: there is none.
         """
         room, works = self._scratch.room(scratch), list[Work]()
-        if made is not None and self._weights.equals(made[0]._weights):
-            room = replace(room, weights=made[0]._scratch.room(made[1]).weights)
+        if leader is not None and self._weights.equals(leader[0]._weights):
+            room = replace(room, weights=leader[0]._scratch.room(leader[1]).weights)
         else:
             works += self._load(weight.reshape(-1), room)
         between = {form: self._between(form, bias, room) for form in self._forms}

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.backend.kernels.numpy import conv2d
+from hpctrain.backend.kernels.numpy.conv2d import NumpyConv2d, _Flipped, _Scattered
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Conv2dSpec, Window
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.testing.operator_gradients import assert_close, check_gradient
 from hpctrain.testing.operators import OperatorBench, default_parameters
 
@@ -92,6 +94,37 @@ def test_backward_is_the_adjoint_of_forward(case: tuple[Conv2dSpec, tuple[int, i
 def test_gradient(spec: Conv2dSpec, shape: tuple[int, ...], accumulate: bool) -> None:
     x, parameters = arrays(spec, shape)
     check_gradient(KERNELS, spec, [x], parameters=parameters, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("window", "groups"),
+    [
+        (Window((3, 3), (1, 1), (1, 1, 1, 1)), 1),
+        (Window((5, 3), (1, 1), (0, 3, 2, 1), (1, 2)), 1),
+        (Window((3, 3), (1, 1), (1, 1, 1, 1)), 2),
+        (Window((1, 1), (1, 1), (0, 0, 0, 0)), 1),
+    ],
+)
+def test_gradient_of_the_input_without_turning_the_weights(
+    window: Window, groups: int, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where weights are many and pixels few: central differences, and the convolution with turned weights."""
+    spec, shape = Conv2dSpec(4, 40, window, groups), (2, 5, 3, 4)
+    x, parameters = arrays(spec, shape)
+    dy, start = (
+        np.random.default_rng(k).standard_normal(size) for k, size in enumerate((spec.output(TensorSpec(shape)).shape, shape))
+    )
+    gradients = []
+    for many, kind in ((1, _Scattered), (1 << 18, _Flipped)):
+        monkeypatch.setattr(conv2d, "MANY_WEIGHTS", many)
+        bench = OperatorBench(KERNELS, spec, [x], parameters=parameters, accumulate=accumulate)
+        assert isinstance(bench.operator, NumpyConv2d)
+        assert isinstance(bench.operator.back, kind)
+        bench.forward()
+        gradients.append(bench.backward(dy, [start]).inputs[0])
+        check_gradient(KERNELS, spec, [x], parameters=parameters, accumulate=accumulate)
+    assert_close(gradients[0], gradients[1], 1e-12, str(spec))
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 9, 4), (3, 0, 9, 4), (3, 7, 0, 4)])
