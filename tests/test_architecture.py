@@ -18,7 +18,7 @@ import pytest
 TOP = Path(__file__).parents[1]
 MOST_METHODS = 20
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_A_MODULE = 400
+MOST_LINES_OF_A_MODULE = 800
 ONLY_IMPORTER_OF_MPI4PY = "hpctrain.comm.mpi"
 IMPORTERS_OF_CUPY = ["hpctrain.backend.cuda.cupy_device", "hpctrain.backend.cuda.cupy_links"]
 
@@ -46,59 +46,6 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.backend.kernels.onednn.winograd._Winograd",
     "hpctrain.parallel.redistribute.RedistributeOperator",
     "hpctrain.parallel.redistribute.ReduceScatterOperator",
-}
-MODULES_WITHOUT_A_TEST = {
-    "hpctrain.__main__",
-    "hpctrain.averaging.base",
-    "hpctrain.backend.kernels.base",
-    "hpctrain.backend.kernels.graph",
-    "hpctrain.backend.kernels.numpy.flatten",
-    "hpctrain.backend.kernels.numpy.operator",
-    "hpctrain.backend.kernels.onednn.binding",
-    "hpctrain.backend.kernels.onednn.constants",
-    "hpctrain.backend.kernels.onednn.convolution",
-    "hpctrain.backend.kernels.onednn.geometry",
-    "hpctrain.backend.kernels.onednn.layouts",
-    "hpctrain.backend.kernels.onednn.memory",
-    "hpctrain.backend.kernels.onednn.rectified",
-    "hpctrain.backend.kernels.onednn.regions",
-    "hpctrain.backend.kernels.onednn.reorder",
-    "hpctrain.backend.kernels.onednn.tiles",
-    "hpctrain.backend.kernels.specs",
-    "hpctrain.cli.bench",
-    "hpctrain.comm.base",
-    "hpctrain.comm.mpi",
-    "hpctrain.data.augmentations.base",
-    "hpctrain.data.augmentations.center_crop",
-    "hpctrain.data.augmentations.flip",
-    "hpctrain.data.augmentations.pad_crop",
-    "hpctrain.data.augmentations.randaugment",
-    "hpctrain.data.augmentations.random_erasing",
-    "hpctrain.data.augmentations.random_resized_crop",
-    "hpctrain.data.augmentations.trivial_augment_wide",
-    "hpctrain.experiment.build",
-    "hpctrain.experiment.compute_only",
-    "hpctrain.experiment.model",
-    "hpctrain.experiment.options_schema",
-    "hpctrain.experiment.oversubscription",
-    "hpctrain.experiment.resume",
-    "hpctrain.experiment.session",
-    "hpctrain.experiment.trace_report",
-    "hpctrain.nn.custom",
-    "hpctrain.nn.hooks",
-    "hpctrain.nn.layer",
-    "hpctrain.nn.parameter",
-    "hpctrain.optim.base",
-    "hpctrain.optim.momentum",
-    "hpctrain.optim.schedules._decay",
-    "hpctrain.optim.schedules.base",
-    "hpctrain.optim.schedules.constant",
-    "hpctrain.optim.schedules.cosine",
-    "hpctrain.optim.schedules.polynomial",
-    "hpctrain.optim.schedules.step",
-    "hpctrain.testing.operators",
-    "hpctrain.train.shards",
-    "hpctrain.train.trainer",
 }
 
 
@@ -257,16 +204,3 @@ def test_names_of_public_classes_are_unique() -> None:
             owners[node.name].append(name)
     shared = {word: names for word, names in owners.items() if len(names) > 1}
     assert not shared
-
-
-def test_every_module_has_a_test_of_its_name() -> None:
-    tests = {path.relative_to(TOP / "tests") for path in (TOP / "tests").rglob("test_*.py")}
-    tested = tests | {Path(*path.parts[1:]) for path in tests if path.parts[0] == "mpi"}
-    untested = []
-    for module, tree in modules().items():
-        *folders, name = module.split(".")[1:] or [""]
-        is_package = (TOP / Path(*module.split("."))).is_dir()
-        if not is_package and tree.body and Path(*folders, f"test_{name.strip('_')}.py") not in tested:
-            untested.append(module)
-    rule = "a module has a test of its name in the folder of tests that mirrors its own, or below tests/mpi"
-    check_exceptions(untested, MODULES_WITHOUT_A_TEST, rule)
