@@ -1,4 +1,4 @@
-"""Whole training steps of four networks: our kernel sets against PyTorch, one process at a time in turn.
+"""Whole training steps of five networks: our kernel sets against PyTorch, one process at a time in turn.
 
     python -m benchmarks.engine --peer-python PATH                       # all: 1 thread by CPU time, 2 threads by wall time
     python -m benchmarks.engine small resnet20 --threads 1 --rounds 3 --peer-python PATH
@@ -40,6 +40,7 @@ class Net:
 NETS = {
     "resnet50": Net("resnet50", 8, 224, 1),
     "vgg16": Net("vgg16", 4, 224, 1),
+    "resnet34": Net("resnet34", 12, 48, 2),
     "resnet20": Net("resnet20", 64, 32, 6),
     "small": Net("small", 32, 28, 60),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.bench.device_peak import device_gemm_peak, device_of
 from hpctrain.bench.engine_profile import PrimitiveTime, profile
 from hpctrain.bench.engine_step import (
@@ -91,6 +92,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     layers = time_layers(step if device is None else _stepwise(step, precision), steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
+    multiply = step.kernels.multiply if isinstance(step.kernels, OnednnKernelSet) else np.matmul
     own_operators, others = stand_ins(step.program, on_host=step.kernels.arithmetic.on_host)
     return Measurement(
         model=task.model,
@@ -105,7 +107,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
         cpu_seconds=cpu_seconds,
         images_per_second=task.batch / seconds,
         gflops_per_second=sum(layer.flops for layer in layers) / (cpu_seconds if by_cpu else seconds) / 1e9,
-        peak_gflops=gemm_peak(clock=clock) if device is None else device_gemm_peak(step.kernels),
+        peak_gflops=gemm_peak(clock=clock, multiply=multiply) if device is None else device_gemm_peak(step.kernels),
         arena_bytes=step.program.activation_bytes,
         peak_bytes=peak_bytes,
         kernel_seconds=kernel,

@@ -212,15 +212,21 @@ def stand_ins(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
     return own, others
 
 
-def gemm_peak(size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter) -> float:
-    """GFLOP/s of the best of several float32 matrix products of NumPy's BLAS, in this process's threads."""
+def gemm_peak(
+    size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter, multiply: Callable = np.matmul
+) -> float:
+    """Return the GFLOP/s of the best of several float32 matrix products, in this process's threads.
+
+    Args:
+        multiply: writes the product of the first two arrays to the third.
+    """
     random = np.random.default_rng(0)
     a, b = (random.standard_normal((size, size), np.float32) for _ in range(2))
     out = np.empty_like(a)
     best = math.inf
     for _ in range(repeats + 1):
         begin = clock()
-        np.matmul(a, b, out=out)
+        multiply(a, b, out)
         best = min(best, clock() - begin)
     return 2 * size**3 / best / 1e9
 

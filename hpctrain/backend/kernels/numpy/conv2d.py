@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,9 @@ from hpctrain.backend.kernels.numpy.reduce import column_sums
 from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks, taps
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
 
+#: Write the product of the first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n).
+Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray], object]
+
 #: From here on weights leave the near caches between two uses: to read or copy them costs more than a product with few pixels.
 MANY_WEIGHTS = 1 << 18
 
@@ -25,11 +29,14 @@ class NumpyConv2d(NumpyOperator):
     The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights; of another one, and where
     weights are many and pixels few, a product whose columns are added to where they came from (col2im). A 1x1 convolution is one
     product.
+
+    Args:
+        multiply: computes the products; by default `np.matmul`.
     """
 
-    def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool) -> None:
+    def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, multiply: Multiply = np.matmul) -> None:
         super().__init__(spec, (x,), training=training)
-        self.conv = spec
+        self.conv, self.multiply = spec, multiply
         self.needs_inputs = (training,)
         weight_size = math.prod(spec.weight_shape)
         # Every chunk but the first adds to the weights' gradient, so it should be worth more work than that.
@@ -70,7 +77,7 @@ class NumpyConv2d(NumpyOperator):
         flat = self.buffers.output.reshape(-1, self.conv.channels_out)
         for chunk in self.chunks:
             chunk.fill()
-            np.matmul(chunk.matrix, weight, out=self.out[:, chunk.pixels])
+            self.multiply(chunk.matrix, weight, self.out[:, chunk.pixels])
             if self.conv.bias:
                 rows = flat[chunk.pixels]
                 np.add(rows, self.buffers.parameters["bias"], out=rows)
@@ -79,7 +86,7 @@ class NumpyConv2d(NumpyOperator):
         for i, chunk in enumerate(self.chunks):
             chunk.fill()
             target = self.partial if i else self.d_weight
-            np.matmul(self.d_out[:, chunk.pixels].transpose(0, 2, 1), chunk.matrix, out=target)
+            self.multiply(self.d_out[:, chunk.pixels].transpose(0, 2, 1), chunk.matrix, target)
             if i:
                 np.add(self.d_weight, self.partial, out=self.d_weight)
         if not self.chunks:
@@ -89,7 +96,7 @@ class NumpyConv2d(NumpyOperator):
 
     def backward_input(self) -> None:
         if self.back is not None and self.input_grad() is not None:
-            self.back.run()
+            self.back.run(self.multiply)
 
 
 @dataclass
@@ -121,18 +128,18 @@ class _Flipped:
         self.matrix = self.turned.reshape(spec.groups, -1, self.turned.shape[4])
         self.grad, self.add = _grouped_pixels(grad, spec.groups), add
 
-    def run(self) -> None:
+    def run(self, multiply: Multiply) -> None:
         np.copyto(self.turned, self.source)
         for chunk in self.chunks:
             chunk.fill()
             target = self.grad[:, chunk.pixels]
             if not self.add:
-                np.matmul(chunk.matrix, self.matrix, out=target)
+                multiply(chunk.matrix, self.matrix, target)
                 continue
             for start in range(0, chunk.stop - chunk.start, self.limit):
                 rows = slice(start, min(start + self.limit, chunk.stop - chunk.start))
                 sums = self.sums[:, : rows.stop - start]
-                np.matmul(chunk.matrix[:, rows], self.matrix, out=sums)
+                multiply(chunk.matrix[:, rows], self.matrix, sums)
                 np.add(target[:, rows], sums, out=target[:, rows])
 
 
@@ -187,11 +194,11 @@ class _Scattered:
                 additions.append((pixels[:, :, rows.inputs, tap.columns.inputs], source))
         return _Part(self.d_out[:, start : start + size], columns, additions)
 
-    def run(self) -> None:
+    def run(self, multiply: Multiply) -> None:
         if not self.add:
             self.grad.fill(0)
         for part in self.parts:
-            np.matmul(part.d_out, self.weight, out=part.columns)
+            multiply(part.d_out, self.weight, part.columns)
             for target, source in part.additions:
                 np.add(target, source, out=target)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from hpctrain.backend.kernels.base import Array
@@ -50,6 +50,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dnnl_post_ops_append_sum": [c_void_p, c_float, ctypes.c_int32, c_int],
     "dnnl_post_ops_append_eltwise": [c_void_p, c_int, c_float, c_float],
     "dnnl_post_ops_append_binary": [c_void_p, c_int, c_void_p],
+    "dnnl_sgemm": [
+        c_char, c_char, c_int64, c_int64, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_int64
+    ],
     "dnnl_primitive_desc_destroy": [c_void_p],
     "dnnl_primitive_desc_query": [c_void_p, c_int, c_int, c_void_p],
     "dnnl_primitive_desc_next_impl": [c_void_p],
@@ -141,6 +144,29 @@ class Engine:
     def call(self, function: str, what: str, *arguments: Any) -> None:
         """Call a function and check its status."""
         check(getattr(self.library, function)(*arguments), what)
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Write the product of float32 matrices a (m, k) and b (k, n) to `out` (m, n), in the library's threads.
+
+        Each may have a leading dim of 1. The elements of a row or of a column of `a` and of `b` are contiguous, those of a row of
+        `out` as well. At a fixed number of threads the bits are the same each time.
+
+        Raises:
+            BackendError: oneDNN refuses the sizes.
+        """
+        (m, n), k = out.shape[-2:], a.shape[-1]
+        (turn_a, lead_a), (turn_b, lead_b), (_, lead_out) = map(_leading, (a, b, out))
+        sizes = (m, n, k, 1.0, a.ctypes.data, lead_a, b.ctypes.data, lead_b, 0.0, out.ctypes.data, lead_out)
+        self.call("dnnl_sgemm", f"a product of ({m}, {k}) and ({k}, {n})", turn_a, turn_b, *sizes)
+
+
+def _leading(matrix: Array) -> tuple[bytes, int]:
+    """Return whether dnnl_sgemm has to turn a matrix (`b"T"`, `b"N"`), and the elements from one row or column to the next."""
+    (rows, columns), (row, column) = matrix.shape[-2:], (stride // matrix.itemsize for stride in matrix.strides[-2:])
+    if column == 1 or columns == 1:
+        return b"N", max(row, columns)
+    assert row == 1 or rows == 1, f"neither rows nor columns of {matrix.shape} with strides {matrix.strides} are contiguous"
+    return b"T", max(column, rows)
 
 
 def _destroy(engine: Engine, function: Callable[[c_void_p], int], handle: c_void_p) -> None:

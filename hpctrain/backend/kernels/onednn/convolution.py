@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from hpctrain.backend.kernels.numpy.conv2d import MANY_WEIGHTS
 from hpctrain.backend.kernels.onednn import constants as c
 from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
@@ -17,17 +14,6 @@ from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
 # What the direct kernels of 3x3 reach of the speed of those of 1x1: with AVX2 they measured 0.7 to 1.0, and 0.5 to 0.7.
 _DIRECT_SPEED = 1.0
 _DIRECT_WEIGHTS_SPEED = 0.7
-
-# Few output pixels in all images, and many weights: a product of matrices reads these once, as they lie, where oneDNN copies them
-# into blocks and back in every step. Measured with AVX2 from 128 channels on: 0.3 to 0.9 of the time (see docs/performance.md).
-_FEW_PIXELS = 128
-
-
-def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Whether im2col and products of matrices beat the library's kernels in training. A rule, so that all ranks do the same."""
-    n, height, width, _ = spec.output(x.plain()).shape
-    windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
-    return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= MANY_WEIGHTS
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:

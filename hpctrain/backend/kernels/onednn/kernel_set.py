@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from threadpoolctl import threadpool_limits
+
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.abilities import SufficientFactors
@@ -17,13 +19,13 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.conv2d import make_conv2d
-from hpctrain.backend.kernels.onednn.convolution import products_pay
 from hpctrain.backend.kernels.onednn.elementwise import AddOperator, ReluOperator
 from hpctrain.backend.kernels.onednn.library import available
 from hpctrain.backend.kernels.onednn.linear import LinearOperator
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.operator import LibraryOperator
 from hpctrain.backend.kernels.onednn.pool import IdentityOperator, PoolOperator, plain_pool
+from hpctrain.backend.kernels.onednn.products import ProductConv2d, products_pay
 from hpctrain.backend.kernels.onednn.rectified import RectifiedLinearOperator, RectifiedOperator
 from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
 from hpctrain.backend.kernels.specs import (
@@ -44,13 +46,15 @@ from hpctrain.errors import BackendError
 __all__ = ["OnednnKernelSet", "available"]
 
 _Inputs = tuple[TensorSpec, ...]
+_PRODUCTS = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
     """oneDNN's kernels where it has them, NumPy's in plain memory for the rest (empty images, dropout, synchronised batch norm,
     windows of changing size, the loss, and whatever oneDNN would compute by its plain loops).
 
-    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
+    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. NumPy's BLAS is held to one thread in
+    the whole process: threads of a second pool would fight for the cores with OpenMP's, which spin between two kernels.
 
     Args:
         fused: rewrite neighbours into fused operations (the same numbers up to rounding).
@@ -68,6 +72,7 @@ class OnednnKernelSet(KernelSet):
         if reason is not None:
             raise BackendError(reason)
         self._engine = Engine()
+        threadpool_limits(limits=1, user_api="blas")
         self._fused = fused
         self._fallback = NumpyKernelSet()
         self._makers: dict[type, Callable[[Any, _Inputs, bool, bool], Operator | str]] = {
@@ -95,7 +100,12 @@ class OnednnKernelSet(KernelSet):
             return chosen
         plain = tuple(x.plain() for x in inputs)
         inner = spec.inner if isinstance(spec, WithRelu) else spec
-        operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
+        operator: Operator
+        if chosen == _PRODUCTS:
+            assert isinstance(inner, Conv2dSpec)
+            operator = ProductConv2d(self._engine, inner, plain[0], training=training)
+        else:
+            operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
         if isinstance(spec, WithRelu):
             kind = RectifiedLinearOperator if isinstance(operator, SufficientFactors) else RectifiedOperator
             operator = kind(self._engine, spec, operator)
@@ -111,11 +121,15 @@ class OnednnKernelSet(KernelSet):
             return "it is empty"
         inner = spec.inner if isinstance(spec, WithRelu) else spec
         if training and isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
-            return "it has few pixels and many weights"
+            return _PRODUCTS
         made = maker(spec, inputs, training, input_gradient)
         if isinstance(made, LibraryOperator) and made.plain_loops:
             return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
         return made
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Write the product of float32 matrices to `out`: `Engine.multiply`."""
+        self._engine.multiply(a, b, out)
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return self._fallback.make_loss(spec)

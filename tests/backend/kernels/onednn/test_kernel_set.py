@@ -218,3 +218,32 @@ def test_bitwise_the_same_in_every_process(onednn: KernelSet, threads: int) -> N
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+_TWO_THREADS = """
+from pathlib import Path
+import numpy as np
+from hpctrain.bench.engine_step import EngineStep, workload
+
+def seconds():
+    return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in Path("/proc/self/task").iterdir()}
+
+step = EngineStep(workload("resnet18", 16, 32, {}), "onednn")
+array = np.ones(1 << 22, np.float32)
+before = seconds()
+for _ in range(4):
+    step.run()
+    step.kernels.arithmetic.fetch_finite([array])
+    array[: 1 << 20].reshape(1 << 10, -1) @ array[1 << 20 : 1 << 21].reshape(1 << 10, -1)
+print(sum(after - before.get(task, 0.0) > 0.01 for task, after in seconds().items()))
+"""
+
+
+@pytest.mark.job
+def test_one_pool_of_threads_works() -> None:
+    """Products of NumPy's BLAS in a second pool doubled a step with two threads: both pools spin on the same cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_THREADS], env=environment, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert int(done.stdout) <= 2

@@ -1,0 +1,54 @@
+"""Convolutions with few pixels and many weights as products of matrices, in the library's threads."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hpctrain.backend.alignment import aligned
+from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
+from hpctrain.backend.kernels.onednn.binding import Engine
+from hpctrain.backend.kernels.onednn.regions import Regions, part
+from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+
+# Few output pixels in all images, and many weights: a product of matrices reads these once, as they lie, where the library's
+# convolutions copy them into blocks and back in every step.
+_FEW_PIXELS = 128
+
+
+def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
+    """Whether im2col and products of matrices beat the library's kernels in training. A rule, so that all ranks do the same."""
+    n, height, width, _ = spec.output(x.plain()).shape
+    windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
+    return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= MANY_WEIGHTS
+
+
+class ProductConv2d(NumpyConv2d):
+    """A convolution by im2col and the library's products, which share its threads: NumPy's would wake a pool of their own.
+
+    The forward product is computed transposed, since dnnl_sgemm is slow with few rows of the result and many columns.
+    """
+
+    def __init__(self, engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, x, training=training, multiply=engine.multiply)
+        regions = Regions(aligned(self.scratch_bytes))
+        self._turned = regions.add(spec.channels_out * self.columns.largest * self.inputs[0].item_bytes)
+        self.scratch_bytes = regions.total_bytes
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.turned = part(buffers.scratch, self._turned).view(self.dtype)
+
+    def forward(self, context: StepContext) -> None:
+        k = self.conv.channels_out
+        flat = self.buffers.output.reshape(-1, k)
+        for chunk in self.chunks:
+            chunk.fill()
+            turned = self.turned[: k * (chunk.stop - chunk.start)].reshape(1, k, -1)
+            self.multiply(self.weight, chunk.matrix.transpose(0, 2, 1), turned)
+            if self.conv.bias:
+                np.add(turned[0].T, self.buffers.parameters["bias"], out=flat[chunk.pixels])
+            else:
+                np.copyto(flat[chunk.pixels], turned[0].T)
