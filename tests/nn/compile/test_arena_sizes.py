@@ -1,4 +1,4 @@
-"""The memory of the four benchmark networks, in bytes of [training, evaluation]: golden numbers, which may fall but not rise.
+"""The memory of the five benchmark networks, in bytes of [training, evaluation]: golden numbers, which may fall but not rise.
 
 A change that needs less memory writes its numbers here. A change that needs more must save more than that elsewhere.
 """
@@ -14,8 +14,9 @@ from hpctrain.backend.kernels.onednn.library import processor_flags
 from tests.support.arena_sizes import arena_sizes, arena_sizes_with
 
 NUMPY = {
-    "resnet50": [692647936, 57802752],
+    "resnet50": [682899456, 57802752],
     "vgg16": [269494272, 107467776],
+    "resnet34": [19167232, 6570048],
     "resnet20": [102641152, 17229568],
     "small": [10177024, 5341184],
 }
@@ -24,12 +25,14 @@ ONEDNN = {
     "AVX2": {
         "resnet50": [682326528, 57868288],
         "vgg16": [317310976, 102907904],
+        "resnet34": [18089600, 9744384],
         "resnet20": [113611904, 12592128],
         "small": [4139904, 2007040],
     },
     "AVX512_CORE": {
         "resnet50": [682331392, 57868288],
         "vgg16": [317315840, 102907904],
+        "resnet34": [18101504, 9744384],
         "resnet20": [113616768, 12592128],
         "small": [4301952, 2007040],
     },

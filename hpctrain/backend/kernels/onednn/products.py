@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hpctrain.backend.alignment import aligned
-from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.kernels.base import StepContext
 from hpctrain.backend.kernels.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
 from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.regions import Regions, part
@@ -37,16 +37,12 @@ class ProductConv2d(NumpyConv2d):
         self._turned = regions.add(spec.channels_out * self.columns.largest * self.inputs[0].item_bytes)
         self.scratch_bytes = regions.total_bytes
 
-    def bind(self, buffers: Buffers) -> None:
-        super().bind(buffers)
-        self.turned = part(buffers.scratch, self._turned).view(self.dtype)
-
     def forward(self, context: StepContext) -> None:
         k = self.conv.channels_out
-        flat = self.buffers.output.reshape(-1, k)
+        flat, room = self.buffers.output.reshape(-1, k), part(self.buffers.scratch, self._turned).view(self.dtype)
         for chunk in self.chunks:
             chunk.fill()
-            turned = self.turned[: k * (chunk.stop - chunk.start)].reshape(1, k, -1)
+            turned = room[: k * (chunk.stop - chunk.start)].reshape(1, k, -1)
             self.multiply(self.weight, chunk.matrix.transpose(0, 2, 1), turned)
             if self.conv.bias:
                 np.add(turned[0].T, self.buffers.parameters["bias"], out=flat[chunk.pixels])
