@@ -43,6 +43,7 @@ class GuardedOptimizer(Optimizer):
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
         self._updates: dict[int, _Update] = {}  # by the place of the first segment
+        self._owned_size = 0
         self._asked: list[tuple[list[str], Fetch]] = []
 
     @property
@@ -81,8 +82,15 @@ class GuardedOptimizer(Optimizer):
         self.look()
         self.tell()
 
+    @property
+    def vouches(self) -> bool:
+        """Whether each owned parameter is known to be what its last update has made of it, or else is in `found`."""
+        remembered = (update.segments for update in self._updates.values() if update.remembered)
+        known = sum(segment.size for segments in remembered for segment in segments)
+        return self._on and self._with_parameters and known == self._owned_size
+
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._group = group
+        self._group, self._owned_size = group, sum(segment.size for segment in owned)
         self._inner.bind(group, owned)
 
     def begin_step(self, left_out: Collection[str] = ()) -> None:
