@@ -180,6 +180,12 @@ class Finiteness:
         sources = sorted(rank for rank, _, bad in gathered if bad)
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
+    @property
+    def blames_parameters(self) -> bool:
+        """Whether the first layer that is not finite on this rank has such parameters."""
+        fault = None if self._finding is None else self._finding.fault
+        return fault is not None and fault.held is Held.PARAMETERS
+
     def forget(self) -> None:
         """Nothing was seen: what was is undone."""
         self._finding = None

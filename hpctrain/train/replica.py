@@ -217,10 +217,10 @@ class Replica:
         if totals is None:
             return None
         well = self.watch is None or self.watch.read(totals.checks)
-        # Where ranks have read different parameters, what is not finite on some of them alone follows from that.
-        if totals.non_finite and (well or totals.non_finite == self.groups.messages.size):
+        if totals.non_finite:
             self.drain()
-            self._raise_diverged()
+            if well or self._diverged_alike():
+                self._raise_diverged()
         if not well:
             self._raise_corrupted()
         self.loop.heard(totals)
@@ -355,6 +355,15 @@ class Replica:
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             raise error.of_all_ranks()
+
+    def _diverged_alike(self) -> bool:
+        """Whether parameters are not finite on all ranks that hold the same: else that follows from damage to one. Collective.
+
+        Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
+        """
+        seen = self._reduction.gather(self._step.finiteness.blames_parameters)
+        alike = (positions for groups in alike_positions(self.groups) for positions in groups if len(positions) > 1)
+        return any(all(seen[position] for position in positions) for positions in alike)
 
     def _raise_corrupted(self) -> None:
         """Raise what the comparison has found, alike on all ranks. Collective."""

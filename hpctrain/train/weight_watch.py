@@ -1,9 +1,9 @@
 """Watches what ranks must hold alike: in every step the parameters that it has read; in turn, and before checkpoints, all of it.
 
 Memory and links may flip bits unnoticed. Where every rank holds something, ranks compare: sums of the parameters that a step has
-read, before its update writes over them; every few steps checksums of a part of all; before checkpoints those of all. What nothing
-but an update writes, such as the optimiser's state of an owner (`optim/guarded.py`), running statistics and frozen parameters, a
-rank compares with sums of its own that were taken when it was written.
+read, before its update writes over them; every few steps checksums of a part of all; before checkpoints those of all. A rank
+compares by itself what nothing but an update writes, such as the optimiser's state of an owner (`optim/guarded.py`), running
+statistics and frozen parameters, with sums that it took when it wrote there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CheckCadence:
 class _Read:
     """Sums of the parameters that a step has read, on their way.
 
-    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows that it is right.
+    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows what it is.
     """
 
     step: int
@@ -128,7 +128,11 @@ class WeightWatch:
         return max(map(len, self._parts))
 
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
-        """Let averagers sum what steps read, where another rank has a copy; return names and owned ones of the pieces, by kind."""
+        """Let averagers sum what steps read, where another rank has a copy.
+
+        Returns:
+            By kind, the name of each piece, and whether this rank owns it.
+        """
         names: tuple[list[str], ...] = tuple([] for _ in range(_KINDS))
         owned: tuple[list[bool], ...] = tuple([] for _ in range(_KINDS))
         for name, averager in self._averagers.items():
