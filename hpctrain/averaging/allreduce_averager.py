@@ -123,6 +123,10 @@ class AllreduceAverager(GradientAverager):
         """Return all parameters as one part: updates follow `end_backward`."""
         return (self.group.segments,)
 
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the parameters of each slice."""
+        return self._segments
+
     def _start(self, k: int) -> Handle:
         """Called by the progress engine when the slice's turn has come: post its sum."""
         piece = self.schedule.slices[k]

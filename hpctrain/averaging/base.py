@@ -178,6 +178,10 @@ class GradientAverager(ABC):
         """
         return ()
 
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the owned segments of each update of the optimiser, the same in every step; none where they are not known."""
+        return ()
+
     def complete_parameters(self) -> None:
         """Wait until all parameters hold the values of this step, also those that its forward did not use."""
         self.before_forward(tuple(self.group.parameters.values()))

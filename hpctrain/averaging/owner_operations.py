@@ -165,7 +165,7 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
-            self._optimizer.prepare_norms((*self._own[k], *self._replicated[k]))
+            self._optimizer.prepare_norms(self._updated(k))
             if self._rounded is None:
                 segments += self._counted(k)
             else:
@@ -186,6 +186,13 @@ class OwnerOperations:
         slices = self._schedule.slices
         return [(*self._group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
 
+    def update_parts(self) -> list[tuple[Segment, ...]]:
+        """Return what this rank updates of each slice."""
+        return [self._updated(k) for k in range(len(self._schedule.slices))]
+
+    def _updated(self, k: int) -> tuple[Segment, ...]:
+        return (*self._own[k], *self._replicated[k])
+
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
         """Owned segments that have each element of the group once over the ranks, with views of their state."""
         segments = (segment for k in range(len(self._schedule.slices)) for segment in self._counted(k))
@@ -205,7 +212,7 @@ class OwnerOperations:
             self._finish_gradient(k)
         if self._rounded is not None:
             self._rounded.restore(k)
-        self._optimizer.update((*self._own[k], *self._replicated[k]), update.lr, update.norms)
+        self._optimizer.update(self._updated(k), update.lr, update.norms)
         return self._gather(k, self._streams[operation.stream])
 
     def _gather(self, k: int, comm: Communicator) -> Handle:

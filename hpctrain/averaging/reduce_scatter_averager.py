@@ -217,6 +217,10 @@ class ReduceScatterAverager(GradientAverager):
         """Return the segments of each slice, with those that every rank updates beside it."""
         return self._operations.read_parts()
 
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return what this rank updates of each slice."""
+        return self._operations.update_parts()
+
     def complete_parameters(self) -> None:
         if self._previous is not None:
             self.progress.wait(self._previous.gathered.values())

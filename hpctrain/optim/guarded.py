@@ -50,14 +50,19 @@ class GuardedOptimizer(Optimizer):
     def norms_needed(self) -> NormsNeeded:
         return self._inner.norms_needed
 
-    def watch(self, *, parameters: bool) -> None:
+    def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
         """From now on compare; after `bind`.
 
         Args:
             parameters: the values of the updated parameters stay as they are until the next update, too.
+            updates: the segments of each update of a step, where they are known before the first one: then what they start from
+                is compared, too.
         """
         assert self._group is not None, "the optimiser is not bound"
         self._on, self._with_parameters = True, parameters
+        for segments in updates:
+            if segments:
+                self._known(tuple(segments))
 
     def forget(self) -> None:
         """Something else has written: compare from the next updates on."""
@@ -76,9 +81,14 @@ class GuardedOptimizer(Optimizer):
         self._asked = []
 
     def verify(self) -> None:
-        """Compare all that is remembered now, and wait for what is found: between steps, while no update is under way."""
+        """Compare all now, and wait for what is found: between steps, while no update is under way.
+
+        What is not remembered, as nothing was updated since the start or since `forget`, is from now on.
+        """
         for update in self._updates.values():
             self._compare(update)
+            if not update.remembered:
+                self._remember(update)
         self.look()
         self.tell()
 
@@ -120,9 +130,7 @@ class GuardedOptimizer(Optimizer):
             return
         self._compare(update)
         write()
-        if update.guard is not None:
-            update.guard.remember()
-        update.remembered = True
+        self._remember(update)
 
     def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
         """The update of these segments; None where updates are not of the same segments in every step, which nobody watches."""
@@ -141,6 +149,12 @@ class GuardedOptimizer(Optimizer):
 
     def state(self, segment: Segment) -> dict[str, Array]:
         return self._inner.state(segment)
+
+    @staticmethod
+    def _remember(update: _Update) -> None:
+        if update.guard is not None:
+            update.guard.remember()
+        update.remembered = True
 
     def _compare(self, update: _Update) -> None:
         assert self._group is not None

@@ -180,11 +180,16 @@ class Finiteness:
         sources = sorted(rank for rank, _, bad in gathered if bad)
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
-    @property
-    def blames_parameters(self) -> bool:
-        """Whether the first layer that is not finite on this rank has such parameters."""
-        fault = None if self._finding is None else self._finding.fault
-        return fault is not None and fault.held is Held.PARAMETERS
+    def blames_parameters(self, before: int) -> bool:
+        """Return whether parameters of this rank are the first that was not finite.
+
+        Args:
+            before: steps done; what was seen with as many or more does not count.
+        """
+        finding = self._finding
+        if finding is None or finding.step >= before or finding.fault is None:
+            return False
+        return finding.fault.held is Held.PARAMETERS
 
     def forget(self) -> None:
         """Nothing was seen: what was is undone."""

@@ -361,7 +361,7 @@ class Replica:
 
         Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
         """
-        seen = self._reduction.gather(self._step.finiteness.blames_parameters)
+        seen = self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step))
         alike = (positions for groups in alike_positions(self.groups) for positions in groups if len(positions) > 1)
         return any(all(seen[position] for position in positions) for positions in alike)
 

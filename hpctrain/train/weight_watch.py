@@ -108,7 +108,7 @@ class WeightWatch:
         #: by kind and part, steps done when it was last found equal
         self._equal_at = [[0] * len(parts) for parts in self._parts]
         self._looks: tuple[_Look, ...] | None = None
-        self._look_step = self._sent_step = 0
+        self._look_step = self._taken_step = self._sent_step = 0
         self._sent: _AllChecksums = ()
         self._has_sent_looks = False
         self._all_equal_at = -1
@@ -120,7 +120,7 @@ class WeightWatch:
         self._vouches = dict.fromkeys(averagers, False)
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
-                guards[name].watch(parameters=_keeps_parameters(averager))
+                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts())
 
     @property
     def checks_to_see_all(self) -> int:
@@ -186,7 +186,7 @@ class WeightWatch:
                 self._vouches[name] = self._optimizers[name].vouches
         self._frozen.compare()
         self._reads = [*self._reads, _Read(step, fetches, tuple(vouched))][-self._steps_kept :]
-        self._sent_step = step
+        self._taken_step = step
 
     def message(self) -> np.ndarray:
         """Return the numbers that travel with a step's message: those of `AgreedChecksums`."""
@@ -197,7 +197,7 @@ class WeightWatch:
             of_parts = [Checksums(names, digests.result(), at) for (names, digests), at in zip(looks, equal_at, strict=True)]
         self._looks = None
         reads = self._next_reads() if len(self._reads) == self._steps_kept else [Checksums() for _ in range(_KINDS)]
-        self._sent = (*reads, *of_parts)
+        self._sent, self._sent_step = (*reads, *of_parts), self._taken_step
         return self._numbers()
 
     def read(self, sums: np.ndarray) -> bool:
@@ -230,6 +230,7 @@ class WeightWatch:
             return True
         for guard in self._guards:
             guard.verify()
+        self._vouches = {name: optimizer.vouches for name, optimizer in self._optimizers.items()}
         looks = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
             look = Checksums(whole.names, whole.fetch().result(), min(equal_at))

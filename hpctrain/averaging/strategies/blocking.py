@@ -67,6 +67,10 @@ class BlockingAverager(GradientAverager):
         """Return all parameters as one part: updates follow `end_backward`."""
         return (self.group.segments,)
 
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return all parameters: there is one update."""
+        return (self.group.segments,)
+
     def _update_late(self) -> None:
         """With norms of several groups, the step's update; else the parameters hold its values since `end_backward`."""
         step, self._unfinished = self._unfinished, None
