@@ -38,15 +38,8 @@ _PARTS = 2
 _CADENCE = CheckCadence(2, _PARTS, 1)
 _RESUMED_STEP = 2
 
-KINDS = (
-    "owned parameter",
-    "copied parameter",
-    "frozen parameter",
-    "running statistic",
-    "averaged statistic",
-    "average",
-    "momentum",
-)
+_STATISTICS = ("running statistic", "averaged statistic")
+KINDS = ("owned parameter", "copied parameter", "frozen parameter", *_STATISTICS, "average", "momentum")
 MOMENTS = ("before forward", "between forward and backward", "in backward", "before update", "after the step")
 HARMS = ("flip", "nan", "zeros")
 
