@@ -16,7 +16,7 @@ from hpctrain.averaging.norms import JointStep, fill_share
 from hpctrain.comm.base import Handle
 from hpctrain.comm.progress import Ticket
 from hpctrain.comm.single import Complete
-from hpctrain.nn.parameter import Parameter
+from hpctrain.nn.parameter import Parameter, Segment
 from hpctrain.optim.base import Norms
 
 
@@ -118,6 +118,14 @@ class AllreduceAverager(GradientAverager):
     def drain(self) -> None:
         self._settle(self._previous)
         self._settle(self._step)
+
+    def read_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return all parameters as one part: updates follow `end_backward`."""
+        return (self.group.segments,)
+
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the parameters of each slice."""
+        return self._segments
 
     def _start(self, k: int) -> Handle:
         """Called by the progress engine when the slice's turn has come: post its sum."""

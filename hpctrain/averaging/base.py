@@ -20,6 +20,7 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.read_sums import ReadSums
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.tree_norms import TreeNorms
 from hpctrain.boxes import Interval
@@ -98,6 +99,7 @@ class GradientAverager(ABC):
         gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
+        reads: sums over the parameters that a step reads; None: nobody asks for them.
         counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
@@ -120,6 +122,7 @@ class GradientAverager(ABC):
         #: views of the state of one owned segment, 1-D, by name
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
+        self.reads: ReadSums | None = None
         self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
     @property
@@ -166,6 +169,22 @@ class GradientAverager(ABC):
     def owned(self) -> Sequence[Segment]:
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
+
+    def read_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the parts of the parameters that updates write at once; none where it is not known what a step has read.
+
+        Ranks that hold a copy must hold the same bits from `before_forward` until the last operator of backward is done. Parts
+        that an averager writes before `end_backward` is called, it takes from `reads` before.
+        """
+        return ()
+
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the owned segments of each update of the optimiser, the same in every step; none where they are not known."""
+        return ()
+
+    def complete_parameters(self) -> None:
+        """Wait until all parameters hold the values of this step, also those that its forward did not use."""
+        self.before_forward(tuple(self.group.parameters.values()))
 
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""

@@ -11,6 +11,7 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.norms import JointStep
+from hpctrain.averaging.read_sums import StepReads
 from hpctrain.averaging.rounded_parameters import RoundedParameters
 from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.slices import Slice, layer_slices
@@ -29,6 +30,7 @@ class StepUpdate:
 
     norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
     number: of the step, counted from 0 over the whole training, by averagers that count.
+    reads: sums over what the step has read, which are taken before an update; None: nobody asks for them.
     """
 
     lr: float
@@ -37,6 +39,7 @@ class StepUpdate:
     member: int
     left_out: frozenset[int] = frozenset()
     number: int = 0
+    reads: StepReads | None = None
 
     def contribute(self) -> None:
         """Tell the other groups that this one's squares are in place."""
@@ -162,7 +165,7 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self._finish_gradient(k)
-            self._optimizer.prepare_norms((*self._own[k], *self._replicated[k]))
+            self._optimizer.prepare_norms(self._updated(k))
             if self._rounded is None:
                 segments += self._counted(k)
             else:
@@ -178,6 +181,18 @@ class OwnerOperations:
         handle = self._streams[operation.stream].iallreduce(norms.message(places))
         return Finished(handle, lambda: norms.complete(places))
 
+    def read_parts(self) -> list[tuple[Segment, ...]]:
+        """Return the segments of each slice, with those that every rank updates beside it."""
+        slices = self._schedule.slices
+        return [(*self._group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
+
+    def update_parts(self) -> list[tuple[Segment, ...]]:
+        """Return what this rank updates of each slice."""
+        return [self._updated(k) for k in range(len(self._schedule.slices))]
+
+    def _updated(self, k: int) -> tuple[Segment, ...]:
+        return (*self._own[k], *self._replicated[k])
+
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
         """Owned segments that have each element of the group once over the ranks, with views of their state."""
         segments = (segment for k in range(len(self._schedule.slices)) for segment in self._counted(k))
@@ -191,11 +206,13 @@ class OwnerOperations:
     def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""
         k = operation.slice
+        if update.reads is not None:  # from now on this rank's part is written, and others write theirs
+            update.reads.take(k)
         if update.norms is None:
             self._finish_gradient(k)
         if self._rounded is not None:
             self._rounded.restore(k)
-        self._optimizer.update((*self._own[k], *self._replicated[k]), update.lr, update.norms)
+        self._optimizer.update(self._updated(k), update.lr, update.norms)
         return self._gather(k, self._streams[operation.stream])
 
     def _gather(self, k: int, comm: Communicator) -> Handle:

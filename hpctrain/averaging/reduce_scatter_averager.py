@@ -121,7 +121,8 @@ class ReduceScatterAverager(GradientAverager):
         left_out = self._left_out()
         slices = self.schedule.slices
         self.optimizer.begin_step({name for k in left_out for name in (*slices[k].parameters, *slices[k].replicated)})
-        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, left_out), events)
+        reads = None if self.reads is None else self.reads.begin()
+        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, left_out, reads=reads), events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
         if not self._operations.takes_part(operation, step.update):
@@ -211,6 +212,18 @@ class ReduceScatterAverager(GradientAverager):
         if self._previous is not None:
             for k in self._operations.touching[name]:
                 self.progress.wait(self._previous.gathered[k])
+
+    def read_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return the segments of each slice, with those that every rank updates beside it."""
+        return self._operations.read_parts()
+
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return what this rank updates of each slice."""
+        return self._operations.update_parts()
+
+    def complete_parameters(self) -> None:
+        if self._previous is not None:
+            self.progress.wait(self._previous.gathered.values())
 
     def drain(self) -> None:
         if self._step is None:

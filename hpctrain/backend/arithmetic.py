@@ -90,7 +90,7 @@ class ArrayChecksums(Protocol):
     """Checksums of the same arrays, whatever they hold, bound to them at set-up."""
 
     def fetch(self) -> Fetch:
-        """CRC-32 of each array's bytes, as they are at this point of the work; uint32 (arrays,)."""
+        """One of each array, as it is at this point of the work; uint32 (arrays,)."""
         ...
 
 
@@ -117,7 +117,14 @@ class WatchedArrays(Protocol):
     """Flat arrays of whole 32-bit words, which may have several dtypes: what notices changes of their bits. For set-up only."""
 
     def checksums(self) -> ArrayChecksums:
-        """Checksums of what the arrays hold."""
+        """Return the CRC-32 of each array's bytes."""
+        ...
+
+    def sums(self) -> ArrayChecksums:
+        """Return the sum of each array's 32-bit words, modulo 2^32: a tenth of the price on the host.
+
+        Every change within one word shows; two changes with the same sum do not.
+        """
         ...
 
     def guard(self) -> ArrayGuard:

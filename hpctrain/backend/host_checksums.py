@@ -32,28 +32,39 @@ class HostChecksums:
         return HostFetch(np.array([zlib.crc32(array.data) for array in self._arrays], np.uint32))
 
 
-class HostGuard:
-    """Implements `ArrayGuard`; arrays that follow each other in memory are summed together."""
+class HostSums:
+    """Implements `ArrayChecksums` by sums of words; arrays that follow each other in memory are summed together."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._changed = np.zeros(len(arrays), bool)
+        self._count = len(arrays)
         sized = [number for number, array in enumerate(arrays) if array.size]
         self._runs = [_run([arrays[number] for number in run]) for run in _neighbours(arrays, sized)]
         self._numbers = np.array(sized, np.intp)
-        self._sums = self._now()
+
+    def fetch(self) -> HostFetch:
+        sums, begin = np.zeros(self._count, _WORD), 0
+        for words, starts in self._runs:
+            sums[self._numbers[begin : begin + len(starts)]] = np.add.reduceat(words, starts, dtype=_WORD)
+            begin += len(starts)
+        return HostFetch(sums)
+
+
+class HostGuard:
+    """Implements `ArrayGuard`."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._changed = np.zeros(len(arrays), bool)
+        self._sums = HostSums(arrays)
+        self._remembered = self._sums.fetch().values
 
     def remember(self) -> None:
-        self._sums = self._now()
+        self._remembered = self._sums.fetch().values
 
     def compare(self) -> None:
-        self._changed[self._numbers] |= self._now() != self._sums
+        self._changed |= self._sums.fetch().values != self._remembered
 
     def fetch_changed(self) -> HostFetch:
         return HostFetch(self._changed.copy())
-
-    def _now(self) -> np.ndarray:
-        sums = [np.add.reduceat(words, starts, dtype=_WORD) for words, starts in self._runs]
-        return np.concatenate(sums) if sums else np.zeros(0, _WORD)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,9 @@ class HostWatchedArrays:
 
     def checksums(self) -> HostChecksums:
         return HostChecksums(self.arrays)
+
+    def sums(self) -> HostSums:
+        return HostSums(self.arrays)
 
     def guard(self) -> HostGuard:
         return HostGuard(self.arrays)

@@ -43,20 +43,26 @@ class GuardedOptimizer(Optimizer):
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
         self._updates: dict[int, _Update] = {}  # by the place of the first segment
+        self._owned_size = 0
         self._asked: list[tuple[list[str], Fetch]] = []
 
     @property
     def norms_needed(self) -> NormsNeeded:
         return self._inner.norms_needed
 
-    def watch(self, *, parameters: bool) -> None:
+    def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
         """From now on compare; after `bind`.
 
         Args:
             parameters: the values of the updated parameters stay as they are until the next update, too.
+            updates: the segments of each update of a step, where they are known before the first one: then what they start from
+                is compared, too.
         """
         assert self._group is not None, "the optimiser is not bound"
         self._on, self._with_parameters = True, parameters
+        for segments in updates:
+            if segments:
+                self._known(tuple(segments))
 
     def forget(self) -> None:
         """Something else has written: compare from the next updates on."""
@@ -75,14 +81,26 @@ class GuardedOptimizer(Optimizer):
         self._asked = []
 
     def verify(self) -> None:
-        """Compare all that is remembered now, and wait for what is found: between steps, while no update is under way."""
+        """Compare all now, and wait for what is found: between steps, while no update is under way.
+
+        What is not remembered, as nothing was updated since the start or since `forget`, is from now on.
+        """
         for update in self._updates.values():
             self._compare(update)
+            if not update.remembered:
+                self._remember(update)
         self.look()
         self.tell()
 
+    @property
+    def vouches(self) -> bool:
+        """Whether each owned parameter is known to be what its last update has made of it, or else is in `found`."""
+        remembered = (update.segments for update in self._updates.values() if update.remembered)
+        known = sum(segment.size for segments in remembered for segment in segments)
+        return self._on and self._with_parameters and known == self._owned_size
+
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._group = group
+        self._group, self._owned_size = group, sum(segment.size for segment in owned)
         self._inner.bind(group, owned)
 
     def begin_step(self, left_out: Collection[str] = ()) -> None:
@@ -112,9 +130,7 @@ class GuardedOptimizer(Optimizer):
             return
         self._compare(update)
         write()
-        if update.guard is not None:
-            update.guard.remember()
-        update.remembered = True
+        self._remember(update)
 
     def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
         """The update of these segments; None where updates are not of the same segments in every step, which nobody watches."""
@@ -133,6 +149,12 @@ class GuardedOptimizer(Optimizer):
 
     def state(self, segment: Segment) -> dict[str, Array]:
         return self._inner.state(segment)
+
+    @staticmethod
+    def _remember(update: _Update) -> None:
+        if update.guard is not None:
+            update.guard.remember()
+        update.remembered = True
 
     def _compare(self, update: _Update) -> None:
         assert self._group is not None

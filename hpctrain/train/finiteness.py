@@ -180,6 +180,17 @@ class Finiteness:
         sources = sorted(rank for rank, _, bad in gathered if bad)
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
+    def blames_parameters(self, before: int) -> bool:
+        """Return whether parameters of this rank are the first that was not finite.
+
+        Args:
+            before: steps done; what was seen with as many or more does not count.
+        """
+        finding = self._finding
+        if finding is None or finding.step >= before or finding.fault is None:
+            return False
+        return finding.fault.held is Held.PARAMETERS
+
     def forget(self) -> None:
         """Nothing was seen: what was is undone."""
         self._finding = None

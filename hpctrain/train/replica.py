@@ -22,6 +22,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shard_file import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
+from hpctrain.train.agreed_checksums import AgreedChecksums
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.exact_shards import Passes
@@ -35,7 +36,7 @@ from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.weight_average import WeightAverage, evaluated_with
-from hpctrain.train.weight_watch import CheckCadence, WeightWatch
+from hpctrain.train.weight_watch import CheckCadence, WeightWatch, alike_positions
 
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
@@ -107,7 +108,15 @@ class Replica:
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, self.passes.among(groups.messages))
+        checked = bool(checks.every_steps) and strategy is not None
+        self._agreed = AgreedChecksums(alike_positions(groups), groups.messages.rank) if checked else None
+        self._reduction = StepReduction(
+            groups.messages,
+            progress,
+            network.statistics.size,
+            self.passes.among(groups.messages),
+            checks=0 if self._agreed is None else self._agreed.size,
+        )
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.transport = AveragerSetup.transport  # the default
@@ -130,8 +139,9 @@ class Replica:
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
-        if self._checks.every_steps and averagers:
-            self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.groups, self.progress, self._checks)
+        if self._agreed is not None and averagers:
+            guards = self._optimizers.guards
+            self.watch = WeightWatch(self.network, averagers, guards, self.average, self.groups, self._checks, self._agreed)
         self._step = self._training_step()
         if self._skips:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
@@ -206,15 +216,20 @@ class Replica:
         totals = self._reduction.read()
         if totals is None:
             return None
-        well = self.watch is None or self.watch.read()
+        well = self.watch is None or self.watch.read(totals.checks)
         if totals.non_finite:
             self.drain()
-            self._raise_diverged()
+            if well or self._diverged_alike():
+                self._raise_diverged()
         if not well:
             self._raise_corrupted()
         self.loop.heard(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
+        if self.watch is not None:
+            self.watch.statistics.compare()
         blend(totals.statistics, totals.count)
+        if self.watch is not None:
+            self.watch.statistics.remember()
         return totals
 
     def post(self, *, stop: bool = False, news: int = 0) -> None:
@@ -223,9 +238,7 @@ class Replica:
         Args:
             stop: this rank was asked to stop; all ranks read how many were. news: all ranks read the sum.
         """
-        self._reduction.post(stop=stop, news=news)
-        if self.watch is not None:
-            self.watch.post()
+        self._reduction.post(stop=stop, news=news, checks=None if self.watch is None else self.watch.message())
         self.global_step += 1
         self.lr = self._current_lr
 
@@ -342,6 +355,15 @@ class Replica:
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             raise error.of_all_ranks()
+
+    def _diverged_alike(self) -> bool:
+        """Whether parameters are not finite on all ranks that hold the same: else that follows from damage to one. Collective.
+
+        Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
+        """
+        seen = self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step))
+        alike = (positions for groups in alike_positions(self.groups) for positions in groups if len(positions) > 1)
+        return any(all(seen[position] for position in positions) for positions in alike)
 
     def _raise_corrupted(self) -> None:
         """Raise what the comparison has found, alike on all ranks. Collective."""

@@ -162,7 +162,7 @@ class TrainingStep:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
-        watch: takes checksums of what ranks hold alike; None: nothing does.
+        watch: takes checksums of what ranks hold alike and of what a step has read; None: nothing does.
         looks: at the parameters that the step before has made; False where somebody has looked already.
 
     Attributes:
@@ -210,6 +210,9 @@ class TrainingStep:
         for first in range(0, len(parts), together):
             self._pass(batch, parts[first : first + together], global_step)
             self._hooks.end_pass()
+        if self._watch is not None:
+            self._watch.take(global_step)
+            self._lap(Category.WORK, "watched weights")
         for averager in self._averagers.values():
             averager.end_backward()
         self._lap(Category.AVERAGING, HOOKS)

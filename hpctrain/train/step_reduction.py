@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class StepTotals:
     non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
     statistics: float64, flat, count-weighted sums of the batch statistics.
     news: sum of what ranks have to tell of a checkpoint that is being written (see `Saver.news`).
+    checks: float64, sums of what ranks have to say of their replicas (see `AgreedChecksums`); empty where nobody checks.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class StepTotals:
     stop: int
     statistics: np.ndarray
     news: int = 0
+    checks: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 class StepReduction:
@@ -46,16 +48,24 @@ class StepReduction:
         statistics_size: elements of the flat batch statistics.
         shards: those of this rank, whose sums are added in the order of their tree: each micro-batch is one of them. None: a
             rank adds its micro-batches up one after another.
+        checks: numbers of checks that travel with a message.
     """
 
     def __init__(
-        self, comm: Communicator, progress: ProgressEngine, statistics_size: int, shards: ShardsOfRank | None = None
+        self,
+        comm: Communicator,
+        progress: ProgressEngine,
+        statistics_size: int,
+        shards: ShardsOfRank | None = None,
+        *,
+        checks: int = 0,
     ) -> None:
         self._comm = comm
         self._progress = progress
         self._shards = shards
         rows = 1 if shards is None else shards.count  # one for each term of this rank
-        self._buffers = [np.zeros((rows, _HEAD + statistics_size), np.float64) for _ in range(2)]
+        self._statistics = slice(_HEAD, _HEAD + statistics_size)
+        self._buffers = [np.zeros((rows, _HEAD + statistics_size + checks), np.float64) for _ in range(2)]
         self._sums: GradientSums = comm
         self._additions = () if shards is None else shards.additions
         self._left = (0,) if shards is None else shards.sums
@@ -92,7 +102,7 @@ class StepReduction:
         if not (finite and finite_loss):
             head[4] = 1.0
             return
-        row[_HEAD:] += statistics
+        row[self._statistics] += statistics
 
     @property
     def finite(self) -> bool:
@@ -103,7 +113,7 @@ class StepReduction:
         """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
         return self._comm.allgather_object(value)
 
-    def post(self, *, stop: bool, news: int = 0) -> None:
+    def post(self, *, stop: bool, news: int = 0, checks: np.ndarray | None = None) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""
         assert self._ticket is None, "the previous message has not been read"
         rows, sums = self._current, self._sums
@@ -113,6 +123,8 @@ class StepReduction:
             rows[step.left] += rows[step.right]
         last = rows[self._left[-1]]
         last[4:6] = float(non_finite), float(stop + _NEWS * news)
+        if checks is not None:
+            last[self._statistics.stop :] = checks
         terms = last if len(self._left) == 1 else tuple(rows[place] for place in self._left)
         self._ticket = self._progress.queue(self._comm).post(lambda: sums.iallreduce(terms), "step message")
         self._turn = 1 - self._turn
@@ -127,4 +139,5 @@ class StepReduction:
         values = self._buffers[1 - self._turn][self._left[-1]]
         loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
         news, stop = divmod(round(flags), _NEWS)
-        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, values[_HEAD:], news)
+        statistics, checks = values[self._statistics], values[self._statistics.stop :]
+        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, news, checks)

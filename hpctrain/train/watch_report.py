@@ -17,11 +17,19 @@ class Checksums:
     Attributes:
         names: of the arrays, the same on each of the ranks. digests: uint32, of each.
         equal_at: steps done when all of it was last found equal.
+        step: steps done when the checksums were taken; None: as many as in the report.
+        vouched: by array, whether this rank owns it and knows that it is as it was written; empty where it knows of none.
     """
 
     names: Sequence[str] = ()
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     equal_at: int = 0
+    step: int | None = None
+    vouched: Sequence[bool] = ()
+
+    def vouches(self, place: int) -> bool:
+        """Return whether this rank's array is right, whatever others hold."""
+        return bool(self.vouched) and self.vouched[place]
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,10 @@ def difference(
         for positions in classes:
             looks = [reports[position].looks[kind] for position in positions]
             findings.append(_among(looks, [world_ranks[position] for position in positions], step))
-    return next(finding for finding in findings if finding is not None)
+    nothing = ReplicaDifference(
+        f"After step {step} ranks were told of different checksums, but all hold the same: a message between them was damaged", ()
+    )
+    return next((finding for finding in findings if finding is not None), nothing)
 
 
 def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | None:
@@ -81,16 +92,19 @@ def _among(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> Repli
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     if not differing:
         return None
+    step = step if looks[0].step is None else looks[0].step
+    owners = [rank for look, rank in zip(looks, ranks, strict=True) if look.vouches(differing[0])]
     names = [looks[0].names[place] for place in differing]
     holders: dict[int, list[int]] = {}
     for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
         holders.setdefault(digest, []).append(rank)
-    most = max(holders.values(), key=len)
+    most = max(holders.values(), key=lambda members: (len(members), members == owners))
     what, since = f"{names[0]}{_others(names)}", f"all had the same after step {looks[0].equal_at}"
-    if len(most) * 2 > len(ranks):
+    if len(most) * 2 > len(ranks) or most == owners:
         odd = [rank for rank in ranks if rank not in most]
         verb = "holds" if len(odd) == 1 else "hold"
-        text = f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}; {since}"
+        owner = ", which owns it" if len(most) == len(odd) else ""
+        text = f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}{owner}; {since}"
         return ReplicaDifference(text, tuple(odd))
     different = " and ".join(_named(members) for members in sorted(holders.values()))
     text = f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"

@@ -1,4 +1,4 @@
-"""Arrays that several ranks hold alike, cut into parts of even size: a check looks at one of them, in turn."""
+"""Arrays that several ranks hold alike, cut into parts of even size, of which a check looks at one in turn; and their guards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch, WatchedArrays
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.boxes import even_intervals
 
@@ -59,13 +59,7 @@ class PartChecksums:
 
     def __init__(self, part: Part) -> None:
         self.part, self.names = part, [piece.name for piece in part]
-        places: dict[int, list[int]] = {}
-        for number, piece in enumerate(part):
-            places.setdefault(id(piece.arithmetic), []).append(number)
-        self._tables = [
-            (numbers, part[numbers[0]].arithmetic.watched([part[number].values for number in numbers]).checksums())
-            for numbers in places.values()
-        ]
+        self._tables = [(numbers, arrays.checksums()) for numbers, arrays in _by_place(part)]
 
     def fetch(self) -> PartDigests:
         """Take the checksums of what the pieces hold at this point of the work; does not wait."""
@@ -84,3 +78,66 @@ class PartDigests:
         for numbers, fetch in self._fetches:
             digests[numbers] = fetch.result()
         return digests
+
+
+class PartGuard:
+    """Notices where a part's pieces change although nothing writes to them. Made at set-up.
+
+    Attributes:
+        found: names of what had changed, when that was first seen; empty where nothing had.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._part = tuple(piece for piece in part if piece.values.size)
+        self._guards = [(numbers, arrays.guard()) for numbers, arrays in _by_place(self._part)]
+        self._on_host = all(piece.arithmetic.on_host for piece in self._part)
+        self._asked: list[tuple[Sequence[int], Fetch]] = []
+        self._remembered = False
+        self.found: tuple[str, ...] = ()
+
+    def remember(self) -> None:
+        """Take the pieces as they are now for right: they were just written."""
+        for _, guard in self._guards:
+            guard.remember()
+        self._remembered = True
+
+    def compare(self) -> None:
+        """Compare the pieces with what is remembered; where nothing is, remember them."""
+        if not self._remembered:
+            self.remember()
+            return
+        for _, guard in self._guards:
+            guard.compare()
+        if self._on_host:  # the answer is there
+            self.look()
+            self.tell()
+
+    def look(self) -> None:
+        """Ask what comparisons have found so far; `tell` waits for the answer, where pieces are not on the host."""
+        self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
+
+    def tell(self) -> None:
+        """Bring `found` up to the latest `look`."""
+        changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
+        self.found = self.found or tuple(self._part[number].name for number in changed)
+        self._asked = []
+
+    def verify(self) -> None:
+        """Compare now, and wait for what is found."""
+        self.compare()
+        self.look()
+        self.tell()
+
+    def forget(self) -> None:
+        """Something else has written: remember the pieces at the next comparison."""
+        self._remembered = False
+
+
+def _by_place(part: Part) -> list[tuple[list[int], WatchedArrays]]:
+    """The numbers of the pieces on each arithmetic, and their arrays."""
+    places: dict[int, list[int]] = {}
+    for number, piece in enumerate(part):
+        places.setdefault(id(piece.arithmetic), []).append(number)
+    return [
+        (numbers, part[numbers[0]].arithmetic.watched([part[number].values for number in numbers])) for numbers in places.values()
+    ]

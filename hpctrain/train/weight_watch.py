@@ -1,7 +1,9 @@
-"""Watches what ranks must hold alike: every few steps a part of it is compared by checksums; before checkpoints, all of it.
+"""Watches what ranks must hold alike: in every step the parameters that it has read; in turn, and before checkpoints, all of it.
 
-Memory and links may flip bits unnoticed. Where every rank holds something, ranks compare. What one rank alone holds, the
-optimiser's state of its part, is compared with sums that were taken when it was written (`optim/guarded.py`).
+Memory and links may flip bits unnoticed. Where every rank holds something, ranks compare: sums of the parameters that a step has
+read, before its update writes over them; every few steps checksums of a part of all; before checkpoints those of all. A rank
+compares by itself what nothing but an update writes, such as the optimiser's state of an owner (`optim/guarded.py`), running
+statistics and frozen parameters, with sums that it took when it wrote there.
 """
 
 from __future__ import annotations
@@ -13,26 +15,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.averaging.read_sums import ReadSums
+from hpctrain.backend.arithmetic import Fetch
 from hpctrain.errors import CorruptedStateError
 from hpctrain.nn.network import ALL, Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.train.agreed_checksums import AgreedChecksums
 from hpctrain.train.watch_report import Checksums, RankReport, difference
-from hpctrain.train.watched_parts import Part, PartChecksums, PartDigests, WatchedPiece, cut
+from hpctrain.train.watched_parts import Part, PartChecksums, PartDigests, PartGuard, WatchedPiece, cut
+from hpctrain.train.weight_average import WeightAverage
 
 #: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
 _AllChecksums = tuple[Checksums, ...]
 _Look = tuple[Sequence[str], PartDigests]
+_KINDS = 2
+_PAIR = 2  # ranks among which no majority tells who is wrong
+_NO_SUMS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
 class CheckCadence:
-    """How often ranks compare, and how much at a time.
+    """How often ranks compare what steps do not read, and how much at a time.
 
     Attributes:
-        every_steps: from one check to the next; 0: never, and nothing is compared at all.
+        every_steps: from one check of a part to the next; 0: never, and nothing is compared at all, in no step.
         most_parts: checks until all has been compared, at most. least_part_bytes: what one check looks at, where there is more.
         hint: a sentence behind that of an error.
     """
@@ -43,12 +51,34 @@ class CheckCadence:
     hint: str = ""
 
 
+@dataclass(frozen=True)
+class _Read:
+    """Sums of the parameters that a step has read, on their way.
+
+    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows what it is.
+    """
+
+    step: int
+    fetches: tuple[list[Fetch], ...]
+    vouched: tuple[Sequence[bool], ...]
+
+
+def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
+    """Return the positions that hold the same, by kind: of what is whole on every rank, and of parts of split layers."""
+    ranks, splits = groups.messages.size, groups.split_size
+    return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
+
+
 class WeightWatch:
-    """Compares this rank's replica with those of the others, and owned state with itself. `look` and `forget` are not collective.
+    """Compares this rank's replica with those of the others, and what it alone writes with itself. Only `compare_all` and `error`
+    are collective: checksums of steps travel with the steps' messages.
 
     Args:
-        guards: the optimisers, by parameter group. groups: of ranks; checksums travel beside the steps' messages.
-        cadence: of checks, with `every_steps` above 0.
+        guards: the optimisers, by parameter group. average: of the weights; None without. groups: of ranks.
+        cadence: of checks, with `every_steps` above 0. agreed: makes the numbers that travel with a message.
+
+    Attributes:
+        statistics: guards running statistics and their average; told before and after each write to them.
     """
 
     def __init__(
@@ -56,19 +86,19 @@ class WeightWatch:
         network: Network,
         averagers: Mapping[str, GradientAverager],
         guards: Mapping[str, GuardedOptimizer],
+        average: WeightAverage | None,
         groups: GridGroups,
-        progress: ProgressEngine,
         cadence: CheckCadence,
+        agreed: AgreedChecksums,
     ) -> None:
-        self._averagers, self._guards, self._progress = averagers, guards, progress
+        self._averagers, self._optimizers, self._agreed = averagers, guards, agreed
         self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
-        ranks, splits = self._comm.size, groups.split_size
-        #: by kind, the positions that hold the same
-        self._alike = ([range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)])
-        statistics = [
-            WatchedPiece(f"running statistic {name}", view.reshape(-1)) for name, view in network.statistics.views.items()
-        ]
+        self._alike = alike_positions(groups)
+        statistics = _statistics(network, average)
         of_group = {name: _frozen_pieces(group) for name, group in network.frozen_groups.items()}
+        frozen = tuple(piece for pieces in of_group.values() for piece in pieces)
+        self.statistics, self._frozen = PartGuard(tuple(statistics)), PartGuard(frozen)
+        self._guards: list[GuardedOptimizer | PartGuard] = [*guards.values(), self.statistics, self._frozen]
         for name, averager in averagers.items():
             of_group[name] = [*_pieces(averager), *of_group.get(name, [])]
         kinds = [*of_group.get(ALL, ()), *statistics], [piece for name in of_group if name != ALL for piece in of_group[name]]
@@ -77,25 +107,51 @@ class WeightWatch:
         self._whole = tuple(PartChecksums(self._compared(kind, parts)) for kind, parts in enumerate(cuts))
         #: by kind and part, steps done when it was last found equal
         self._equal_at = [[0] * len(parts) for parts in self._parts]
-        self._gathered = np.zeros((ranks, len(self._parts) + 1), np.int64)
         self._looks: tuple[_Look, ...] | None = None
+        self._look_step = self._taken_step = self._sent_step = 0
         self._sent: _AllChecksums = ()
-        self._ticket: Ticket | None = None
-        self._look_step = self._sent_step = 0
+        self._has_sent_looks = False
         self._all_equal_at = -1
+        self._read_names, self._read_owned = self._watch_reads()
+        #: of steps that are not told yet: where arrays lie on a device, nothing waits for the sums of the step itself
+        self._reads: list[_Read] = []
+        self._steps_kept = 1 if network.kernels.arithmetic.on_host else 2
+        self._read_equal_at = 0
+        self._vouches = dict.fromkeys(averagers, False)
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
-                guards[name].watch(parameters=_keeps_parameters(averager))
+                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts())
 
     @property
     def checks_to_see_all(self) -> int:
         """Checks until each part was looked at."""
         return max(map(len, self._parts))
 
+    def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
+        """Let averagers sum what steps read, where another rank has a copy.
+
+        Returns:
+            By kind, the name of each piece, and whether this rank owns it.
+        """
+        names: tuple[list[str], ...] = tuple([] for _ in range(_KINDS))
+        owned: tuple[list[bool], ...] = tuple([] for _ in range(_KINDS))
+        for name, averager in self._averagers.items():
+            parts = averager.read_parts()
+            if averager.comm.size == 1 or not parts:
+                continue
+            # Of two ranks no majority tells who is wrong, but the owner of a piece.
+            own = [segment for segment in averager.owned() if segment.size] if averager.comm.size == _PAIR else []
+            places = sorted({place for segment in own for place in (segment.start, segment.stop)})
+            averager.reads = ReadSums(averager.group, parts, places)
+            for piece in averager.reads.pieces:
+                names[_kind(name)].append(f"parameter {piece.parameter}")
+                owned[_kind(name)].append(any(one.start <= piece.start and piece.stop <= one.stop for one in own))
+        return names, owned
+
     # -- in steps --------------------------------------------------------------------------------------------------------------
 
     def look(self, step: int) -> None:
-        """Between forward and backward, when parameters hold all of `step` steps: take checksums, if it is time for it.
+        """Between forward and backward, when parameters hold all of `step` steps: take checksums of a part, if it is time for it.
 
         Does not wait for them.
         """
@@ -106,35 +162,61 @@ class WeightWatch:
             table = parts[self._turn(step, parts)]
             self._complete(table.part)
             looks.append((table.names, table.fetch()))
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.look()
         self._looks, self._look_step = tuple(looks), step
 
-    def post(self) -> None:
-        """Behind the step's message: send the checksums that this step took, if any. Does not wait for others."""
-        if self._looks is None:
-            return
-        assert self._ticket is None, "the previous comparison has not been read"
-        comm, gathered = self._comm, self._gathered
-        equal_at = [steps[self._turn(self._look_step, steps)] for steps in self._equal_at]
-        self._sent = tuple(Checksums(names, fetch.result(), at) for (names, fetch), at in zip(self._looks, equal_at, strict=True))
-        self._sent_step, self._looks = self._look_step, None
-        gathered[comm.rank] = self._summary(self._sent)
-        counts = [gathered.shape[1]] * comm.size
-        post = self._progress.queue(comm).post
-        self._ticket = post(lambda: comm.iallgather(None, gathered.reshape(-1), counts), "comparison of replicas")
+    def take(self, step: int) -> None:
+        """Between backward and `end_backward` of each step: take sums of the parameters that it has read. Does not wait for them.
 
-    def read(self) -> bool:
-        """Wait for the checksums on their way, if any; whether all is well."""
-        if self._ticket is None:
-            return True
-        self._progress.wait(self._ticket)
-        self._ticket = None
-        if not self._is_well(self._gathered.tolist()):
+        Args:
+            step: steps done before.
+        """
+        fetches: tuple[list[Fetch], ...] = tuple([] for _ in range(_KINDS))
+        vouched: list[Sequence[bool]] = [() for _ in range(_KINDS)]
+        for name, averager in self._averagers.items():
+            if averager.reads is None:
+                continue
+            averager.complete_parameters()
+            fetches[_kind(name)].extend(averager.reads.complete())
+            if averager.comm.size == _PAIR:
+                # Known before this step: what it has read before its update was compared with that.
+                if self._vouches[name]:
+                    vouched[_kind(name)] = self._read_owned[_kind(name)]
+                self._vouches[name] = self._optimizers[name].vouches
+        self._frozen.compare()
+        self._reads = [*self._reads, _Read(step, fetches, tuple(vouched))][-self._steps_kept :]
+        self._taken_step = step
+
+    def message(self) -> np.ndarray:
+        """Return the numbers that travel with a step's message: those of `AgreedChecksums`."""
+        self._has_sent_looks, looks = self._looks is not None, self._looks
+        of_parts = [Checksums() for _ in self._parts]
+        if looks is not None:
+            equal_at = [steps[self._turn(self._look_step, steps)] for steps in self._equal_at]
+            of_parts = [Checksums(names, digests.result(), at) for (names, digests), at in zip(looks, equal_at, strict=True)]
+        self._looks = None
+        reads = self._next_reads() if len(self._reads) == self._steps_kept else [Checksums() for _ in range(_KINDS)]
+        self._sent, self._sent_step = (*reads, *of_parts), self._taken_step
+        return self._numbers()
+
+    def read(self, sums: np.ndarray) -> bool:
+        """Return whether all is well, by the sums over all ranks of what the latest `message` gave."""
+        if not self._agreed.are_well(sums):
             return False
-        for parts, equal_at in zip(self._parts, self._equal_at, strict=True):
-            equal_at[self._turn(self._sent_step, parts)] = self._sent_step
+        if self._has_sent_looks:
+            for parts, equal_at in zip(self._parts, self._equal_at, strict=True):
+                equal_at[self._turn(self._look_step, parts)] = self._look_step
+        step = self._sent[0].step
+        self._read_equal_at = self._read_equal_at if step is None else step
         return True
+
+    def _next_reads(self) -> list[Checksums]:
+        """The oldest sums that were not told yet, by kind."""
+        read = self._reads.pop(0)
+        digests = [np.concatenate([_NO_SUMS, *(fetch.result() for fetch in fetches)]) for fetches in read.fetches]
+        kinds = zip(self._read_names, digests, read.vouched, strict=True)
+        return [Checksums(names, sums, self._read_equal_at, read.step, vouched) for names, sums, vouched in kinds]
 
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
@@ -146,23 +228,25 @@ class WeightWatch:
         """
         if self._all_equal_at == step:
             return True
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.verify()
-        looks = []
+        self._vouches = {name: optimizer.vouches for name, optimizer in self._optimizers.items()}
+        looks = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
             look = Checksums(whole.names, whole.fetch().result(), min(equal_at))
             looks.append(self._with_schedules(look, kind) if schedules else look)
         self._sent, self._sent_step = tuple(looks), step
-        if not self._is_well(self._comm.allgather_object(self._summary(self._sent))):
+        if not self._agreed.are_well(np.sum(self._comm.allgather_object(self._numbers()), axis=0)):
             return False
         self._equal_at = [[step] * len(parts) for parts in self._parts]
-        self._all_equal_at = step
+        self._all_equal_at = self._read_equal_at = step
         return True
 
     def forget(self) -> None:
         """Parameters and state were loaded, or a step was undone: what is remembered of them does not hold any more."""
         self._all_equal_at, self._looks = -1, None
-        for guard in self._guards.values():
+        self._vouches = dict.fromkeys(self._vouches, False)
+        for guard in self._guards:
             guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
@@ -171,9 +255,11 @@ class WeightWatch:
         Args:
             kept_step: of the newest checkpoint; None where there is none.
         """
-        changed = tuple(name for guard in self._guards.values() for name in guard.found)
+        for guard in self._guards:  # where ranks differ, an owner may not have compared with what it wrote so far
+            guard.verify()
+        changed = tuple(name for guard in self._guards for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
-        found = difference(reports, self._alike, self._comm.world_ranks, self._sent_step)
+        found = difference(reports, (*self._alike, *self._alike), self._comm.world_ranks, self._sent_step)
         text = " ".join(filter(None, (found.sentence(kept_step), self._hint)))
         return CorruptedStateError(text, ranks=found.ranks)
 
@@ -196,26 +282,33 @@ class WeightWatch:
 
     def _with_schedules(self, look: Checksums, kind: int) -> Checksums:
         """A look, and the schedules of the parameter groups of its kind."""
-        schedules = {name: averager.schedule for name, averager in self._averagers.items() if (name != ALL) == bool(kind)}
+        schedules = {name: averager.schedule for name, averager in self._averagers.items() if _kind(name) == kind}
         sums = {name: zlib.crc32(one.digest().encode()) for name, one in schedules.items() if one is not None}
         names = [*look.names, *(f"the schedule of parameters {name}" for name in sums)]
         return Checksums(names, np.concatenate([look.digests, np.array([*sums.values()], np.uint32)]), look.equal_at)
 
-    def _summary(self, looks: _AllChecksums) -> list[int]:
-        """A checksum of each look, and whether this rank's owned state has changed by itself."""
-        for guard in self._guards.values():
+    def _numbers(self) -> np.ndarray:
+        """The numbers of what is sent, and of whether this rank has found damage by itself."""
+        for guard in self._guards:
             guard.tell()
-        return [*(zlib.crc32(look.digests.tobytes()) for look in looks), int(any(guard.found for guard in self._guards.values()))]
+        kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
+        checksums = [zlib.crc32(b"".join(look.digests.tobytes() for look in looks)) for looks in kinds]
+        return self._agreed.numbers(checksums, found=any(guard.found for guard in self._guards))
 
-    def _is_well(self, summaries: Sequence[Sequence[int]]) -> bool:
-        """Whether ranks hold alike what they must, by their summaries: the same on every rank."""
-        different = any(
-            summaries[position][kind] != summaries[positions[0]][kind]
-            for kind, classes in enumerate(self._alike)
-            for positions in classes
-            for position in positions
-        )
-        return not different and not any(summary[-1] for summary in summaries)
+
+def _kind(group: str) -> int:
+    """The kind of a group of parameters."""
+    return int(group != ALL)
+
+
+def _statistics(network: Network, average: WeightAverage | None) -> list[WatchedPiece]:
+    """Running statistics, and their averages."""
+    pieces = [WatchedPiece(f"running statistic {name}", view.reshape(-1)) for name, view in network.statistics.views.items()]
+    averages = {} if average is None else average.views
+    return [
+        *pieces,
+        *(WatchedPiece(f"the average of running statistic {name}", view.reshape(-1)) for name, view in averages.items()),
+    ]
 
 
 def _pieces(averager: GradientAverager) -> list[WatchedPiece]:

@@ -222,6 +222,12 @@ FAULTS: tuple[Fault, ...] = (
         overrides=_CHECKS,
     ),
     Fault(
+        "a flipped bit of a parameter that another rank owns",
+        _FLIPPED.format("averager.group.data[averager.owned()[0].start - 1 :]"),
+        ("rank 1 holds other bits of parameter ",),
+        overrides=("averager=sharded", "checkpoint.every_steps=1"),
+    ),
+    Fault(
         "a flipped bit of the optimizer's state, which every rank holds",
         _FLIPPED.format('averager.optimizer.state(averager.owned()[0])["momentum"]'),
         ("rank 1 holds other bits of the momentum of stage1.conv.weight",),

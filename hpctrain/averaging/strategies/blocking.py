@@ -8,7 +8,7 @@ from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.norms import JointStep, fill_share
 from hpctrain.averaging.options import WireOptions
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.nn.parameter import Parameter
+from hpctrain.nn.parameter import Parameter, Segment
 
 
 class BlockingAverager(GradientAverager):
@@ -62,6 +62,14 @@ class BlockingAverager(GradientAverager):
 
     def drain(self) -> None:
         self._update_late()
+
+    def read_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return all parameters as one part: updates follow `end_backward`."""
+        return (self.group.segments,)
+
+    def update_parts(self) -> Sequence[Sequence[Segment]]:
+        """Return all parameters: there is one update."""
+        return (self.group.segments,)
 
     def _update_late(self) -> None:
         """With norms of several groups, the step's update; else the parameters hold its values since `end_backward`."""

@@ -53,13 +53,19 @@ class WordSums:
 
 
 class CudaChecksums:
-    """Implements `ArrayChecksums`. Keeps the arrays."""
+    """Implements `ArrayChecksums`. Keeps the arrays.
 
-    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
-        self._arrays, self._words = tuple(arrays), WordSums(runtime, arrays, "remainders", staging)
+    Args:
+        of_zeros: the checksum of as many zero bytes as each array has, where `kind` leaves that out.
+    """
+
+    def __init__(
+        self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging, kind: str, of_zeros: Sequence[int] = (0,)
+    ) -> None:
+        self._arrays, self._words = tuple(arrays), WordSums(runtime, arrays, kind, staging)
         self._sums = self._words.memory(self._words.count)
         self._fetches = FetchBuffers(runtime, self._sums.nbytes)
-        self._of_zeros = np.array([checksum_of_zeros(array.nbytes) for array in arrays], np.uint32)
+        self._of_zeros = np.array(of_zeros, np.uint32)
 
     def fetch(self) -> CudaFetch:
         self._words.sum_into(self._sums)
@@ -97,7 +103,11 @@ class CudaWatchedArrays:
     staging: Staging
 
     def checksums(self) -> CudaChecksums:
-        return CudaChecksums(self.runtime, self.arrays, self.staging)
+        of_zeros = [checksum_of_zeros(array.nbytes) for array in self.arrays]
+        return CudaChecksums(self.runtime, self.arrays, self.staging, "remainders", of_zeros)
+
+    def sums(self) -> CudaChecksums:
+        return CudaChecksums(self.runtime, self.arrays, self.staging, "words")
 
     def guard(self) -> CudaGuard:
         return CudaGuard(self.runtime, self.arrays, self.staging)
