@@ -44,7 +44,7 @@ def test_a_broken_picture_reads_as_zeros_and_says_why(tmp_path: Path) -> None:
     assert sorted(decoded.broken) == [1, 3]
     assert not images[[1, 3]].any()
     assert images[[0, 2]].any(axis=(1, 2, 3)).all()
-    assert decoded.broken[1] == "The image cannot be decoded: it is of no format that Pillow knows."
+    assert decoded.broken[1] == "The image cannot be decoded: it is of no format that hpctrain reads."
 
 
 def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty holds no image; give one with files that end in"):
         picture_files([tmp_path / "empty"])
-    with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a JPEG or PNG"):
+    with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a picture file"):
         picture_files([tmp_path / "nowhere.jpg"])
 
 
