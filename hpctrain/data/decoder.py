@@ -77,6 +77,7 @@ _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 # Pillow warns from its limit on and refuses from twice its limit on. Here all that is above the limit is refused, in a sentence.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # of metadata that is damaged
 
 
 def decode(
@@ -193,15 +194,14 @@ def _opened(content: bytes, max_pixels: int) -> Image.Image:
         raise
     except Exception as error:
         # A damaged profile, comment or EXIF makes Pillow refuse a file whose pixels are sound.
-        plain = _without_metadata(content)
-        if plain is None:
-            raise
-        try:
-            return _loaded(plain, max_pixels)
-        except (DataError, *_BOMBS):
-            raise
-        except Exception:
-            raise error from None
+        for exif in (True, False):
+            try:
+                return _loaded(_without_metadata(content, exif), max_pixels)
+            except (DataError, *_BOMBS):
+                raise
+            except Exception:
+                continue
+        raise error from None
 
 
 def _loaded(content: bytes, max_pixels: int) -> Image.Image:
@@ -235,40 +235,40 @@ def _too_large(most: int, pixels: int) -> DataError:
     )
 
 
-def _without_metadata(content: bytes) -> bytes | None:
-    """The picture file without all that does not matter to its pixels; None where its format is none of those that are known.
+def _without_metadata(content: bytes, exif: bool) -> bytes:
+    """The picture file without what does not matter to its pixels, where its format is one whose parts are known.
 
-    EXIF stays where it can be read, as it says which side is up.
+    Args:
+        exif: keep this, as it says which side is up.
     """
     if content.startswith(_PNG):
-        return _plain_png(content)
+        return _plain_png(content, exif)
     if content.startswith(_JPEG):
-        return _plain_jpeg(content)
-    if content[:4] in _TIFF_ORDERS:
-        return _plain_tiff(content, _TIFF_ORDERS[content[:4]])
-    return None
+        return _plain_jpeg(content, exif)
+    return _plain_tiff(content, _TIFF_ORDERS[content[:4]]) if content[:4] in _TIFF_ORDERS else content
 
 
-def _plain_png(content: bytes) -> bytes:
+def _plain_png(content: bytes, exif: bool) -> bytes:
     parts, place = [_PNG], len(_PNG)
     while place + 12 <= len(content):
         stop = place + 12 + int.from_bytes(content[place : place + 4], "big")
-        if content[place + 4 : place + 8] in _PIXEL_CHUNKS:
+        kind = content[place + 4 : place + 8]
+        if kind in _PIXEL_CHUNKS or (exif and kind == b"eXIf"):
             parts.append(content[place:stop])
         place = stop
     return b"".join(parts)
 
 
-def _plain_jpeg(content: bytes) -> bytes:
+def _plain_jpeg(content: bytes, exif: bool) -> bytes:
     parts = [content[:2]]
     for marker, start, stop in _segments(content):
         describes = marker == _COMMENT or (_APP0 < marker <= _APP15 and marker != _APP14)
-        if not describes or content.startswith(_EXIF, start + 4):
+        if not describes or (exif and content.startswith(_EXIF, start + 4)):
             parts.append(content[start:stop])
     return b"".join(parts)
 
 
-def _plain_tiff(content: bytes, order: str) -> bytes | None:
+def _plain_tiff(content: bytes, order: str) -> bytes:
     """The first directory of tags without those of metadata, in its own place."""
     try:
         (place,) = struct.unpack_from(f"{order}I", content, 4)
@@ -276,7 +276,7 @@ def _plain_tiff(content: bytes, order: str) -> bytes | None:
         entries = [content[start : start + 12] for start in range(place + 2, place + 2 + 12 * count, 12)]
         kept = [entry for entry in entries if struct.unpack_from(f"{order}H", entry)[0] not in _METADATA_TAGS]
     except struct.error:
-        return None
+        return content
     directory = struct.pack(f"{order}H", len(kept)) + b"".join(kept) + bytes(4)
     return content[:place] + directory + content[place + len(directory) :]
 

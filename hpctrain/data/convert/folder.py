@@ -17,7 +17,7 @@ from pathlib import Path
 from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
 from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit
-from hpctrain.data.files import require_directory, require_new, system_errors_as
+from hpctrain.data.files import require_directory, require_new
 from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
@@ -192,8 +192,10 @@ def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
 
 def _item(path: Path, label: int) -> list[object]:
     """Facts that tell a file from another, or from one of its name that was changed."""
-    with system_errors_as(f"The image {path} cannot be read"):
+    try:
         status = path.stat()
+    except OSError:  # its decoding says why
+        return [str(path), label]
     return [str(path), label, status.st_size, status.st_mtime_ns]
 
 
