@@ -19,6 +19,9 @@ from hpctrain.data.files import require_file, require_new
 from hpctrain.data.stored import digest_of
 from hpctrain.errors import DataError
 
+#: unpacked before memory is asked for room
+_CHECKED_BYTES = 1 << 26
+
 
 @dataclass(frozen=True)
 class PackedFiles:
@@ -132,9 +135,8 @@ def _seekable(path: Path) -> Iterator[IO[bytes]]:
         return
     with tempfile.TemporaryFile() as unpacked:
         with lzma.open(path) as packed:
-            while part := packed.read(1 << 20):
+            while part := packed.read(_CHECKED_BYTES):
                 unpacked.write(part)
-                if unpacked.tell() & ((1 << 26) - 1) == 0:
-                    require_memory(unpacked.tell(), f"{path}, which is not wholly unpacked,")
+                require_memory(unpacked.tell(), path)
         unpacked.seek(0)
         yield unpacked
