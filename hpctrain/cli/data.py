@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.data_check import check
-from hpctrain.cli.failure import Commands
+from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.cli.progress import progress
+
+if TYPE_CHECKING:
+    from hpctrain.data.convert.common import LeftOut
 
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 
@@ -86,7 +90,10 @@ data.add_command(check)
 
 @data.group()
 def convert() -> None:
-    """Convert images into one data file, OUT."""
+    """Convert images into one data file, OUT.
+
+    Each command ends with what the file holds, and what of the source it does not.
+    """
 
 
 def _keep_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +102,18 @@ def _keep_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Text file of class names, one per line, or another data file whose classes are taken."
+    text = "Text file of class names in UTF-8, one per line, or another data file whose classes are taken."
     return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
+
+
+def _pixels_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "Number of pixels of the largest image that is decoded; by default 178,956,970."
+    return click.option("--max-pixels", type=click.IntRange(1), help=text)(command)
+
+
+def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "Print what was made and left out as one JSON object, with all names."
+    return click.option("--json", "as_json", is_flag=True, help=text)(command)
 
 
 def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +132,8 @@ def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("out", type=_OUTPUT)
 @_names_option
 @_overwrite_option
-def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool) -> None:
+@_json_option
+def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool, as_json: bool) -> None:
     """Convert IDX files (MNIST and its like).
 
     They may be plain or gzipped.
@@ -123,7 +141,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
     from hpctrain.data.convert import idx
 
     idx.convert(images, labels, out, _class_names(names_file), overwrite=overwrite)
-    click.echo(out)
+    _report(out, as_json)
 
 
 @convert.command("cifar")
@@ -132,7 +150,8 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split whose images are converted.")
 @click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
 @_overwrite_option
-def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool) -> None:
+@_json_option
+def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool, as_json: bool) -> None:
     """Convert CIFAR-10 or CIFAR-100.
 
     DIRECTORY holds the files of the binary version.
@@ -140,7 +159,41 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
     from hpctrain.data.convert import cifar
 
     cifar.convert(directory, split, out, coarse=coarse, overwrite=overwrite)
-    click.echo(out)
+    _report(out, as_json)
+
+
+@convert.command("hdf5")
+@click.argument("file", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--images", default="images", show_default=True, metavar="KEY", help="Name of the dataset of images, such as x.")
+@click.option("--labels", default="labels", show_default=True, metavar="KEY", help="Name of the dataset of labels.")
+@click.option(
+    "--layout",
+    type=click.Choice(["nhwc", "nchw"]),
+    help="Where the channels of images stand; by default the only dim of 1, 3 or 4 at either place.",
+)
+@_names_option
+@_overwrite_option
+@_json_option
+def convert_hdf5(
+    file: Path, out: Path, images: str, labels: str, layout: Any, names_file: Path | None, overwrite: bool, as_json: bool
+) -> None:
+    """Convert an HDF5 file of another program.
+
+    FILE has images of whole numbers 0..255, (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: whole numbers (N,) or (N, 1), or
+    one-hot rows (N, K).
+    """
+    from hpctrain.data.convert import hdf5
+    from hpctrain.data.files import require_new
+
+    require_new(out, overwrite)
+    names = _class_names(names_file)
+    with (
+        hdf5.opened(file, images, labels, layout) as source,
+        progress(f"converting {file.name}", len(source.labels)) as advance,
+    ):
+        hdf5.convert(source, out, names, overwrite=overwrite, advance=advance)
+    _report(out, as_json)
 
 
 @convert.command("npz")
@@ -154,10 +207,12 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
     "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
 )
 @_keep_option
+@_pixels_option
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
 @_names_option
 @_threads_option
 @_overwrite_option
+@_json_option
 def convert_npz(
     file: Path,
     out: Path,
@@ -165,16 +220,19 @@ def convert_npz(
     fit: Any,
     channels: str,
     keep_files: bool,
+    max_pixels: int | None,
     limit: int | None,
     names_file: Path | None,
     threads: int | None,
     overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
     FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command goes on where it was interrupted.
     """
     from hpctrain.data.convert import npz
+    from hpctrain.data.convert.common import LeftOut
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)  # before a large file is read
@@ -188,12 +246,14 @@ def convert_npz(
             fit=fit,
             channels=int(channels),
             keep_files=keep_files,
+            max_pixels=max_pixels,
             threads=threads,
             limit=limit,
             overwrite=overwrite,
             advance=advance,
         )
-    click.echo(out)
+    behind = tuple(f"image {number}" for number in range(len(packed.labels))[limit:]) if limit else ()
+    _report(out, as_json, [LeftOut("behind --limit", behind)] if behind else [])
 
 
 @convert.command("folder")
@@ -207,10 +267,14 @@ def convert_npz(
     "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
 )
 @_keep_option
-@click.option("--skip-unreadable", is_flag=True, help="Leave out images that cannot be decoded, and list them.")
+@_pixels_option
+@click.option(
+    "--skip-unreadable", is_flag=True, help="Leave out what cannot be read or decoded, and list it; the exit code is 2 then."
+)
 @_names_option
 @_threads_option
 @_overwrite_option
+@_json_option
 def convert_folder(
     directory: Path,
     out: Path,
@@ -218,20 +282,23 @@ def convert_folder(
     fit: Any,
     channels: str,
     keep_files: bool,
+    max_pixels: int | None,
     skip_unreadable: bool,
     names_file: Path | None,
     threads: int | None,
     overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Convert a tree of JPEG and PNG files.
+    """Convert a tree of picture files.
 
-    The tree is DIRECTORY/<class>/<name>.jpg, .jpeg or .png. The same command goes on where it was interrupted.
+    The tree is DIRECTORY/<class>/.../<name>.jpg, .png, .webp, .tif, .bmp, .gif or another format that Pillow decodes. Links are
+    followed. The same command goes on where it was interrupted.
     """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)  # before many directories are listed
-    tree = folder.scan(directory, _class_names(names_file))
+    tree = folder.scan(directory, _class_names(names_file), skip_unreadable=skip_unreadable)
     with progress(f"converting {directory.name}", len(tree.files)) as advance:
         skipped = folder.convert(
             tree,
@@ -240,14 +307,23 @@ def convert_folder(
             fit=fit,
             channels=int(channels),
             keep_files=keep_files,
+            max_pixels=max_pixels,
             skip_unreadable=skip_unreadable,
             threads=threads,
             overwrite=overwrite,
             advance=advance,
         )
-    for path in skipped:
-        click.echo(f"skipped {path}", err=True)
-    click.echo(out)
+    _report(out, as_json, folder.left_out(tree, skipped))
+
+
+def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
+    """Print what was made and what was left out; the command fails where a part of the source could not be read."""
+    from hpctrain.data.convert.common import Summary
+
+    summary = Summary.of(out, left_out)
+    click.echo(json.dumps(summary.to_json(), indent=1) if as_json else summary)
+    if any(one.unreadable for one in left_out):
+        raise SystemExit(USER_ERROR)
 
 
 def _class_names(names_file: Path | None) -> Sequence[str] | None:

@@ -59,6 +59,7 @@ _MOST_LISTED = 20
     type=click.IntRange(min=1),
     help="Number of images that all ranks compute at once; by default as evaluation, at most 64 of each rank.",
 )
+@click.option("--max-pixels", type=click.IntRange(1), help="Number of pixels of the largest image; by default 178,956,970.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image, each on a line of its own.")
 @PASS_STYLE
 def predict(
@@ -72,13 +73,15 @@ def predict(
     averaged: bool,
     fit: str | None,
     batch: int | None,
+    max_pixels: int | None,
     as_json: bool,
     style: PassStyle | None,
 ) -> None:
     """Predict the classes of images.
 
-    IMAGE is a JPEG or PNG file, or a directory with some. A run directory says all that is needed of the model, so that no
-    configuration is. Images that cannot be decoded are named, and the others go on; the exit code is 2 then.
+    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory with some. A run directory says all that is needed
+    of the model, so that no configuration is. Images that cannot be decoded are named, and the others go on; the exit code is 2
+    then.
     """
     if file is not None and runs is not None:
         raise click.UsageError("--config says where its runs are; leave --runs out, or --config.")
@@ -91,7 +94,8 @@ def predict(
         from hpctrain.train.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
-        predictions = run_prediction(session, source, PredictionRequest(places, top, flip, averaged, fit, batch))
+        request = PredictionRequest(places, top, flip, averaged, fit, batch, max_pixels)
+        predictions = run_prediction(session, source, request)
         show = print_lines if as_json else print_table
         with pass_on_stderr(style, len(predictions.files), visible=session.is_root, description="prediction") as advance:
             broken = show(predictions.counted(advance), visible=session.is_root)

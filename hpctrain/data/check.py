@@ -119,7 +119,7 @@ class _Samples:
         self._sums = None if "sums" in changed else contents.sums
         self._known_pixels = None if "pixel_sums" in changed else contents.pixel_sums
         self._decodes = contents.pixel_sums is not None
-        self._threads = threads
+        self._threads, self._max_pixels = threads, contents.max_pixels
         self.pixel_sums = np.zeros(len(file), np.uint32)
         self.sound = np.ones(len(file), bool)
 
@@ -169,9 +169,11 @@ class _Samples:
         """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
         from hpctrain.data.convert.common import in_order
         from hpctrain.data.convert.packing import PictureForm
+        from hpctrain.data.decoder import Fit
 
         height, width, channels = self.file.shape
-        form = PictureForm((height, width), "squash" if self.file.fit == "squash" else "crop", channels)
+        fit: Fit = "squash" if self.file.fit == "squash" else "crop"
+        form = PictureForm((height, width), fit, channels, max_pixels=self._max_pixels)
 
         def one(sample: int) -> int | str:
             try:

@@ -1,4 +1,7 @@
-"""Classes by name: files that name the same ones in another order are read in one order, others are refused."""
+"""Classes by name: files that name the same ones in another order are read in one order, others are refused.
+
+Names are the same if they are in Unicode's composed form (`stored.normal_name`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpctrain.data.format import ImageFile
+from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 
 
@@ -15,9 +19,10 @@ def difference(names: Sequence[str], others: Sequence[str]) -> str | None:
 
     Where a name stands for several classes the order, too, must be the same: it is all that tells them apart.
     """
+    names, others = [*map(normal_name, names)], [*map(normal_name, others)]
     if len(names) != len(others):
         return f"there are {len(names)} and {len(others)} classes{_only(names, others)}"
-    if sorted(names) == sorted(others) and (len(set(names)) == len(names) or tuple(names) == tuple(others)):
+    if sorted(names) == sorted(others) and (len(set(names)) == len(names) or names == others):
         return None
     first = next(number for number, pair in enumerate(zip(names, others, strict=True)) if pair[0] != pair[1])
     return f"class {first} is {names[first]!r} and {others[first]!r}{_only(names, others)}"
@@ -43,8 +48,11 @@ def in_order_of(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile
     names = tuple(names)
     if names == file.class_names:
         return file
-    label_of = {name: label for label, name in enumerate(names)}
-    mapped = np.array([label_of[name] for name in file.class_names], np.int64)
+    label_of = {normal_name(name): label for label, name in enumerate(names)}
+    if len(label_of) < len(names):  # a name stands for several classes, which are in one order then
+        mapped = np.arange(len(names))
+    else:
+        mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
     moments = file.mean, file.std
     labels = mapped[file.labels]
     return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, file.fit, file.sums)

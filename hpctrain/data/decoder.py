@@ -3,18 +3,26 @@
 Pillow decodes everything and says what a picture is. Plain JPEG files, which most are, go to simplejpeg where it is installed:
 the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth upsampling
 of colours, so that the pixels are the same, bit by bit, with it and without it.
+
+Of a file that has several frames or pages the first is the picture. Metadata that is damaged is left aside: pixels alone count.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import re
+import struct
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import PIL
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, features
+from PIL import ExifTags, Image, UnidentifiedImageError, features
 
+from hpctrain.data.files import read_regular
 from hpctrain.errors import DataError
 
 try:
@@ -24,36 +32,103 @@ except ImportError:  # no wheel for this machine
 
 Fit = Literal["crop", "squash"]
 
+#: how the names of files that are decoded end, in small letters
+SUFFIXES = frozenset((
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".jp2", ".j2k", ".png", ".apng", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff",
+    ".gif", ".ppm", ".pgm", ".pbm", ".pnm",
+))  # fmt: skip
+#: how the names of pictures end whose formats are not decoded
+FOREIGN_SUFFIXES = frozenset((
+    ".heic", ".heif", ".hif", ".jxl", ".jxr", ".psd", ".psb", ".svg", ".eps", ".ico", ".icns", ".tga", ".pcx", ".xcf", ".exr",
+    ".hdr", ".pfm", ".dcm", ".fits", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef",
+))  # fmt: skip
+#: pixels of the largest picture that is decoded unless the user allows more: 0.5 GB in RGB
+MAX_PIXELS = 178_956_970
+# Among the others that Pillow reads are some that start programs (EPS), or take any bytes for an image (TGA).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
+#: bytes of a picture file beyond these of its pixels, for metadata
+_BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
+
 _JPEG = b"\xff\xd8\xff"
-_MARKER, _START_OF_SCAN, _APP1, _APP2 = 0xFF, 0xDA, 0xE1, 0xE2
+_MARKER, _START_OF_SCAN, _APP0, _APP1, _APP2, _APP14, _APP15, _COMMENT = 0xFF, 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xEF, 0xFE
+_EXIF = b"Exif\0\0"
 #: how the segments of a JPEG file begin that may say which side is up
-_ABOUT_SIDES = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0")
+_ABOUT_SIDES = (_EXIF, b"http://ns.adobe.com/xap/1.0/\0")
 _SEVERAL_PICTURES = b"MPF\0"
 _PLAIN_COLOURS = ("YCbCr", "Gray")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+#: XMP, Photoshop, ICC profile, EXIF, GPS
+_METADATA_TAGS = frozenset((700, 34377, 34675, 34665, 34853))
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+#: what Pillow raises above its limit, the second where warnings are errors
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+# Pillow warns from its limit on and refuses from twice its limit on. Here all that is above the limit is refused, in a sentence.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # of metadata that is damaged
 
 
-def decode(source: Path | bytes, size: tuple[int, int] | None, fit: Fit = "crop", channels: int = 3) -> np.ndarray:
-    """One JPEG or PNG as (H, W, channels) uint8: upright (EXIF), grey, palette and CMYK turned to RGB (or all to grey).
+def decode(
+    source: Path | bytes,
+    size: tuple[int, int] | None,
+    fit: Fit = "crop",
+    channels: int = 3,
+    max_pixels: int | None = None,
+) -> np.ndarray:
+    """Return one picture as (H, W, channels) uint8: upright (EXIF), grey, palette and CMYK turned to RGB (or all to grey).
 
     Args:
         source: a file, or the contents of one. size: (H, W) of the result; None: as it is.
         fit: "crop": the short side is resized, then the centre cut out; "squash": resized without keeping the aspect.
+        max_pixels: pixels of the largest picture that is decoded; None: MAX_PIXELS.
 
     Raises:
-        DataError: not, or not wholly, an image; the sentence does not name the file.
+        DataError: not, or not wholly, an image; a larger one; the sentence does not name the file.
     """
+    most = MAX_PIXELS if max_pixels is None else max_pixels
+    if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = most  # it holds for the whole process, so it only rises
+    content = read_picture(source, most) if isinstance(source, Path) else source
     try:
-        content = source.read_bytes() if isinstance(source, Path) else source
-        pixels = _jpeg(content, channels)
+        pixels = _jpeg(content, channels, most)
         if pixels is not None and size in (None, pixels.shape[:2]) and pixels.shape[2] == channels:
             return pixels
-        image = _opened(content) if pixels is None else Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
+        image = _opened(content, most) if pixels is None else Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
         result = np.asarray(_fitted(_plain(image, "RGB" if channels == 3 else "L"), size, fit))
+    except DataError:
+        raise
     except UnidentifiedImageError as error:
-        raise DataError("The image cannot be decoded: it is of no format that Pillow knows.") from error
+        raise DataError("The image cannot be decoded: it is of no format that hpctrain reads.") from error
+    except _BOMBS as error:
+        pixels_of = re.search(r"\d+", str(error))
+        raise _too_large(most, most + 1 if pixels_of is None else int(pixels_of[0])) from error
     except Exception as error:  # Pillow's readers raise almost anything for damaged files
         raise DataError(f"The image cannot be decoded: {type(error).__name__} {str(error).rstrip('.')}.") from error
     return result if channels == 3 else result[..., None]
+
+
+def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
+    """Return the content of a picture file. Opens regular files only, and reads no more bytes than `max_pixels` can have.
+
+    Raises:
+        DataError: it cannot be read; the sentence does not name the file.
+    """
+    try:
+        return read_regular(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
+    except OSError as error:
+        raise DataError(f"The image cannot be read: {error.strerror or error}.") from error
 
 
 def versions() -> str:
@@ -62,7 +137,7 @@ def versions() -> str:
     return f"{plain}Pillow {PIL.__version__} with libjpeg-turbo {features.version('libjpeg_turbo')}"
 
 
-def _jpeg(content: bytes, channels: int) -> np.ndarray | None:
+def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
     """The pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None where it is another file, or one for Pillow to judge."""
     if simplejpeg is None or not content.startswith(_JPEG):
         return None
@@ -70,12 +145,15 @@ def _jpeg(content: bytes, channels: int) -> np.ndarray | None:
     if applications is None or any(data.startswith(_SEVERAL_PICTURES) for data in applications):
         return None
     if any(data.startswith(_ABOUT_SIDES) for data in applications):
-        with Image.open(io.BytesIO(content)) as opened:
-            if opened.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-                return None
+        try:
+            with Image.open(io.BytesIO(content), formats=("JPEG",)) as opened:
+                if _turn(opened) is not None:
+                    return None
+        except Exception:  # metadata that Pillow cannot read, or too many pixels: `_opened` knows both
+            return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-        if colours not in _PLAIN_COLOURS or height * width > (Image.MAX_IMAGE_PIXELS or 0):
+        if colours not in _PLAIN_COLOURS or height * width > max_pixels:
             return None
         grey = colours == "Gray" and channels == 1
         pixels: np.ndarray = simplejpeg.decode_jpeg(content, "GRAY" if grey else "RGB")
@@ -84,23 +162,123 @@ def _jpeg(content: bytes, channels: int) -> np.ndarray | None:
         return None
 
 
-def _applications(content: bytes) -> list[bytes] | None:
-    """How the segments APP1 and APP2 in front of a JPEG file's data begin; None where it has no plain sequence of segments."""
-    found: list[bytes] = []
+def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """(marker, start, stop) of the segments in front of a JPEG file's data, and of the data; ends where there is no marker."""
     place = 2
     while place + 4 <= len(content) and content[place] == _MARKER:
         marker = content[place + 1]
         if marker == _START_OF_SCAN:
+            yield marker, place, len(content)
+            return
+        stop = place + 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+        yield marker, place, stop
+        place = stop
+
+
+def _applications(content: bytes) -> list[bytes] | None:
+    """How the segments APP1 and APP2 in front of a JPEG file's data begin; None where it has no plain sequence of segments."""
+    found: list[bytes] = []
+    for marker, start, _ in _segments(content):
+        if marker == _START_OF_SCAN:
             return found
         if marker in (_APP1, _APP2):
-            found.append(content[place + 4 : place + 40])
-        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+            found.append(content[start + 4 : start + 40])
     return None
 
 
-def _opened(content: bytes) -> Image.Image:
-    with Image.open(io.BytesIO(content)) as opened:
-        return ImageOps.exif_transpose(opened)
+def _opened(content: bytes, max_pixels: int) -> Image.Image:
+    """The decoded picture, upright."""
+    try:
+        return _loaded(content, max_pixels)
+    except (DataError, *_BOMBS):
+        raise
+    except Exception as error:
+        # A damaged profile, comment or EXIF makes Pillow refuse a file whose pixels are sound.
+        for exif in (True, False):
+            try:
+                return _loaded(_without_metadata(content, exif), max_pixels)
+            except (DataError, *_BOMBS):
+                raise
+            except Exception:
+                continue
+        raise error from None
+
+
+def _loaded(content: bytes, max_pixels: int) -> Image.Image:
+    with Image.open(io.BytesIO(content), formats=_formats()) as opened:
+        if opened.width * opened.height > max_pixels:
+            raise _too_large(max_pixels, opened.width * opened.height)
+        depth = _depth(opened)
+        opened.load()
+        turn = _turn(opened)
+        image = opened.copy() if turn is None else opened.transpose(turn)
+    return _eight_bits(image, depth)
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What turns a picture upright; None where it is, or where its EXIF cannot be read."""
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # whatever damaged metadata makes Pillow raise
+        return None
+
+
+def _too_large(most: int, pixels: int) -> DataError:
+    return DataError(
+        f"The image cannot be decoded: it has {pixels:,} pixels, the limit is {most:,}; --max-pixels {pixels} allows them."
+    )
+
+
+def _without_metadata(content: bytes, exif: bool) -> bytes:
+    """The picture file without what does not matter to its pixels, where its format is one whose parts are known.
+
+    Args:
+        exif: keep this, as it says which side is up.
+    """
+    if content.startswith(_PNG):
+        return _plain_png(content, exif)
+    if content.startswith(_JPEG):
+        return _plain_jpeg(content, exif)
+    return _plain_tiff(content, _TIFF_ORDERS[content[:4]]) if content[:4] in _TIFF_ORDERS else content
+
+
+def _plain_png(content: bytes, exif: bool) -> bytes:
+    parts, place = [_PNG], len(_PNG)
+    while place + 12 <= len(content):
+        stop = place + 12 + int.from_bytes(content[place : place + 4], "big")
+        kind = content[place + 4 : place + 8]
+        if kind in _PIXEL_CHUNKS or (exif and kind == b"eXIf"):
+            parts.append(content[place:stop])
+        place = stop
+    return b"".join(parts)
+
+
+def _plain_jpeg(content: bytes, exif: bool) -> bytes:
+    parts = [content[:2]]
+    for marker, start, stop in _segments(content):
+        describes = marker == _COMMENT or (_APP0 < marker <= _APP15 and marker != _APP14)
+        if not describes or (exif and content.startswith(_EXIF, start + 4)):
+            parts.append(content[start:stop])
+    return b"".join(parts)
+
+
+def _plain_tiff(content: bytes, order: str) -> bytes:
+    """The first directory of tags without those of metadata, in its own place."""
+    try:
+        (place,) = struct.unpack_from(f"{order}I", content, 4)
+        (count,) = struct.unpack_from(f"{order}H", content, place)
+        entries = [content[start : start + 12] for start in range(place + 2, place + 2 + 12 * count, 12)]
+        kept = [entry for entry in entries if struct.unpack_from(f"{order}H", entry)[0] not in _METADATA_TAGS]
+    except struct.error:
+        return content
+    directory = struct.pack(f"{order}H", len(kept)) + b"".join(kept) + bytes(4)
+    return content[:place] + directory + content[place + len(directory) :]
 
 
 def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image.Image:
@@ -111,10 +289,29 @@ def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image
     return image.resize(target, Image.Resampling.BILINEAR, box=box)
 
 
+def _depth(image: Image.Image) -> int:
+    """Bits of a pixel's value as the file says; 16 where it does not."""
+    bits = getattr(image, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, (16,))
+    return max(bits) if isinstance(bits, tuple) else int(bits)
+
+
+def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
+    """The image with at most 8 bits a value: of deeper ones the upper bits, where Pillow would clip at 255.
+
+    Raises:
+        DataError: values that are no shares of a largest one.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" or depth > 16 or (values.size and (values.min() < 0 or values.max() >= 1 << depth)):
+        kind = "floating-point numbers" if image.mode == "F" else f"whole numbers of {depth} bits, or negative ones"
+        raise DataError(f"The image cannot be decoded: its pixels are {kind}; save it with 8 or 16 unsigned bits a value.")
+    return Image.fromarray((values.astype(np.int64) >> (depth - 8)).astype(np.uint8))
+
+
 def _plain(image: Image.Image, mode: str) -> Image.Image:
     """The image in `mode`, "RGB" or "L"; transparency is dropped."""
-    if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would clip at 255 instead of scaling
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)

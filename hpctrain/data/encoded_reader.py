@@ -31,6 +31,7 @@ class EncodedReader(BlockReader):
         path: of the data file, which is held open. block: a map of the picture files, flat. extents: of each of them.
         sums: (N,) crc32 of the picture files, and of the pixels that they decode to. form: (H, W, C) that they are brought to.
         fit: "crop" or "squash", how. threads: that decode at once, without the interpreter's lock for most of the time.
+        max_pixels: of the largest picture, see `decoder.decode`.
     """
 
     decodes = True
@@ -44,12 +45,14 @@ class EncodedReader(BlockReader):
         form: tuple[int, ...],
         fit: str,
         threads: int = 1,
+        max_pixels: int | None = None,
     ) -> None:
         super().__init__(path, block, extents)
         self.shape = (extents.count, *form)
         self.threads = threads
         self._sums, self._pixel_sums = sums
         self._size, self._fit = (form[0], form[1]), cast(Fit, fit)
+        self._max_pixels = max_pixels
         self._to_compare = _COMPARED_SAMPLES
         self._pool: ThreadPoolExecutor | None = None
         self._pool_threads = 0
@@ -87,7 +90,7 @@ class EncodedReader(BlockReader):
         if zlib.crc32(content) != self._sums[sample]:
             return "its bytes changed since the file was written"
         try:
-            out[...] = decoder.decode(content, self._size, self._fit, self.shape[3])
+            out[...] = decoder.decode(content, self._size, self._fit, self.shape[3], self._max_pixels)
         except DataError as error:
             return str(error).rstrip(".")
         if self._to_compare > 0:

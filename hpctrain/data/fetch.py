@@ -5,20 +5,20 @@ The four IDX files are known by the sha256 of their *content*: compressed files 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import http.client
+import io
 import os
 import shutil
 import subprocess
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hpctrain.data.classes import difference
 from hpctrain.data.convert import idx
 from hpctrain.data.convert.common import Advance, no_progress
 from hpctrain.data.files import system_errors_as
@@ -70,6 +70,7 @@ Source = Callable[[Path, Mapping[str, Split]], Path | None]
 #: shows progress: description, total and what is counted -> what is told of each few more
 Bar = Callable[[str, int, str], AbstractContextManager[Advance]]
 _BYTES_AT_ONCE = 1 << 18
+_MOST_BYTES = 1 << 28
 
 
 @contextmanager
@@ -161,7 +162,7 @@ def download(out: Path, splits: Mapping[str, Split], url: str = URL, bar: Bar = 
             except (OSError, http.client.HTTPException) as error:
                 _log.warning("cannot download %s/%s.gz: %s", url, name, error)
                 return None
-            _check(_unpacked(packed, f"{url}/{name}.gz"), digest, f"{url}/{name}.gz")
+            _check(idx.unpack(io.BytesIO(packed), f"{url}/{name}.gz"), digest, f"{url}/{name}.gz")
             write_bytes(out / f"{name}.gz", packed)
     return out
 
@@ -173,14 +174,18 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
     """All that a site sends.
 
     Raises:
-        http.client.HTTPException: it ends too early.
+        http.client.HTTPException: it ends too early. DataError: it sends more than any of the files has.
     """
     parts: list[bytes] = []
+    received = 0
     total = int(response.headers.get("Content-Length") or 0)
     with bar(f"downloading {name}.gz", total, "bytes") as advance:
         while part := response.read(_BYTES_AT_ONCE):
             parts.append(part)
             advance(len(part))
+            received += len(part)
+            if received > _MOST_BYTES:
+                raise DataError(f"{name}.gz has more than {_MOST_BYTES:,} bytes, so it is not the file of Fashion-MNIST.")
     content = b"".join(parts)
     if len(content) < total:
         raise http.client.IncompleteRead(content, total - len(content))
@@ -199,7 +204,7 @@ def _is_there(path: Path, names: Sequence[str]) -> bool:
         classes = ImageFile.open(path).class_names
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
-    if classes != tuple(names):
+    if difference(classes, names) is not None:
         raise DataError(
             f"{path} exists already, with {len(classes)} classes that are not those of Fashion-MNIST; give another --out, or "
             "--overwrite to replace it."
@@ -235,13 +240,6 @@ def _check(content: bytes, digest: str, origin: str) -> None:
             f"{origin} is not the file of Fashion-MNIST: the sha256 of its content is {actual[:12]}... and must be "
             f"{digest[:12]}...; remove it and fetch again."
         )
-
-
-def _unpacked(packed: bytes, origin: str) -> bytes:
-    try:
-        return gzip.decompress(packed)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{origin} is not a whole gzip file ({error}); fetch it again.") from error
 
 
 def _run(command: Sequence[str]) -> bool:

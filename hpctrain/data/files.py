@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -24,6 +25,48 @@ def system_errors_as(sentence: str) -> Iterator[None]:
         raise DataError(f"{sentence}: {error.strerror or error}.") from error
 
 
+def open_regular(path: Path) -> int:
+    """Return a descriptor of a regular file to read.
+
+    Opens nothing else: a pipe would wait for a writer, and a device may act when it is opened, or have no end.
+
+    Raises:
+        OSError: missing, not readable, or no regular file.
+    """
+    _check_regular(os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_regular(os.fstat(descriptor).st_mode)  # another file may have taken its name
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise OSError(errno.EINVAL, f"It is {kind}, not a regular file")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `most_bytes`.
+
+    Raises:
+        OSError: as `open_regular`; the file is larger, or changes while it is read.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"It has {size:,} bytes, more than the limit of {most_bytes:,}")
+        content = file.read(size + 1)
+    if len(content) != size:
+        raise OSError(errno.EIO, f"It has {size:,} bytes, and another number was read")
+    return content
+
+
 def require_file(path: Path, kind: str, advice: str) -> None:
     """Make sure that `path` is a file that can be read.
 
@@ -35,8 +78,8 @@ def require_file(path: Path, kind: str, advice: str) -> None:
     """
     try:
         mode = path.stat().st_mode
-        if stat.S_ISREG(mode):  # a pipe would make the opening wait
-            os.close(os.open(path, os.O_RDONLY))
+        if stat.S_ISREG(mode):
+            os.close(open_regular(path))
             return
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"There is no {kind} {path}; {advice}.") from error

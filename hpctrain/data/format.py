@@ -12,9 +12,10 @@
 | `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the pixels that each picture file decodes to |
 
 Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
-"squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to. HDF5 opens the file,
-without locks, to learn where the images lie; from then on they are a memory map, so that reading a sample is a copy from the page
-cache. Everything but the images is compared with its checksum whenever the file is opened.
+"squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels` of
+the largest picture, where that is not the decoder's own limit. HDF5 opens the file, without locks, to learn where the images lie;
+from then on they are a memory map, so that reading a sample is a copy from the page cache. Everything but the images is compared
+with its checksum whenever the file is opened.
 
 HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte can
 make HDF5 loop without end; hence texts of fixed length. Version 1 had neither and is read by `format_version_1`, without HDF5.
@@ -196,14 +197,30 @@ def _read(path: Path) -> Stored:
     if not start.startswith(_SIGNATURE):
         raise _damaged(path)
     if start[-1:] < b"\2":  # the superblock's version: HDF5's old format, of our version 1
-        from hpctrain.data import format_version_1
-
-        with format_version_1.OldFile(path) as old:
-            _check_format(path, old.header(), (1,))
-            return old.contents()
+        return _read_old(path)
     with h5py.File(path, "r", locking=False) as opened:
         _check_format(path, {name: opened.attrs.get(name) for name in ("format", "version")}, (VERSION, ENCODED_VERSION))
         return stored.read(opened)
+
+
+def _read_old(path: Path) -> Stored:
+    from hpctrain.data import format_version_1
+
+    with format_version_1.OldFile(path) as old:
+        try:
+            header = old.header()
+        except Exception as error:  # the old format has many forms, of which version 1 has one
+            if "truncated" in str(error):
+                raise
+            raise _damaged(path, "damaged, or an HDF5 file of another program") from error
+        version = header.get("version")
+        if stored.text(header.get("format")) == FORMAT and version in (VERSION, ENCODED_VERSION):
+            raise DataError(
+                f"{path} has version {version} of the data format, but was rewritten in HDF5's old format, which hpctrain reads "
+                "of version 1 alone; convert the pictures again, or this file with `hpctrain data convert hdf5`."
+            )
+        _check_format(path, header, (1,))
+        return old.contents()
 
 
 def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:
@@ -212,7 +229,7 @@ def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataErr
 
 def _check_format(path: Path, header: Mapping[str, object], readable: tuple[int, ...]) -> None:
     if stored.text(header.get("format")) != FORMAT:
-        raise DataError(f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert`.")
+        raise DataError(f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`.")
     if header.get("version") not in readable:
         raise DataError(
             f"{path} has version {header.get('version')} of the data format, this hpctrain reads versions 1 to "
@@ -234,5 +251,6 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         assert contents.sums is not None, "checked"
         assert contents.pixel_sums is not None, "checked"
         extents, sums = Extents.rising(images.offset, images.offsets), (contents.sums, contents.pixel_sums)
-        reader = EncodedReader(path, block, extents, sums, images.shape[1:], contents.fit or "crop")
+        form, fit = images.shape[1:], contents.fit or "crop"
+        reader = EncodedReader(path, block, extents, sums, form, fit, max_pixels=contents.max_pixels)
         return reader, reader

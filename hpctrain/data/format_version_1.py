@@ -30,7 +30,7 @@ _HEAP_REFERENCE = struct.Struct("<IQI")
 _HEAP_OBJECT = struct.Struct("<HH4xQ")
 _DATASPACE, _DATATYPE, _LAYOUT, _ATTRIBUTE, _CONTINUATION = 0x01, 0x03, 0x08, 0x0C, 0x10
 _CONTIGUOUS = 1
-_INTEGER, _FLOAT, _VARIABLE_LENGTH = 0, 1, 9
+_INTEGER, _FLOAT, _STRING, _VARIABLE_LENGTH = 0, 1, 3, 9
 #: no structure is larger; keeps a damaged length from reading the whole file
 _LONGEST_BYTES = 1 << 20
 _MOST_MESSAGES = 1000
@@ -179,6 +179,8 @@ class OldFile:
         kind, size = datatype[0] & 0x0F, struct.unpack_from("<I", datatype, 4)[0]
         if kind == _INTEGER and size <= len(data):
             return int.from_bytes(data[:size], "little")
+        if kind == _STRING and size <= len(data):  # of other programs, which are to be known by it
+            return data[:size].rstrip(b"\0")
         if kind == _VARIABLE_LENGTH:
             return self._text(data)
         raise DamageError(f"an attribute is of type {kind}")

@@ -19,6 +19,7 @@ from hpctrain.data.stored import (
     FIT,
     FORM,
     FORMAT,
+    MAX_PIXELS,
     VERSION,
     check_labels,
     check_names,
@@ -196,9 +197,14 @@ class ImageFileWriter(DataFileWriter):
 
 
 class EncodedFileWriter(DataFileWriter):
-    """Writes a data file of picture files; see `DataFileWriter`."""
+    """Writes a data file of picture files; see `DataFileWriter`.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Args:
+        max_pixels: of the largest picture, which its readers allow, too; None: the decoder's own limit.
+    """
+
+    def __init__(self, *arguments: Any, max_pixels: int | None = None, **options: Any) -> None:
+        self._max_pixels = max_pixels
         self._sizes: list[int] = []
         self._pixel_sums: list[int] = []
         super().__init__(*arguments, **options)
@@ -240,7 +246,10 @@ class EncodedFileWriter(DataFileWriter):
         self._histogram += np.array(record["histogram"], np.int64)
 
     def _describe(self, file: h5py.File) -> None:
-        self._block(file, "blob", (self._file.size,)).attrs[FORM] = np.array(self.shape, "<i8")
+        block = self._block(file, "blob", (self._file.size,))
+        block.attrs[FORM] = np.array(self.shape, "<i8")
+        if self._max_pixels is not None:
+            block.attrs[MAX_PIXELS] = self._max_pixels
         _put(file, "offsets", np.cumsum([0, *self._sizes]).astype("<i8"))
         _put(file, "pixel_sums", np.array(self._pixel_sums, "<u4"))
         file.attrs["version"] = ENCODED_VERSION

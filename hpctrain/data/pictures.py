@@ -9,32 +9,56 @@ from typing import cast
 
 import numpy as np
 
-from hpctrain.data.convert.common import in_order
-from hpctrain.data.convert.folder import images_below
-from hpctrain.data.decoder import Fit, decode
+from hpctrain.data.convert.common import in_order, listed
+from hpctrain.data.convert.folder import Search
+from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
 from hpctrain.data.facts import ImageForm
-from hpctrain.data.files import system_errors_as
 from hpctrain.errors import DataError, ShapeError
+from hpctrain.log import get_logger
 
 _DECODED_CHANNELS = (1, 3)
+_log = get_logger(__name__)
 
 
 def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
-    """The files that places stand for, in their order: each itself, and the images below a directory, sorted.
+    """Return the files that places stand for, in their order: each itself, and the images below a directory, sorted.
+
+    Pictures that cannot be read are among them; what else is left out of a directory is logged.
 
     Raises:
-        DataError: a place that is not there, or a directory without an image.
+        DataError: a place that is not there, a directory without an image, or one that cannot be read, below another, too.
     """
     files: list[Path] = []
     for place in places:
-        with system_errors_as(f"The directory {place} cannot be read"):
-            below = images_below(place)
-        if place.is_dir() and not below:
-            raise DataError(f"The directory {place} holds no image; give one with files that end in .jpg, .jpeg or .png.")
-        if not place.exists():
-            raise DataError(f"There is no image {place}; give the path of a JPEG or PNG file, or of a directory of some.")
-        files += below or [place]
+        if place.is_dir():
+            files += _below(place)
+        elif place.exists():
+            files.append(place)
+        else:
+            raise DataError(
+                f"There is no image {place}; give the path of a picture file, such as a JPEG, or of a directory of some."
+            )
     return tuple(files)
+
+
+def _below(directory: Path) -> list[Path]:
+    search = Search()
+    found = search.pictures(directory)
+    closed = [f"{path}: {reason}" for path, reason in search.unreadable if not _is_picture(path)]
+    if closed:
+        raise DataError(f"In {directory} {listed('place', closed)} cannot be read; make them readable, or name the pictures.")
+    pictures = sorted([*found, *(path for path, _ in search.unreadable)])
+    notes = [str(note) for note in search.left_out() if not note.unreadable]
+    if not pictures:
+        why = "".join(f"; {note}" for note in notes)
+        raise DataError(f"The directory {directory} holds no image; give one with files that end in .jpg, .png or the like{why}.")
+    for note in notes:
+        _log.warning("%s: %s", directory, note)
+    return pictures
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES
 
 
 class DecodedPictures:
@@ -44,6 +68,7 @@ class DecodedPictures:
 
     Args:
         files: of the pictures. form: they are brought to. threads: that decode at once.
+        max_pixels: of the largest picture, see `decoder.decode`.
 
     Attributes:
         shape: (N, H, W, C). broken: number -> the sentence that says why it cannot be decoded, of those that were read so far.
@@ -52,7 +77,7 @@ class DecodedPictures:
         ShapeError: a form of another number of channels than pictures can be turned into.
     """
 
-    def __init__(self, files: Sequence[Path], form: ImageForm, threads: int = 1) -> None:
+    def __init__(self, files: Sequence[Path], form: ImageForm, threads: int = 1, max_pixels: int | None = None) -> None:
         if form.shape[2] not in _DECODED_CHANNELS:
             raise ShapeError(
                 f"The model reads images of {form.shape[2]} channels, but pictures are grey (1) or RGB (3); "
@@ -60,7 +85,7 @@ class DecodedPictures:
             )
         self.shape = (len(files), *form.shape)
         self.broken: dict[int, str] = {}
-        self._files, self._form, self._threads = files, form, threads
+        self._files, self._form, self._threads, self._max_pixels = files, form, threads, max_pixels
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
         """Pixels of one sample (h, w, C) or of several (n, h, w, C): whole, or a region of them."""
@@ -81,7 +106,7 @@ class DecodedPictures:
     def _decoded(self, number: int) -> np.ndarray:
         height, width, channels = self._form.shape
         try:
-            return decode(self._files[number], (height, width), cast(Fit, self._form.fit), channels)
+            return decode(self._files[number], (height, width), cast(Fit, self._form.fit), channels, self._max_pixels)
         except DataError as error:
             self.broken[number] = str(error)
             return np.zeros(self._form.shape, np.uint8)

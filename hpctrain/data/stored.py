@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
 FIT = "fit"
 #: attribute of the picture files: (H, W, C) that each is brought to
 FORM = "form"
+#: attribute of picture files: pixels of the largest that is decoded, where it is not the decoder's own limit
+MAX_PIXELS = "max_pixels"
 #: the datasets of a file of pixels that have a checksum: all but "sums", which earlier versions of hpctrain did not write
 DATASETS = ("images", "labels", "class_names", "mean", "std")
 _ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
@@ -62,6 +65,7 @@ class Stored:
             pictures decode to.
         fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
+        max_pixels: of the largest picture that is decoded; None: the decoder's own limit.
     """
 
     images: StoredImages
@@ -73,6 +77,7 @@ class Stored:
     fit: str | None = None
     sums: np.ndarray | None = None
     pixel_sums: np.ndarray | None = None
+    max_pixels: int | None = None
 
 
 def text(value: object) -> str:
@@ -88,9 +93,9 @@ def read(file: h5py.File) -> Stored:
     """
     encoded = "blob" in file
     block = file["blob" if encoded else "images"]
-    names = np.asarray(file["class_names"][()]).tolist()
-    labels, mean, std = (np.asarray(file[name][()]) for name in ("labels", "mean", "std"))
-    offsets, pixel_sums = (np.asarray(file[name][()]) if encoded else None for name in ("offsets", "pixel_sums"))
+    names = _values(file, "class_names").tolist()
+    labels, mean, std = (_values(file, name) for name in ("labels", "mean", "std"))
+    offsets, pixel_sums = (_values(file, name) if encoded else None for name in ("offsets", "pixel_sums"))
     fit = text(block.attrs[FIT]) if FIT in block.attrs else None
     shape = block.shape
     if offsets is not None:
@@ -107,9 +112,22 @@ def read(file: h5py.File) -> Stored:
         tuple(name.decode() for name in names),
         digests,
         fit,
-        np.asarray(file[_SUMS][()]) if _SUMS in file else None,
+        _values(file, _SUMS) if _SUMS in file else None,
         pixel_sums,
+        int(block.attrs[MAX_PIXELS]) if MAX_PIXELS in block.attrs else None,
     )
+
+
+def _values(file: h5py.File, name: str) -> np.ndarray:
+    """The values of a dataset, which are in the file: one that claims more, of values that were never written, could fill memory.
+
+    Raises:
+        ValueError: the file does not hold them.
+    """
+    dataset = file[name]
+    if dataset.nbytes > dataset.id.get_storage_size():
+        raise ValueError(f"{name} has {dataset.nbytes} bytes, of which the file holds {dataset.id.get_storage_size()}")
+    return np.asarray(dataset[()])
 
 
 def check(path: Path, contents: Stored) -> None:
@@ -167,6 +185,11 @@ def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
                 f"In {origin} channel {channel} has mean {average} and deviation {spread}; both must be finite, and the "
                 "deviation above 0, or 0 where the channel is only to be centred."
             )
+
+
+def normal_name(name: str) -> str:
+    """Return a class name in Unicode's composed form (NFC), in which names are compared: macOS decomposes those of files."""
+    return unicodedata.normalize("NFC", name)
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes
+from hpctrain.data.stored import normal_name
 from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
 from hpctrain.experiment.image_sizes import image_sizes, of_largest
@@ -122,18 +123,21 @@ def mirrored(images: Images) -> Images:
     return replace(images, pipeline=images.pipeline.mirrored())
 
 
-def pictures(config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int) -> Images:
+def pictures(
+    config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int, max_pixels: int | None = None
+) -> Images:
     """Pictures as evaluation images, their labels all 0, with the classes and the normalisation of `data`.
 
     Args:
         form: of a data file's images, that pictures are brought to first. threads: that decode them.
+        max_pixels: of the largest picture, see `decoder.decode`.
 
     Raises:
         ShapeError: a form that pictures cannot be brought to.
     """
     from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
 
-    decoded = DecodedPictures(files, form, threads)
+    decoded = DecodedPictures(files, form, threads, max_pixels)
     moments = np.array(data.mean), np.array(data.std)
     file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data))
@@ -210,7 +214,7 @@ def _mixing(config: Config) -> Mixing | None:
 
 
 def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
-    if opened.class_names != data.class_names:
+    if [*map(normal_name, opened.class_names)] != [*map(normal_name, data.class_names)]:
         yield f"{opened.path} has its classes in another order than {place}; its labels are mapped by name"
     if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
         yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"

@@ -34,6 +34,7 @@ class PredictionRequest:
         flip: the mean over a picture and its mirror image counts. averaged: the average of the weights predicts.
         fit: how pictures are brought to the network's size; None: as the images were that the checkpoint was evaluated on.
         batch: pictures that all ranks compute at once; None: as the configuration's evaluation, at most 64 of each rank.
+        max_pixels: of the largest picture, see `decoder.decode`.
     """
 
     places: tuple[Path, ...]
@@ -42,6 +43,7 @@ class PredictionRequest:
     averaged: bool = False
     fit: str | None = None
     batch: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _build(session: Session, path: Path, content: CheckpointContent, files: Sequ
     form = _form(content, data)
     if request.fit is not None:
         form = replace(form, fit=request.fit)
-    images = pictures(session.config, data, form, files, session.threads.threads)
+    images = pictures(session.config, data, form, files, session.threads.threads, request.max_pixels)
     replica = trained_replica(session, content, data, images, averaged=request.averaged)
     replica.parameters_written()
     batch = request.batch or _usual_batch(session)

@@ -1,5 +1,7 @@
 """Classes by name: the same ones in any order mean the same, others are refused."""
 
+import unicodedata
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,6 +27,19 @@ def test_what_differs_is_said(first, second):
     if words is not None and len(first) == len(second):
         number = next(i for i, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
         assert words.startswith(f"class {number} is '{first[number]}' and '{second[number]}'")
+
+
+def test_names_are_compared_in_the_composed_form(make_file):
+    composed = ["größe", "été", "猫"]
+    decomposed = [unicodedata.normalize("NFD", name) for name in composed]
+    assert decomposed != composed
+    assert difference(composed, decomposed[::-1]) is None
+    assert difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in one of them only"
+    file, _, labels = make_file(classes=3)
+    file.class_names = tuple(decomposed)
+    mapped = in_order_of(file, composed[::-1], "the checkpoint")
+    assert mapped.class_names == tuple(composed[::-1])
+    assert np.array_equal(mapped.labels, 2 - labels)
 
 
 def test_counts_and_the_name_that_is_alone():

@@ -1,6 +1,9 @@
 """Decoding: every mode and orientation becomes plain pixels, the same with every library."""
 
 import io
+import os
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -206,3 +209,148 @@ def test_damaged_files_are_the_same_with_every_library(kind, data):
 
 def test_the_libraries_are_named():
     assert "Pillow" in decoder.versions()
+
+
+def chunk(kind, content, damaged=False):
+    check = zlib.crc32(kind + content) ^ damaged
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+
+def with_chunk(content, added):
+    """A PNG with a chunk behind its header."""
+    return content[:33] + added + content[33:]
+
+
+def with_segment(content, marker, data):
+    return content[:2] + bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data + content[2:]
+
+
+def turned(kind, **more):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(random_image(), kind, exif=exif.tobytes(), **more)
+
+
+EXIF = b"Exif\0\0II*\0\x08\0\0\0"
+#: of pictures with damaged metadata: (content, the same without, whether EXIF that can be read turns it)
+DAMAGED_METADATA = {
+    "eXIf of garbage": (with_chunk(encoded(random_image()), chunk(b"eXIf", b"garbage")), False),
+    "eXIf cut": (with_chunk(encoded(random_image()), chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\xff")), False),
+    "eXIf empty": (with_chunk(encoded(random_image()), chunk(b"eXIf", b"")), False),
+    "eXIf with another checksum": (with_chunk(encoded(random_image()), chunk(b"eXIf", b"MM\0*", damaged=True)), False),
+    "text with another checksum": (with_chunk(encoded(random_image()), chunk(b"tEXt", b"a\0b", damaged=True)), False),
+    "profile of garbage": (with_chunk(encoded(random_image()), chunk(b"iCCP", b"name\0\0garbage")), False),
+    "profile of another kind": (with_chunk(encoded(random_image()), chunk(b"iCCP", b"name\0\7")), False),
+    "endless text": (with_chunk(encoded(random_image()), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(5 << 20)))), False),
+    "turned, with a broken comment": (with_chunk(turned("PNG"), chunk(b"tEXt", b"a\0b", damaged=True)), True),
+    "JPEG, EXIF cut": (with_segment(encoded(random_image(), "JPEG"), 0xE1, EXIF + b"\xff"), False),
+    "JPEG, EXIF of garbage": (with_segment(encoded(random_image(), "JPEG"), 0xE1, b"Exif\0\0garbage"), False),
+    "JPEG, profile cut": (with_segment(encoded(random_image(), "JPEG"), 0xE2, b"ICC_PROFILE\0"), False),
+    "JPEG, profile of garbage": (with_segment(encoded(random_image(), "JPEG"), 0xE2, b"ICC_PROFILE\0\1\1garbage"), False),
+    "JPEG, pictures of garbage": (with_segment(encoded(random_image(), "JPEG"), 0xE2, b"MPF\0garbage"), False),
+    "JPEG, Photoshop cut": (with_segment(encoded(random_image(), "JPEG"), 0xED, b"Photoshop 3.0\x008BIM"), False),
+    "JPEG turned, profile cut": (with_segment(turned("JPEG"), 0xE2, b"ICC_PROFILE\0"), True),
+    "WebP": (turned("WEBP", lossless=True).replace(b"MM\0*\0\0\0\x08", b"garbage!"), False),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_METADATA)
+def test_damaged_metadata_does_not_matter_to_pixels(kind, monkeypatch):
+    content, turns = DAMAGED_METADATA[kind]
+    sound = encoded(random_image(), "JPEG" if content.startswith(decoder._JPEG) else "PNG")
+    expected = np.rot90(decode(sound, None), -1) if turns else decode(sound, None)
+    assert np.array_equal(same_with_and_without(content, None, "crop", 3, monkeypatch), expected)
+
+
+def test_a_tiff_with_damaged_metadata_is_decoded():
+    content = bytearray(encoded(random_image(), "TIFF", tiffinfo={34665: 1 << 30}))
+    place = struct.unpack_from("<I", content, 4)[0]
+    assert struct.pack("<H", 34665) in content[place:]
+    assert np.array_equal(decode(bytes(content), None), np.asarray(random_image()))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "chunk"])
+def test_damaged_pixels_are_refused_whatever_their_metadata(damage):
+    content = bytearray(with_chunk(encoded(random_image()), chunk(b"eXIf", b"garbage", damaged=True)))
+    place = content.index(b"IDAT")
+    if damage == "bytes":
+        content[place + 8] ^= 1
+    else:
+        del content[place - 4 :]
+    with pytest.raises(DataError, match="cannot be decoded"):
+        decode(bytes(content), None)
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000"])
+def test_other_formats_are_decoded(kind):
+    image = random_image().quantize(60).convert("RGB")  # so that GIF keeps it
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert np.array_equal(decode(encoded(image, kind, **options), None), np.asarray(image))
+
+
+@pytest.mark.parametrize("kind", ["EPS", "ICO", "TGA", "PCX", "PDF"])
+def test_formats_that_start_programs_or_take_any_bytes_are_refused(kind):
+    with pytest.raises(DataError, match=r"of no format that hpctrain reads\.$"):
+        decode(encoded(random_image(), kind), None)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled_in_every_format(kind):
+    values = np.array([[0, 255, 256], [32768, 65280, 65535]], np.uint16)
+    assert np.array_equal(decode(encoded(Image.fromarray(values), kind), None, channels=1)[..., 0], values >> 8)
+
+
+def test_twelve_bits_are_scaled_by_their_own_range():
+    content = bytearray(encoded(Image.fromarray(np.zeros((1, 2), np.uint16)), "TIFF"))
+    place = struct.unpack_from("<I", content, 4)[0] + 2
+    while struct.unpack_from("<H", content, place)[0] != 258:
+        place += 12
+    struct.pack_into("<H", content, place + 8, 12)  # bits per sample
+    data = content.rindex(bytes(4))
+    content[data : data + 3] = b"\xff\xf8\x00"  # two values of 12 bits: 4095 and 2048
+    assert decode(bytes(content), None, channels=1)[0, :, 0].tolist() == [255, 128]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.array([[0.0, 0.5, 1.0]], np.float32), "floating-point numbers"),
+        (np.array([[0, 70000]], np.int32), "whole numbers of 32 bits"),
+        (np.array([[-1, 5]], np.int32), "whole numbers of 32 bits"),
+    ],
+)
+def test_values_without_a_known_range_are_refused_and_not_clipped(values, words):
+    with pytest.raises(DataError, match=f"its pixels are {words}.*; save it with 8 or 16 unsigned bits"):
+        decode(encoded(Image.fromarray(values), "TIFF"), None)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_the_limit_of_pixels_can_be_raised_by_name(kind, monkeypatch):
+    monkeypatch.setattr(decoder, "MAX_PIXELS", 70)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    content = encoded(random_image(11, 7), kind)
+    with pytest.raises(DataError, match="it has 77 pixels, the limit is 70; --max-pixels 77 allows them"):
+        decode(content, (5, 5))
+    assert decode(content, (5, 5), max_pixels=77).shape == (5, 5, 3)
+
+
+def test_a_bomb_is_refused_before_its_pixels_have_memory():
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    bomb = decoder._PNG + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20))) + chunk(b"IEND", b"")
+    with pytest.raises(DataError, match="it has 3,600,000,000 pixels, the limit is 178,956,970; --max-pixels 3600000000"):
+        decode(bomb, (5, 5))
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    with (tmp_path / "sparse.jpg").open("wb") as file:
+        file.truncate(1 << 40)
+    for name, why in {
+        "pipe": "It is a named pipe, not a regular file",
+        "zero": "It is a device, not a regular file",
+        "sparse": "It has 1,099,511,627,776 bytes, more than the limit of ",
+        "none": "No such file or directory",
+    }.items():
+        with pytest.raises(DataError, match=f"The image cannot be read: {why}"):
+            decode(tmp_path / f"{name}.jpg", None)

@@ -33,7 +33,8 @@ def changed(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: f.attrs.modify("version", 3), "has version 3 of the data format"),
+        (lambda f: f.attrs.modify("version", 3), "has version 3 of the data format, but was rewritten in HDF5's old"),
+        (lambda f: f.attrs.modify("version", 4), "has version 4 of the data format, this hpctrain reads versions 1 to 3"),
         (lambda f: f.attrs.modify("format", "other"), "not a data file of hpctrain"),
         (lambda f: f["labels"].write_direct(np.full(13, 7)), r"label 7, which is outside 0\.\.4"),
         (lambda f: f["labels"].write_direct(np.zeros(13, np.int64)), "labels changed"),

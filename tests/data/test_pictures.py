@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_a_broken_picture_reads_as_zeros_and_says_why(tmp_path: Path) -> None:
     assert sorted(decoded.broken) == [1, 3]
     assert not images[[1, 3]].any()
     assert images[[0, 2]].any(axis=(1, 2, 3)).all()
-    assert decoded.broken[1] == "The image cannot be decoded: it is of no format that Pillow knows."
+    assert decoded.broken[1] == "The image cannot be decoded: it is of no format that hpctrain reads."
 
 
 def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:
@@ -57,11 +58,35 @@ def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:
     assert picture_files([one, tmp_path / "b", one]) == (one, *below, one)
 
 
+def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links are followed and end, what cannot be read is an answer or an error, and what is left out is told."""
+    (tmp_path / "store").mkdir()
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for path in (tmp_path / "store" / "linked.webp", folder / "a.bmp"):
+        Image.new("L", (2, 2)).save(path)
+    os.mkfifo(folder / "pipe.png")
+    for name, target in {"more": tmp_path / "store", "up": "..", "zero.jpg": "/dev/zero", "gone.tif": "nowhere"}.items():
+        (folder / name).symlink_to(target)
+    (folder / "raw.heic").write_bytes(b"")
+    (folder / "notes.txt").write_text("")
+    files = picture_files([folder])
+    assert [path.name for path in files] == ["a.bmp", "gone.tif", "linked.webp", "pipe.png", "raw.heic", "zero.jpg"]
+    decoded = DecodedPictures(files, ImageForm((2, 2, 1)))
+    decoded.take(np.arange(6), np.empty((6, 2, 2, 1), np.uint8))
+    assert sorted(decoded.broken) == [1, 3, 4, 5]
+    assert f"left out, not a picture by the name: 1 ({folder / 'notes.txt'})" in caplog.text
+    assert f"searched already: 1 ({folder / 'up'})" in caplog.text
+    (folder / "gone").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"1 place \(.*photos/gone: No such file or directory\) cannot be read"):
+        picture_files([folder])
+
+
 def test_what_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty holds no image; give one with files that end in"):
         picture_files([tmp_path / "empty"])
-    with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a JPEG or PNG"):
+    with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a picture file"):
         picture_files([tmp_path / "nowhere.jpg"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.data import format as data_format
-from hpctrain.data.convert.common import Advance, no_progress, numbered_names, read_names
-from hpctrain.data.files import require_directory, require_file, require_new, system_errors_as
+from hpctrain.data.convert.common import Advance, no_progress, read_names
+from hpctrain.data.files import open_regular, require_directory, require_file, require_new, system_errors_as
 from hpctrain.errors import DataError
 
 Split = Literal["train", "test"]
 
 _SHAPE = (32, 32, 3)
 _PIXELS = 3 * 32 * 32
+_RECORDS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ def convert(
     layout = _layout(directory, split, coarse)
     paths = [directory / name for name in layout.files]
     names_file = directory / layout.names
-    names = read_names(names_file) if names_file.is_file() else numbered_names(np.array([layout.classes - 1]))
+    names = read_names(names_file) if os.path.lexists(names_file) else [str(label) for label in range(layout.classes)]
+    if len(names) != layout.classes:
+        raise DataError(f"{names_file} names {len(names)} classes, but the data set has {layout.classes}; fetch it again.")
     record = layout.label_bytes + _PIXELS
     data_format.write(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
 
 
 def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
-    batches = sorted(path.name for path in directory.glob("data_batch_*.bin")) if split == "train" else ["test_batch.bin"]
+    batches = _training_batches(directory) if split == "train" else ["test_batch.bin"]
     if batches and (directory / batches[0]).is_file():
         if coarse:
             raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; they exist in CIFAR-100 only.")
@@ -68,6 +72,23 @@ def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
     )
 
 
+def _training_batches(directory: Path) -> list[str]:
+    """The names of CIFAR-10's training batches, which are numbered from 1.
+
+    Raises:
+        DataError: one between two others is missing.
+    """
+    with system_errors_as(f"The directory {directory} cannot be read"):
+        present = {name for name in os.listdir(directory) if name.startswith("data_batch_") and name.endswith(".bin")}
+    names = [f"data_batch_{number}.bin" for number in range(1, len(present) + 1)]
+    missing = sorted(set(names) - present)
+    if missing:
+        raise DataError(
+            f"{directory} holds {', '.join(sorted(present))}, but not {', '.join(missing)}; fetch the data set again."
+        )
+    return names
+
+
 def _records(path: Path, record: int) -> int:
     require_file(path, "CIFAR batch", "fetch the data set again")
     size = path.stat().st_size
@@ -78,11 +99,15 @@ def _records(path: Path, record: int) -> int:
 
 def _read(paths: list[Path], layout: _RecordFormat, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for path in paths:
-        with system_errors_as(f"The CIFAR batch {path} cannot be read"):
-            content = np.fromfile(path, np.uint8)
-        if content.size % (layout.label_bytes + _PIXELS):
-            raise DataError(f"{path} changed while it was read; convert it again.")
-        records = content.reshape(-1, layout.label_bytes + _PIXELS)
-        planes = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
-        yield np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, layout.label].astype(np.int64)
-        advance(len(records))
+        record = layout.label_bytes + _PIXELS
+        left = _records(path, record)
+        with system_errors_as(f"The CIFAR batch {path} cannot be read"), open(open_regular(path), "rb") as file:
+            while left:
+                content = np.fromfile(file, np.uint8, record * min(left, _RECORDS_AT_ONCE))
+                if content.size == 0 or content.size % record:
+                    raise DataError(f"{path} changed while it was read; convert it again.")
+                records = content.reshape(-1, record)
+                planes = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
+                yield np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, layout.label].astype(np.int64)
+                advance(len(records))
+                left -= len(records)

@@ -1,18 +1,22 @@
-"""Parts that all converters share: class names, chunks, images decoded in parallel but in order."""
+"""Parts that all converters share: class names, chunks, images decoded in parallel but in order, and what is said at the end."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hpctrain.data.files import require_file, system_errors_as
+from hpctrain.data.files import read_regular, require_file, system_errors_as
+from hpctrain.data.format import ImageFile
+from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
+from hpctrain.launch.available_memory import available_bytes
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,6 +25,9 @@ Advance = Callable[[int], None]
 
 _CHUNK_BYTES = 16 << 20
 _MOST_CLASSES = 1 << 20
+_MOST_BYTES_OF_NAMES = 64 << 20
+#: of what is left out, that a line names
+_EXAMPLES = 5
 
 
 def no_progress(count: int) -> None:
@@ -32,16 +39,38 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def numbered_names(labels: np.ndarray) -> list[str]:
-    """Class names "0", "1", ... for labels that come without names.
+def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list[str]:
+    """Return the class names "0", "1", ... for labels that come without names.
+
+    Args:
+        origin: the file of the labels, for messages. classes: the least number of them.
 
     Raises:
-        DataError: a label that no data set has, so that there would be names without end.
+        DataError: a value between 0 and the largest label has no sample, so that the labels do not say how many classes there
+            are; a label that no data set has.
     """
-    largest = max(0, int(labels.max())) if labels.size else 0
+    largest = max(classes - 1, int(labels.max())) if labels.size else classes - 1
     if largest >= _MOST_CLASSES:
-        raise DataError(f"The largest label is {largest}, which is no class; labels without names are below {_MOST_CLASSES}.")
+        raise DataError(f"The largest label is {largest} in {origin}; labels without names are below {_MOST_CLASSES}.")
+    used = np.unique(labels[labels >= 0])
+    if used.size and used.size <= largest:
+        first = next(value for value in range(largest + 1) if value >= used.size or used[value] != value)
+        raise DataError(
+            f"The labels in {origin} have {used.size} values from {int(used[0])} to {int(used[-1])}, but none is {first}; name "
+            f"all {largest + 1} classes in --class-names, or number the labels from 0 to {used.size - 1}."
+        )
     return [str(label) for label in range(largest + 1)]
+
+
+def require_memory(count: int, origin: object) -> None:
+    """Make sure that memory holds what a file claims to have, before it is read.
+
+    Raises:
+        DataError: the process may not take `count` bytes.
+    """
+    room = available_bytes()
+    if room is not None and count > room:
+        raise DataError(f"{origin} holds {count:,} bytes when it is unpacked, and memory has room for {room:,}; split it.")
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
@@ -75,7 +104,7 @@ def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
 
 
 def read_names(path: Path) -> list[str]:
-    """Class names from a text file, one per line.
+    """Class names from a text file in UTF-8, one per line, in Unicode's composed form.
 
     Raises:
         DataError: missing, not text, empty, or with a name twice.
@@ -83,11 +112,87 @@ def read_names(path: Path) -> list[str]:
     require_file(path, "file of class names", "it holds one name a line")
     try:
         with system_errors_as(f"The file of class names {path} cannot be read"):
-            names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            text = read_regular(path, _MOST_BYTES_OF_NAMES).decode("utf-8-sig")
+        names = [normal_name(line.strip()) for line in text.splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise DataError(f"The file of class names {path} is no UTF-8 text; it holds one name a line.") from error
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if not names or twice:
-        reason = f"holds {', '.join(twice)} twice" if twice else "is empty"
+        reason = f"holds {', '.join(twice[:_EXAMPLES])} twice" if twice else "is empty"
         raise DataError(f"The file of class names {path} {reason}; it holds one name a line, each once.")
     return names
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Files, directories or samples of a source that a data file does not have.
+
+    Attributes:
+        reason: why, in words that end a sentence. places: all of them, by path or number.
+        unreadable: they belong to the source, but cannot be read; the user asked for the others.
+    """
+
+    reason: str
+    places: tuple[str, ...]
+    unreadable: bool = False
+
+    def __str__(self) -> str:
+        return f"left out, {self.reason}: {_examples(self.places)}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion made, and what it left out.
+
+    Attributes:
+        path: of the data file. images: of each class, with its name, in the order of the labels.
+    """
+
+    path: Path
+    images: tuple[tuple[str, int], ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @classmethod
+    def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> Summary:
+        """Return the summary of a data file as it is on the disk.
+
+        Raises:
+            DataError: as `ImageFile.open`.
+        """
+        file = ImageFile.open(path)
+        counts = np.bincount(file.labels, minlength=len(file.class_names)).tolist()
+        return cls(path, tuple(zip(file.class_names, counts, strict=True)), tuple(left_out))
+
+    def __str__(self) -> str:
+        least, most = (choose(self.images, key=lambda of: of[1]) for choose in (min, max))
+        noun = "class" if len(self.images) == 1 else "classes"
+        total = sum(count for _, count in self.images)
+        sides = (
+            f"{least[1]:,} ({printable(least[0])}) to {most[1]:,} ({printable(most[0])})"
+            if least[1] < most[1]
+            else f"{least[1]:,}"
+        )
+        lines = [f"{self.path}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"]
+        empty = tuple(name for name, count in self.images if not count)
+        if empty:
+            lines.append(f"classes without an image: {_examples(empty)}")
+        return "\n".join([*lines, *map(str, self.left_out)])
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it: all classes, and all places."""
+        classes = [{"label": label, "name": name, "images": count} for label, (name, count) in enumerate(self.images)]
+        counts = [count for _, count in self.images]
+        facts = {"file": str(self.path), "images": sum(counts), "least": min(counts), "most": max(counts), "classes": classes}
+        left_out = [{"reason": one.reason, "count": len(one.places), "places": list(one.places)} for one in self.left_out]
+        return {**facts, "left_out": left_out}
+
+
+def _examples(names: Sequence[str]) -> str:
+    """ "3 (a, b, c)": how many, and the first of them."""
+    more = f", and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
+    return f"{len(names):,} ({', '.join(map(printable, names[:_EXAMPLES]))}{more})"
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of what a terminal cannot print, or would act upon."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

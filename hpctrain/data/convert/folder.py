@@ -1,59 +1,113 @@
-"""A tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads."""
+"""A tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads.
+
+A search follows links, and accounts for all that it meets: an entry is a directory that was searched, a picture, left out for a
+reason, or one that cannot be read, which is an error unless the user asks for the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import errno
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.data.convert.common import Advance, default_threads, in_order, listed, no_progress
+from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
-from hpctrain.data.decoder import Fit
-from hpctrain.data.files import require_directory, require_new, system_errors_as
+from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit
+from hpctrain.data.files import require_directory, require_new
+from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+#: directories that systems and programs make in any directory, in small letters
+_OF_SYSTEMS = frozenset(
+    {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information", "#recycle", "#snapshot"}
+)
+_HIDDEN = "hidden or made by a system"
+_NO_PICTURE = "not a picture by the name"
+_SPECIAL = "not a regular file"
+_LOOSE = "a picture outside of the directories of classes"
+_AGAIN = "a link to a directory above, or to one that was searched already"
+_UNDECODABLE = "cannot be read or decoded"
+_FOREIGN = "this format is not decoded, save the picture as PNG or JPEG"
 _log = get_logger(__name__)
+
+_Identity = tuple[int, int]  # device and inode
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The content of a directory: class names, and (file, label) sorted by class and path."""
+    """The content of a directory.
+
+    Attributes:
+        class_names: of the labels. files: (file, label), sorted by class and path. named: the user has named the classes, which
+            then may be empty. left_out: all else that is there.
+    """
 
     class_names: tuple[str, ...]
     files: tuple[tuple[Path, int], ...]
+    named: bool = False
+    left_out: tuple[LeftOut, ...] = ()
 
 
-def scan(directory: Path, class_names: Sequence[str] | None = None) -> Tree:
-    """Find the classes and their files; hidden ones are ignored.
+def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unreadable: bool = False) -> Tree:
+    """Find the classes and their files.
 
     Args:
-        class_names: gives the labels, so that several splits agree; None: the directories' names, sorted.
+        class_names: gives the labels, so that several splits agree, and makes empty classes possible; None: the directories'
+            names, sorted. Names are compared in Unicode's composed form.
+        skip_unreadable: leave out what cannot be read.
 
     Raises:
-        DataError: no such directory, no class directory, one that is not among `class_names`, or no image; directories that
-            are splits (train, test, ...), unless `class_names` says that they are classes.
+        DataError: no such directory, no class directory, one that is not among `class_names`, a class without an image, or no
+            image at all; directories that are splits (train, test, ...), unless `class_names` says that they are classes; a
+            directory, link or file that cannot be read.
     """
     require_directory(directory, "it must hold one directory of images for each class")
-    with system_errors_as(f"The directory {directory} cannot be read"):
-        return _scan(directory, class_names)
-
-
-def _scan(directory: Path, class_names: Sequence[str] | None) -> Tree:
-    directories = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+    search = Search(directory)
+    found = _class_directories(search, directory, () if class_names is None else class_names)
     if class_names is None:
-        _refuse_splits(directory, directories)
-    names = tuple(directories if class_names is None else class_names)
-    strange = sorted(set(directories) - set(names))
+        _refuse_splits(directory, [path.name for path in found.values()])
+    names = tuple(sorted(found) if class_names is None else class_names)
+    strange = sorted(set(found).difference(map(normal_name, names)))
     if strange:
         raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
-    files = tuple((path, label) for label, name in enumerate(names) for path in images_below(directory / name))
+    of_classes = [search.pictures(found[name], name) if name in found else [] for name in map(normal_name, names)]
+    if search.unreadable and not skip_unreadable:
+        places = [f"{path}: {reason}" for path, reason in sorted(search.unreadable)]
+        raise DataError(
+            f"In {directory} {listed('place', places)} cannot be read, so nothing is converted; mend or remove them, or give "
+            "--skip-unreadable."
+        )
+    files = tuple((path, label) for label, paths in enumerate(of_classes) for path in paths)
     if not files:
-        loose = " in a directory of its class" if any(map(_is_image, directory.iterdir())) else ""
-        raise DataError(f"{directory} holds no image{loose}; it must hold <class>/<name>.jpg, .jpeg or .png.")
-    return Tree(names, files)
+        notes = "".join(f"; {note}" for note in search.left_out())
+        raise DataError(f"{directory} holds no image in a directory of its class, as <class>/<name>.jpg{notes}.")
+    empty = [name for name, paths in zip(names, of_classes, strict=True) if not paths]
+    if empty and class_names is None:
+        raise DataError(
+            f"In {directory} these directories hold no image that can be read, and would be classes: {', '.join(empty)}; remove "
+            "them, or name all classes in --class-names."
+        )
+    return Tree(names, files, class_names is not None, search.left_out())
+
+
+def _class_directories(search: Search, directory: Path, class_names: Sequence[str]) -> dict[str, Path]:
+    """The directories in `directory`, by name in Unicode's composed form; all else there is left out."""
+    found: dict[str, Path] = {}
+    for path, is_directory in search.entries(directory, {*map(normal_name, class_names)}):
+        name = normal_name(path.name)
+        if not is_directory:
+            search.leave_out(_LOOSE if path.suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES else _NO_PICTURE, path)
+        elif name in found:
+            raise DataError(f"The directories {found[name]} and {path} have the same name in Unicode; rename one, or merge them.")
+        else:
+            found[name] = path
+    return found
 
 
 def _refuse_splits(directory: Path, directories: Sequence[str]) -> None:
@@ -77,22 +131,25 @@ def convert(
     channels: int = 3,
     keep_files: bool = False,
     skip_unreadable: bool = False,
+    max_pixels: int | None = None,
     threads: int | None = None,
     overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> list[str]:
-    """Write the tree as one data file with images of `size` (H, W); give the files that were skipped.
+    """Write the tree as one data file with images of `size` (H, W), and return the files that were skipped.
 
     Goes on where an interrupted conversion of the same files ended.
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
+        max_pixels: of the largest picture, see `decoder.decode`.
 
     Raises:
-        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left; `out` exists.
+        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left, or none of a
+            class that the user has not named; `out` exists.
     """
     require_new(out, overwrite)
-    form = PictureForm(size, fit, channels, keep_files)
+    form = PictureForm(size, fit, channels, keep_files, max_pixels)
 
     def one(item: tuple[Path, int]) -> DecodedPicture | str:
         path, label = item
@@ -115,22 +172,138 @@ def convert(
                 f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; mend or remove them, or give "
                 "--skip-unreadable."
             )
+        if not tree.named:
+            left = Counter(label for _, label in tree.files)
+            label_of = {str(path): label for path, label in tree.files} if unreadable else {}
+            left.subtract(label_of[path] for path in unreadable)
+            empty = [tree.class_names[label] for label, count in sorted(left.items()) if not count]
+            if empty:
+                raise DataError(
+                    f"No image can be decoded of these classes: {', '.join(empty)}; remove their directories, or name all "
+                    "classes in --class-names."
+                )
     return unreadable
+
+
+def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
+    """What a conversion has left out of a tree, the pictures that it could not read or decode included."""
+    return (*tree.left_out, *([LeftOut(_UNDECODABLE, tuple(unreadable), unreadable=True)] if unreadable else []))
 
 
 def _item(path: Path, label: int) -> list[object]:
     """Facts that tell a file from another, or from one of its name that was changed."""
-    with system_errors_as(f"The image {path} cannot be read"):
+    try:
         status = path.stat()
+    except OSError:  # its decoding says why
+        return [str(path), label]
     return [str(path), label, status.st_size, status.st_mtime_ns]
 
 
-def images_below(directory: Path) -> list[Path]:
-    """The image files below a directory, sorted; hidden ones are ignored. None where there is no such directory."""
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.rglob("*") if _is_image(path))
+class Search:
+    """A search for pictures in directories, which follows links.
+
+    Each directory is searched once for each class, so that links neither lead in circles nor multiply pictures.
+
+    Args:
+        directory: links that lead to it, or to one above it, are left out; None: only those above the place of a search.
+
+    Attributes:
+        unreadable: (place, reason) of directories, links and pictures that cannot be read.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.unreadable: list[tuple[Path, str]] = []
+        self._left_out: defaultdict[str, list[Path]] = defaultdict(list)
+        self._above = set() if directory is None else {*_identities(Path(os.path.realpath(directory)))}
+        self._class_of: dict[_Identity, str] = {}
+
+    def entries(self, directory: Path, shown: Collection[str] = ()) -> Iterator[tuple[Path, bool]]:
+        """(path, whether it is a directory) of the directories and regular files in a directory, sorted; all else is noted.
+
+        Args:
+            shown: names that are searched whatever they look like.
+        """
+        try:
+            with os.scandir(directory) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            self._note(directory, error)
+            return
+        for entry in entries:
+            path = directory / entry.name
+            if (entry.name.startswith(".") or entry.name.lower() in _OF_SYSTEMS) and normal_name(entry.name) not in shown:
+                self.leave_out(_HIDDEN, path)
+                continue
+            try:
+                is_directory = entry.is_dir()
+                if not is_directory and not entry.is_file():
+                    entry.stat()  # a link that leads nowhere raises
+                    raise OSError(errno.EINVAL, _SPECIAL)
+            except OSError as error:
+                self._note(path, error)
+            else:
+                yield path, is_directory
+
+    def pictures(self, top: Path, of_class: str = "") -> list[Path]:
+        """The pictures below a directory, sorted. A directory that links put into two classes is searched for both and logged."""
+        found: list[Path] = []
+        above = self._above | {*_identities(Path(os.path.realpath(top)).parent)}
+        searched: set[_Identity] = set()
+        directories, links = deque([top]), deque[Path]()
+        while directories or links:  # links last, so that a picture has the name of the directory that it lies in
+            directory = directories.popleft() if directories else links.popleft()
+            try:
+                identity = _identity(directory)
+            except OSError as error:
+                self._note(directory, error)
+                continue
+            if identity in searched or identity in above:
+                self.leave_out(_AGAIN, directory)
+                continue
+            searched.add(identity)
+            if self._class_of.setdefault(identity, of_class) != of_class:
+                _log.warning("%s is in the classes %s and %s", directory, self._class_of[identity], of_class)
+            for path, is_directory in self.entries(directory):
+                if is_directory:
+                    (links if path.is_symlink() else directories).append(path)
+                elif path.suffix.lower() in SUFFIXES:
+                    found.append(path)
+                elif path.suffix.lower() in FOREIGN_SUFFIXES:
+                    self.unreadable.append((path, _FOREIGN))
+                else:
+                    self.leave_out(_NO_PICTURE, path)
+        return sorted(found)
+
+    def leave_out(self, reason: str, path: Path) -> None:
+        """Note that a place is left out."""
+        self._left_out[reason].append(path)
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """All that was left out, by reason."""
+        unreadable: defaultdict[str, list[Path]] = defaultdict(list)
+        for path, reason in self.unreadable:
+            unreadable[reason].append(path)
+        return tuple(
+            LeftOut(reason, tuple(map(str, sorted(paths))), of is unreadable)
+            for of in (self._left_out, unreadable)
+            for reason, paths in sorted(of.items())
+        )
+
+    def _note(self, path: Path, error: OSError) -> None:
+        """Note what cannot be read. A pipe, a socket or a device that has no picture's name belongs to no data set."""
+        if error.strerror == _SPECIAL and path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES:
+            self.leave_out(_SPECIAL, path)
+        else:
+            self.unreadable.append((path, error.strerror or str(error)))
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES and path.is_file() and not path.name.startswith(".")
+def _identity(directory: Path) -> _Identity:
+    status = directory.stat()
+    return status.st_dev, status.st_ino
+
+
+def _identities(directory: Path) -> Iterator[_Identity]:
+    """Those of a directory and of all above it."""
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            yield _identity(place)

@@ -7,33 +7,55 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from hpctrain.data import format as data_format
-from hpctrain.data.convert.common import Advance, no_progress, numbered_names, slices
-from hpctrain.data.files import require_file, require_new, system_errors_as
+from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
+from hpctrain.data.files import open_regular, require_file, require_new, system_errors_as
 from hpctrain.errors import DataError
 
 _UINT8 = 8
 _MOST_DIMS = 4
+_HEADER_BYTES = 4 + 4 * _MOST_DIMS
+_GZIP = b"\x1f\x8b"
+_BYTES_AT_ONCE = 1 << 24
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content, decompressed where its first bytes say gzip.
+    """Return a file's content, decompressed where its first bytes say gzip; see `unpack`.
 
     Raises:
-        DataError: missing, not readable, or a damaged gzip stream.
+        DataError: missing, not readable, or as `unpack`.
     """
     require_file(path, "IDX file", "give the path of an existing one, plain or .gz")
-    with system_errors_as(f"The IDX file {path} cannot be read"):
-        content = path.read_bytes()
-    if content[:2] != b"\x1f\x8b":
-        return content
+    with system_errors_as(f"The IDX file {path} cannot be read"), open(open_regular(path), "rb") as file:
+        return unpack(file, str(path))
+
+
+def unpack(file: BinaryIO, name: str) -> bytes:
+    """Return the content of an IDX file, decompressed where its first bytes say gzip.
+
+    Reads the header first, and not many more bytes than it asks for, whatever follows.
+
+    Raises:
+        DataError: not IDX, of another type, truncated, too long, too large for memory, or a damaged gzip stream.
+    """
+    start = file.read(len(_GZIP))
+    file.seek(0)
+    packed = start == _GZIP
+    stream: BinaryIO = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
+    content = bytearray()
     try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"The file {path} is a truncated or damaged gzip file ({error}); fetch it again.") from error
+        content += stream.read(_HEADER_BYTES)
+        _, needed = _header(content, name)
+        require_memory(needed, name)
+        while len(content) <= needed and (part := stream.read(min(_BYTES_AT_ONCE, needed + 1 - len(content)))):
+            content += part
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"The file {name} is a truncated or damaged gzip file ({error}); fetch it again.") from error
+    return bytes(content)
 
 
 def parse(content: bytes, name: str) -> np.ndarray:
@@ -41,6 +63,19 @@ def parse(content: bytes, name: str) -> np.ndarray:
 
     Raises:
         DataError: not IDX, of another type, truncated, or too long.
+    """
+    shape, needed = _header(content, name)
+    if len(content) != needed:
+        size = f"{len(content)} bytes{' or more' if len(content) > needed else ''}"
+        raise DataError(f"{name} has {size}, but its header {shape} asks for {needed}.")
+    return np.frombuffer(content, np.uint8, offset=needed - math.prod(shape)).reshape(shape)
+
+
+def _header(content: bytes | bytearray, name: str) -> tuple[tuple[int, ...], int]:
+    """(shape, bytes of the whole file) as the first bytes of an IDX file say.
+
+    Raises:
+        DataError: not IDX, of another type, or truncated.
     """
     if len(content) < 4 or content[:2] != b"\0\0" or content[3] == 0:
         raise DataError(f"{name} is not an IDX file: it must start with two zero bytes, the type and the number of dims.")
@@ -52,10 +87,9 @@ def parse(content: bytes, name: str) -> np.ndarray:
     if len(content) < start:
         raise DataError(f"{name} is truncated within its header of {start} bytes.")
     shape = tuple(np.frombuffer(content, ">i4", content[3], 4).tolist())
-    needed = start + math.prod(shape)
-    if min(shape) < 0 or len(content) != needed:
-        raise DataError(f"{name} has {len(content)} bytes, but its header {shape} asks for {needed}.")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    if min(shape) < 0:
+        raise DataError(f"{name} is not an IDX file: its header asks for an array of {shape}.")
+    return shape, start + math.prod(shape)
 
 
 def convert(
@@ -86,6 +120,6 @@ def write(
     if len(pixels) != len(targets):
         raise DataError(f"{origin} hold {len(pixels)} images and {len(targets)} labels; the numbers must be equal.")
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
-    names = numbered_names(targets) if class_names is None else class_names
+    names = numbered_names(targets, origin) if class_names is None else class_names
     height, width, channels = pixels.shape[1:4]
     data_format.write(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lzma
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,15 @@ from typing import IO
 
 import numpy as np
 
-from hpctrain.data.convert.common import Advance, default_threads, in_order, no_progress, numbered_names
+from hpctrain.data.convert.common import Advance, default_threads, in_order, no_progress, numbered_names, require_memory
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
 from hpctrain.data.decoder import Fit
 from hpctrain.data.files import require_file, require_new
 from hpctrain.data.stored import digest_of
 from hpctrain.errors import DataError
+
+#: unpacked before memory is asked for room
+_CHECKED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,12 @@ def load(path: Path) -> PackedFiles:
     require_file(path, "file", "give the path of an existing .npz or .npz.xz")
     try:
         with _seekable(path) as content, np.load(content, allow_pickle=False) as arrays:
+            require_memory(sum(member.file_size for member in arrays.zip.infolist()), path)
             blob, offsets, labels = (np.asarray(arrays[name]) for name in ("blob", "offsets", "labels"))
     except KeyError as error:
         raise DataError(f"{path} lacks an array ({error.args[0]}); it needs blob, offsets and labels.") from error
+    except DataError:
+        raise
     except Exception as error:  # the readers of zip, xz and npy raise almost anything for damaged files
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -73,6 +78,7 @@ def convert(
     fit: Fit = "crop",
     channels: int = 3,
     keep_files: bool = False,
+    max_pixels: int | None = None,
     threads: int | None = None,
     limit: int | None = None,
     overwrite: bool = False,
@@ -84,6 +90,7 @@ def convert(
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
+        max_pixels: of the largest picture, see `decoder.decode`.
 
     Raises:
         DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.
@@ -93,8 +100,8 @@ def convert(
     path, labels = packed.path, packed.labels[:limit]
     if not labels.size:
         raise DataError(f"{path} holds no image; at least one is needed.")
-    names = numbered_names(labels) if class_names is None else class_names
-    form = PictureForm(size, fit, channels, keep_files)
+    names = numbered_names(packed.labels, path) if class_names is None else class_names
+    form = PictureForm(size, fit, channels, keep_files, max_pixels)
 
     def one(index: int) -> DecodedPicture:
         try:
@@ -128,6 +135,8 @@ def _seekable(path: Path) -> Iterator[IO[bytes]]:
         return
     with tempfile.TemporaryFile() as unpacked:
         with lzma.open(path) as packed:
-            shutil.copyfileobj(packed, unpacked, 1 << 20)
+            while part := packed.read(_CHECKED_BYTES):
+                unpacked.write(part)
+                require_memory(unpacked.tell(), path)
         unpacked.seek(0)
         yield unpacked

@@ -12,9 +12,8 @@ import numpy as np
 
 from hpctrain.data import decoder
 from hpctrain.data.convert.common import Advance
-from hpctrain.data.decoder import Fit, decode
+from hpctrain.data.decoder import Fit, decode, read_picture
 from hpctrain.data.image_writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
-from hpctrain.errors import DataError
 
 _CHUNK_BYTES = 16 << 20
 _CHUNK_ITEMS = 4096
@@ -27,12 +26,14 @@ class PictureForm:
     Attributes:
         size: (H, W) that they are brought to; None: they all have one. fit: "crop" or "squash", how. channels: 1 or 3.
         keep_files: store the picture files as they are, in place of pixels.
+        max_pixels: of the largest picture that is decoded, see `decoder.decode`.
     """
 
     size: tuple[int, int] | None
     fit: Fit
     channels: int
     keep_files: bool = False
+    max_pixels: int | None = None
 
     def picture(self, source: Path | bytes, label: int) -> DecodedPicture:
         """A picture file decoded.
@@ -40,19 +41,18 @@ class PictureForm:
         Raises:
             DataError: it cannot be read or decoded; the sentence does not name it.
         """
-        try:
-            content = source.read_bytes() if isinstance(source, Path) else source
-        except OSError as error:
-            raise DataError(f"The image cannot be read: {error.strerror or error}.") from error
-        pixels = decode(content, self.size, self.fit, self.channels)
+        content = read_picture(source, self.max_pixels) if isinstance(source, Path) else source
+        pixels = decode(content, self.size, self.fit, self.channels, self.max_pixels)
         return DecodedPicture(pixels, label, content if self.keep_files else b"")
 
     def writer(
         self, out: Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], source: str
     ) -> ImageFileWriter | EncodedFileWriter:
         """A writer of `count` such pictures, of `shape` (H, W, C); see `DataFileWriter`."""
-        kind = EncodedFileWriter if self.keep_files else ImageFileWriter
-        return kind(out, count, shape, class_names, None if self.size is None else self.fit, source)
+        fit = None if self.size is None else self.fit
+        if self.keep_files:
+            return EncodedFileWriter(out, count, shape, class_names, fit, source, max_pixels=self.max_pixels)
+        return ImageFileWriter(out, count, shape, class_names, fit, source)
 
     def source(self, items: object, class_names: Sequence[str], skips: bool = False) -> str:
         """A name for all that a data file is made of and how.
@@ -60,7 +60,7 @@ class PictureForm:
         Args:
             items: tells the pictures from others, as JSON can hold it. skips: those that cannot be decoded are left out.
         """
-        how = [self.size, self.fit, self.channels, self.keep_files, skips, list(class_names), decoder.versions()]
+        how = [self.size, self.fit, self.channels, self.keep_files, self.max_pixels, skips, list(class_names), decoder.versions()]
         return hashlib.sha256(json.dumps([how, items]).encode(errors="surrogateescape")).hexdigest()
 
 

@@ -45,6 +45,31 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path, coarse, column, classes):
     assert len(file.class_names) == classes
 
 
+def test_a_batch_between_others_and_a_name_are_missed(tmp_path):
+    for number in (1, 3):
+        write_batch(tmp_path / f"data_batch_{number}.bin", 3, 1, 10, 0)
+    with pytest.raises(DataError, match=r"holds .*data_batch_3\.bin, but not data_batch_2\.bin"):
+        cifar.convert(tmp_path, "train", tmp_path / "out.h5")
+    (tmp_path / "data_batch_3.bin").rename(tmp_path / "data_batch_2.bin")
+    for count in (9, 27):
+        (tmp_path / "batches.meta.txt").write_text("\n".join(f"name {i}" for i in range(count)))
+        with pytest.raises(DataError, match=rf"names {count} classes, but the data set has 10"):
+            cifar.convert(tmp_path, "train", tmp_path / "out.h5")
+    (tmp_path / "batches.meta.txt").unlink()
+    (tmp_path / "batches.meta.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"no file of class names .*batches\.meta\.txt"):
+        cifar.convert(tmp_path, "train", tmp_path / "out.h5")
+
+
+def test_batches_are_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "_RECORDS_AT_ONCE", 2)
+    images, _ = write_batch(tmp_path / "test_batch.bin", 5, 1, 10, 0)
+    done = []
+    cifar.convert(tmp_path, "test", tmp_path / "out.h5", advance=done.append)
+    assert np.array_equal(ImageFile.open(tmp_path / "out.h5").images, images)
+    assert done == [2, 2, 1]
+
+
 def test_damaged_or_missing_batches_are_refused(tmp_path):
     with pytest.raises(DataError, match="no CIFAR batches of the test split"):
         cifar.convert(tmp_path, "test", tmp_path / "out.h5")

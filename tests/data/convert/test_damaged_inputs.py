@@ -7,11 +7,12 @@ import os
 import random
 import struct
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.convert import cifar, folder, idx, npz
+from hpctrain.data.convert import cifar, folder, hdf5, idx, npz
 from hpctrain.errors import DataError
 
 CASES = 120
@@ -74,7 +75,20 @@ def convert_folder(path, out):
     folder.convert(folder.scan(path.parent), out, size=(5, 5), threads=1)
 
 
+def foreign():
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
+        file["images"], file["labels"] = np.zeros((2, 4, 4, 3), np.uint8), np.array([0, 1])
+    return content.getvalue()
+
+
+def convert_hdf5(path, out):
+    with hdf5.opened(path) as source:
+        hdf5.convert(source, out)
+
+
 KINDS = {
+    "hdf5": (convert_hdf5, foreign()),
     "idx": (convert_idx, idx_bytes(np.zeros((3, 2, 2), np.uint8))),
     "idx.gz": (convert_idx, gzip.compress(idx_bytes(np.zeros((3, 2, 2), np.uint8)))),
     "labels": (convert_labels, idx_bytes(np.arange(3, dtype=np.uint8))),

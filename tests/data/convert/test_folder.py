@@ -1,15 +1,25 @@
 """Image folders: labels by directory, deterministic order, unreadable files listed or skipped."""
 
+import json
 import os
+import shutil
 import tarfile
+import tempfile
+import unicodedata
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from hpctrain.cli.data import data
 from hpctrain.data.convert import folder
+from hpctrain.data.convert.common import Summary
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
+from tests.support.folder_trees import Folder, as_another_user
 
 
 def make_tree(root, classes=("ant", "bee", "cow"), count=4, size=(7, 9)):
@@ -119,3 +129,113 @@ def test_photos_become_images_of_one_size(tmp_path, shared_data):
     assert file.images.shape == (40, 96, 96, 3)
     assert ((file.mean > 0.3) & (file.mean < 0.8)).all()
     assert (file.std > 0.15).all()
+
+
+@pytest.fixture
+def open_place():
+    """A directory that every user may search; those of pytest are closed to all but one."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    (place / "out").mkdir()
+    (place / "out").chmod(0o777)
+    yield place
+    for path in place.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(place)
+
+
+def convert_as_another_user(*words):
+    with as_another_user():
+        return CliRunner().invoke(data, ["convert", "folder", *map(str, words)], catch_exceptions=False)
+
+
+def real_place(path):
+    return str(Path(path).parent.resolve() / Path(path).name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HPCTRAIN_FOLDERS", "6"))))
+def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, seed):
+    """Images and what was left out are all that is there, for any folder, by a user who may not read all of it."""
+    made = Folder(open_place, seed)
+    pictures, others = made.entries()
+    words = (made.path, open_place / "out" / "a.h5", "--size", 8, "--json", "--threads", 2)
+    named = seed % 2 == 0
+    if named:
+        (open_place / "names").write_text("\n".join([*sorted(pictures), "none"]), "utf-8")
+        words = (*words, "--class-names", open_place / "names")
+    bad = {place for place in others if Path(place).name.startswith("bad-")}
+    empty = "empty" in pictures and not named
+    whole = convert_as_another_user(*words)
+    if bad or empty:
+        assert whole.exit_code == 2
+        assert any(name in whole.stderr for name in [Path(place).name for place in bad] + ["empty"] * empty)
+        assert not (open_place / "out" / "a.h5").exists()
+    else:
+        assert whole.exit_code == 0, whole.output
+    rest = convert_as_another_user(*words, "--skip-unreadable", "--overwrite")
+    if empty:
+        assert (rest.exit_code, "would be classes: empty;" in rest.stderr) == (2, True)
+        return
+    assert rest.exit_code == (2 if bad else 0), rest.output
+    said = json.loads(rest.stdout)
+    assert {one["name"]: one["images"] for one in said["classes"]} == pictures | ({"none": 0} if named else {})
+    assert said["images"] == sum(pictures.values()) == len(ImageFile.open(said["file"]))
+    links = "a link to a directory above, or to one that was searched already"
+    places = [real_place(place) for one in said["left_out"] for place in one["places"] if one["reason"] != links]
+    assert set(places) == others
+    assert all(one["count"] == len(one["places"]) for one in said["left_out"])
+
+
+def test_directories_of_one_name_in_unicode_are_one_class(tmp_path):
+    """macOS writes names of files decomposed, lists of class names are composed: they name the same class."""
+    composed, decomposed = (unicodedata.normalize(form, "größe") for form in ("NFC", "NFD"))
+    root = make_tree(tmp_path / "tree", classes=(decomposed, "ant"), count=1)
+    assert folder.scan(root).class_names == ("ant", composed)
+    for names in ([composed, "ant"], [decomposed, "ant"]):
+        assert [label for _, label in folder.scan(root, names).files] == [0, 1]
+    make_tree(root, classes=(composed,), count=1)
+    with pytest.raises(DataError, match="have the same name in Unicode"):
+        folder.scan(root)
+
+
+def test_a_class_without_an_image_must_be_named(tmp_path):
+    root = make_tree(tmp_path / "tree", count=1)
+    (root / "stray").mkdir()
+    (root / "stray" / "notes.txt").write_text("")
+    with pytest.raises(DataError, match="hold no image that can be read, and would be classes: stray; remove them"):
+        folder.scan(root)
+    tree = folder.scan(root, ["ant", "bee", "cow", "stray"])
+    folder.convert(tree, tmp_path / "out.h5", size=(5, 5))
+    said = str(Summary.of(tmp_path / "out.h5", folder.left_out(tree, [])))
+    assert said.splitlines()[0].endswith("3 images of 4 classes, 0 (stray) to 1 (ant) per class")
+    assert "classes without an image: 1 (stray)" in said
+    assert f"left out, not a picture by the name: 1 ({root / 'stray' / 'notes.txt'})" in said
+    (root / "ant" / "0.JPG").write_bytes(b"")
+    shutil.rmtree(root / "stray")
+    with pytest.raises(DataError, match="No image can be decoded of these classes: ant"):
+        folder.convert(folder.scan(root), tmp_path / "b.h5", size=(5, 5), skip_unreadable=True)
+    assert not (tmp_path / "b.h5").exists()
+
+
+def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
+    root = make_tree(tmp_path / "tree", classes=("ant", "bee"), count=1)
+    (root / "dog").symlink_to(root / "ant")
+    assert [label for _, label in folder.scan(root).files] == [0, 1, 2]
+    assert "dog is in the classes ant and dog" in caplog.text
+
+
+def test_two_links_to_a_directory_do_not_multiply_its_pictures(tmp_path):
+    """Thirty directories, each with two links to the next, have a billion paths."""
+    root = make_tree(tmp_path / "tree", classes=("ant",), count=1)
+    store = [tmp_path / f"{number}" for number in range(30)]
+    for here in store:
+        here.mkdir()
+    for here, beyond in pairwise([root / "ant", *store]):
+        (here / "a").symlink_to(beyond)
+        (here / "b").symlink_to(beyond)
+    Image.new("L", (4, 4)).save(store[-1] / "x.png")
+    tree = folder.scan(root)
+    assert len(tree.files) == 2
+    assert sum(len(one.places) for one in tree.left_out) == 30

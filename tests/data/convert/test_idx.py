@@ -67,7 +67,7 @@ GOOD = idx_bytes(np.zeros((2, 3, 3), np.uint8))
         (GOOD[:10], "truncated within its header of 16 bytes"),
         (GOOD[:-1], r"33 bytes, but its header \(2, 3, 3\) asks for 34"),
         (GOOD + b"x", "35 bytes"),
-        (struct.pack(">BBBBi", 0, 0, 8, 1, -1), "asks for"),
+        (struct.pack(">BBBBi", 0, 0, 8, 1, -1), r"asks for an array of \(-1,\)"),
         (gzip.compress(GOOD, mtime=0)[:-6], "truncated or damaged gzip"),
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "truncated or damaged gzip"),
         (gzip.compress(GOOD, mtime=0)[:12] + b"\xff" * 20, "truncated or damaged gzip"),
@@ -79,6 +79,29 @@ def test_damaged_files_are_refused(tmp_path, content, message):
     with pytest.raises(DataError, match=message):
         idx.convert(images, labels, tmp_path / "out.h5")
     assert sorted(os.listdir(tmp_path)) == ["images", "labels"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_more_is_unpacked_than_the_header_asks_for(tmp_path, packed, monkeypatch):
+    """A bomb of gzip, and a header that claims more than memory has."""
+    images, labels = files(tmp_path, random_images(2, 3, 3), [0, 1])
+    unpacked = []
+    read = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size: unpacked.append(size) or read(self, size))
+    bomb = GOOD + bytes(1 << 26)
+    images.write_bytes(gzip.compress(bomb, 1) if packed else bomb)
+    with pytest.raises(DataError, match=r"has 35 bytes or more, but its header \(2, 3, 3\) asks for 34"):
+        idx.convert(images, labels, tmp_path / "out.h5")
+    assert sum(unpacked) < 100
+    claim = struct.pack(">BBBB4i", 0, 0, 8, 4, *[(1 << 31) - 1] * 4)
+    images.write_bytes(gzip.compress(claim) if packed else claim)
+    with pytest.raises(DataError, match=r"images holds \d+(,\d{3})+ bytes when it is unpacked, and memory has room for"):
+        idx.convert(images, labels, tmp_path / "out.h5")
+
+
+def test_labels_with_a_gap_need_names(tmp_path):
+    with pytest.raises(DataError, match=r"labels have 2 values from 1 to 2, but none is 0; name all 3 classes"):
+        idx.convert(*files(tmp_path, random_images(2, 3, 3), [1, 2]), tmp_path / "out.h5")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.convert import npz
+from hpctrain.data.convert import common, npz
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
 
@@ -94,6 +94,26 @@ def test_truncated_missing_or_strange_files_are_refused(tmp_path, name):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"truncated or no \.npz file"):
             npz.convert(path, tmp_path / "out.h5")
+
+
+def test_an_archive_is_not_unpacked_where_memory_has_no_room(tmp_path, monkeypatch):
+    path = pack(tmp_path / "a.npz", random_images(3), [0, 1, 2], {"blob": np.zeros(1 << 20, np.uint8)})
+    monkeypatch.setattr(common, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(
+        DataError, match=r"a.npz holds 1,\d{3},\d{3} bytes when it is unpacked, and memory has room for 1,048,576"
+    ):
+        npz.load(path)
+    monkeypatch.setattr(npz, "_CHECKED_BYTES", 1 << 19)
+    packed = tmp_path / "b.npz.xz"
+    packed.write_bytes(lzma.compress(bytes(1 << 24), preset=0))
+    with pytest.raises(DataError, match=r"b\.npz\.xz holds .* bytes when it is unpacked"):
+        npz.load(packed)
+
+
+def test_the_classes_of_a_beginning_are_those_of_the_whole(tmp_path):
+    path = pack(tmp_path / "a.npz", random_images(4), [0, 2, 1, 3])
+    npz.convert(path, tmp_path / "out.h5", limit=2)
+    assert ImageFile.open(tmp_path / "out.h5").class_names == ("0", "1", "2", "3")
 
 
 def test_a_single_array_is_no_npz(tmp_path):

@@ -1,0 +1,217 @@
+"""HDF5 files of other programs: one dataset of images, one of labels."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import h5py
+import numpy as np
+
+from hpctrain.data import format as data_format
+from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory
+from hpctrain.data.files import require_file, require_new, system_errors_as
+from hpctrain.data.unreadable import reason
+from hpctrain.errors import DataError
+
+Layout = Literal["nhwc", "nchw"]
+
+_CHANNELS = (1, 3, 4)
+_BYTES_AT_ONCE, _MOST_BYTES_OF_CHUNKS = 16 << 20, 256 << 20
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open file.
+
+    Attributes:
+        images: (N, H, W), (N, H, W, C) or, where `channels_first`, (N, C, H, W). labels: (N,) int64. classes: the least number of
+            them.
+    """
+
+    path: Path
+    images: h5py.Dataset
+    channels_first: bool
+    labels: np.ndarray
+    classes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C)."""
+        sizes = self.images.shape[1:]
+        if len(sizes) == 2:
+            return sizes[0], sizes[1], 1
+        return (sizes[1], sizes[2], sizes[0]) if self.channels_first else sizes
+
+
+@contextmanager
+def opened(path: Path, images: str = "images", labels: str = "labels", layout: Layout | None = None) -> Iterator[Source]:
+    """Open a file and read its labels.
+
+    Args:
+        images, labels: names of the datasets, such as group/x. Labels are whole numbers (N,) or (N, 1), or one-hot (N, K).
+        layout: of images (N, ., ., .); None: channels are the only dim of 1, 3 or 4, at the end or in front of the others.
+
+    Raises:
+        DataError: missing, not readable, no HDF5 file, without these datasets, or with others than images and labels.
+    """
+    require_file(path, "HDF5 file", "give the path of an existing one")
+    with _errors_of(path, "cannot be read"):
+        file = h5py.File(path, "r", locking=False)
+    with file:
+        with _errors_of(path, "cannot be read"):
+            pixels, targets = _dataset(path, file, images, "--images"), _dataset(path, file, labels, "--labels")
+            source = Source(path, pixels, _check_images(path, pixels, layout), *_labels(path, targets, pixels))
+        yield source
+
+
+def convert(
+    source: Source,
+    out: Path,
+    class_names: Sequence[str] | None = None,
+    *,
+    overwrite: bool = False,
+    advance: Advance = no_progress,
+) -> None:
+    """Write the images and labels of an open file as one data file.
+
+    Raises:
+        DataError: pixels outside of 0 .. 255, a label without a class name, a part that cannot be read, or more bytes than the
+            disk has; `out` exists.
+    """
+    require_new(out, overwrite)
+    names = numbered_names(source.labels, source.path, source.classes) if class_names is None else class_names
+    count, needed = len(source.labels), len(source.labels) * math.prod(source.shape)
+    folder = next(folder for folder in out.absolute().parents if folder.is_dir())
+    with system_errors_as(f"The data file {out} cannot be written"):
+        free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"The images in {source.path} take {needed:,} bytes, and the disk of {out} has {free:,}; write to another."
+        )
+    data_format.write(out, count, source.shape, names, _chunks(source, advance))
+
+
+def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
+    try:
+        found = file[key]
+    except (KeyError, ValueError, RuntimeError):
+        found = None
+    if not isinstance(found, h5py.Dataset):
+        names: list[str] = []
+        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise DataError(f"{path} has no dataset {key!r}, but {', '.join(names[:_SHOWN]) or 'none'}{more}; name one by {option}.")
+    return found
+
+
+def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bool:
+    """Whether channels come first.
+
+    Raises:
+        DataError: no images of whole numbers that the file holds, or a layout that could be either.
+    """
+    shape = _shape(images)
+    name = f"{images.name[1:]} in {path}"
+    if images.dtype.kind not in "iu":
+        raise DataError(
+            f"{name} holds values of type {images.dtype}; images are whole numbers 0..255, so scale and round them first."
+        )
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(f"{name} holds an array of {shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
+    if images.is_virtual:
+        missing = [
+            each.file_name for each in images.virtual_sources() if each.file_name != "." and not _beside(path, each.file_name)
+        ]
+        if missing:
+            raise DataError(f"{name} is made of other files, of which {missing[0]} is missing; put it there.")
+    elif images.id.get_storage_size() == 0:
+        raise DataError(f"{name} has the shape {shape}, but none of its values was ever written.")
+    if images.chunks is not None:
+        require_memory(math.prod(images.chunks) * images.dtype.itemsize, f"A chunk of {name}")
+    require_memory(math.prod(shape[1:]) * images.dtype.itemsize, f"An image of {name}")
+    if len(shape) == 3:
+        return False
+    first, last = shape[1] in _CHANNELS, shape[3] in _CHANNELS
+    if layout is None and first == last:
+        raise DataError(
+            f"{name} holds an array of {shape}, in which channels may come first or last; give --layout nchw or nhwc."
+        )
+    return first if layout is None else layout == "nchw"
+
+
+def _beside(path: Path, name: str) -> bool:
+    return (path.parent / name).is_file()
+
+
+def _shape(dataset: h5py.Dataset) -> tuple[int, ...]:
+    return tuple(dataset.shape or ())  # a null dataset has none
+
+
+def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.ndarray, int]:
+    """(labels (N,) int64, the least number of classes).
+
+    Raises:
+        DataError: not one whole number, or one-hot row, for each image.
+    """
+    count, shape = _shape(images)[0], _shape(labels)
+    name = f"{labels.name[1:]} in {path}"
+    one_hot = len(shape) == 2 and shape[0] == count and shape[1] > 1
+    if labels.dtype.kind not in "iufb" or not (one_hot or (shape and math.prod(shape) == count)):
+        raise DataError(
+            f"{name} holds {labels.dtype} of shape {shape}; labels of {count} images are whole numbers, ({count},) or "
+            f"({count}, 1), or one-hot rows ({count}, K)."
+        )
+    require_memory(2 * labels.nbytes, name)
+    values = np.asarray(labels[()])
+    if one_hot:
+        wrong = np.flatnonzero(~(((values == 0) | (values == 1)).all(1) & (values.sum(1) == 1)))
+        if wrong.size:
+            raise DataError(f"{name} is not one-hot: row {int(wrong[0])} of {shape} does not have a single 1 among zeros.")
+        return values.argmax(1).astype(np.int64), shape[1]
+    values = values.reshape(-1)
+    if values.dtype.kind == "f":
+        wrong = np.flatnonzero(~(np.isfinite(values) & (values == np.floor(values)) & (np.abs(values) < 1 << 31)))
+        if wrong.size:
+            raise DataError(f"{name} has the label {values[wrong[0]]} of image {int(wrong[0])}; labels are whole numbers.")
+    return values.astype(np.int64), 1
+
+
+def _chunks(source: Source, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    images, one = source.images, math.prod(source.shape) * source.images.dtype.itemsize
+    rows = images.chunks[0] if images.chunks else 1  # of a chunk, which is unpacked as a whole
+    step = max(1, _BYTES_AT_ONCE // one, min(rows, _MOST_BYTES_OF_CHUNKS // one))
+    for start in range(0, len(source.labels), step):
+        with _errors_of(source.path, f"cannot be read behind image {start}"):
+            values = np.asarray(images[start : start + step])
+        if values.dtype != np.uint8:
+            wrong = np.flatnonzero(((values < 0) | (values > 255)).reshape(len(values), -1).any(1))
+            if wrong.size:
+                raise DataError(f"{source.path} has pixels outside of 0..255 in image {start + int(wrong[0])}; scale them first.")
+            values = values.astype(np.uint8)
+        if source.channels_first:
+            values = values.transpose(0, 2, 3, 1)
+        yield np.ascontiguousarray(values).reshape(-1, *source.shape), source.labels[start : start + step]
+        advance(len(values))
+
+
+@contextmanager
+def _errors_of(path: Path, what: str) -> Iterator[None]:
+    """Raise whatever HDF5 raises inside the block as a sentence.
+
+    Raises:
+        DataError: in place of any error.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # h5py raises almost anything for damaged files
+        why = reason(error) or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(f"The HDF5 file {path} {what}: {why}.") from error
