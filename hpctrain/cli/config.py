@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
@@ -77,7 +77,7 @@ def list_() -> None:
 @click.option(
     "--to",
     "directory",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FilePath(file_okay=False, path_type=Path),
     default=Path(),
     help="Copy to configs/ and jobs/ below this directory (the current one by default).",
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.errors import DataError
+from hpctrain.launch.cpu_quota import whole_quota
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,7 +30,8 @@ def no_progress(count: int) -> None:
 
 def default_threads() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, whole_quota() or cores)
 
 
 def numbered_names(labels: np.ndarray) -> list[str]:
