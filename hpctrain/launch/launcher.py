@@ -24,8 +24,10 @@ _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_",
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
 _FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
 
-# Set for each rank: the descriptor of a socket, by process managers of MPICH's kind, and the place of a server, by those of PMIx.
-_PMI_SOCKET, _PMIX_SERVER = "PMI_FD", "PMIX_SERVER_URI"
+# Set for each rank: the descriptor of a socket, by process managers of MPICH's kind, or the port of a server on its node.
+_PMI_SOCKET, _SERVERS = "PMI_FD", ("PMIX_SERVER_URI", "PMI_PORT")
+_WAYS = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
+_LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+):([0-9]+)")
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENS = "0A"  # in the kernel's table of sockets
 
@@ -200,13 +202,14 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
     Args:
         root: of the file system, for tests.
     """
-    gone = _closed_descriptor(environ, root) or _gone_server(environ, root)
+    launcher = _detect(environ)
+    gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _no_way(launcher, environ)
     if gone is None:
         return None
     left = " ".join(sorted(name for name in environ if name.startswith(_LEFT_OVER)))
     return (
-        f"{gone}: the variables of {_detect(environ).name} are left over from another process, and this one is no rank of its "
-        f"job; start it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
+        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is no rank of its job; start "
+        f"it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
     )
 
 
@@ -225,25 +228,31 @@ def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
-    """What is wrong with the server on this node that launchers of Open MPI's kind start for its ranks."""
-    servers = {name: value for name, value in environ.items() if name.startswith(_PMIX_SERVER)}
-    ports = {name: re.search(r";tcp[46]?://.*:(\d+)", value) for name, value in servers.items()}
+    """What is wrong with the server on this node that launchers start for its ranks."""
+    servers = {name: value for name, value in environ.items() if name.startswith(_SERVERS)}
+    ports = {name: _LOCAL_PORT.search(value) for name, value in servers.items()}
     found = {name: int(match[1]) for name, match in ports.items() if match is not None}
     if not found or len(found) < len(servers):
         return None
     try:
-        rows = [line.split() for version in ("tcp", "tcp6") for line in _lines(root / f"proc/net/{version}")]
+        tables = [
+            table.read_text().splitlines()[1:] for table in (root / "proc/net/tcp", root / "proc/net/tcp6") if table.exists()
+        ]
+        rows = [line.split() for lines in tables for line in lines]
         listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
     except (OSError, ValueError, IndexError):
         return None
-    if not listening or listening & set(found.values()):
-        return None
     name = min(found)
-    return f"{name} names port {found[name]}, where nothing listens"
+    return None if not tables or listening & set(found.values()) else f"{name} names port {found[name]}, where nothing listens"
 
 
-def _lines(table: Path) -> list[str]:
-    return table.read_text().splitlines()[1:] if table.exists() else []
+def _no_way(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+    """What is wrong where a rank has no way to the others at all."""
+    if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
+        return None
+    if any(name.startswith(_WAYS) for name in environ):
+        return None
+    return f"{launcher.rank_variable} is set, but neither {_PMI_SOCKET} nor PMI_PORT"
 
 
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
@@ -255,7 +264,7 @@ def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
         return None
     for variable in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         count = _integer(environ, variable) or 1
-        if "SLURM_JOB_ID" in environ and count > 1:
+        if count > 1:
             return _alone(f"{variable} is {count}", "`srun python -m mpi4py -m hpctrain ...`")
     hosts: set[str] = set()
     with contextlib.suppress(OSError, UnicodeDecodeError):

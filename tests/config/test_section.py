@@ -28,7 +28,23 @@ def test_any_float_written_with_an_exponent_is_read(value):
 
 
 # Versions of YAML, Python and people read these differently, or as no number at all.
-NO_NUMBERS = ["010", "-08", "00", "00.5", "0x10", "0o17", "0b11", "1_000", "1_0.5", "1:30", "yes", "off", ".nan", ".inf", "2026-01-31"]
+NO_NUMBERS = [
+    "010",
+    "-08",
+    "00",
+    "00.5",
+    "0x10",
+    "0o17",
+    "0b11",
+    "1_000",
+    "1_0.5",
+    "1:30",
+    "yes",
+    "off",
+    ".nan",
+    ".inf",
+    "2026-01-31",
+]
 
 
 def fields(kinds: tuple[type, ...]) -> list[str]:
@@ -50,13 +66,15 @@ def test_a_key_of_numbers_takes_what_is_read_in_one_way_only(key):
                 parse(_REST, overrides=[f"{key}={written}"])
 
 
-@pytest.mark.parametrize("text", NO_NUMBERS[:12] + ["no", "1e3"])
+@pytest.mark.parametrize("text", [*NO_NUMBERS[:12], "no", "1e3"])
 def test_a_text_stays_as_it_is_written(text):
     assert parse(_REST, overrides=[f"name={text}"])[0].name == text
 
 
 def test_the_sentence_has_the_number_that_was_meant():
-    with pytest.raises(ConfigError, match=r"seed is .*010.*without leading zeros or underscores; the nearest legal value is 10\.$"):
+    with pytest.raises(
+        ConfigError, match=r"seed is .*010.*without leading zeros or underscores; the nearest legal value is 10\.$"
+    ):
         parse(_REST, overrides=["seed=010"])
     with pytest.raises(ConfigError, match=r"seed is .*loses digits"):
         parse(_REST, overrides=["seed=9007199254740993.0"])

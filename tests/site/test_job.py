@@ -112,7 +112,9 @@ def test_a_time_without_a_unit_is_refused_on_every_site(site: str, time: str) ->
 
 
 @pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("time", ["1-24", "1-", "-12", "1:60", "1:75:00", "1-12:60", "inf", "nan", "1e999", "9" * 400 + "h", "1h30"])
+@pytest.mark.parametrize(
+    "time", ["1-24", "1-", "-12", "1:60", "1:75:00", "1-12:60", "inf", "nan", "1e999", "9" * 400 + "h", "1h30"]
+)
 def test_what_is_no_time_is_refused_on_every_site(site: str, time: str) -> None:
     with pytest.raises(ConfigError, match=r"^--time is .*, but must be a time such as 06:00:00 or 5h30m\.$"):
         _plan(site, JobRequest(1, account=_account(site), time=time))
