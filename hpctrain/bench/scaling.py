@@ -26,7 +26,7 @@ from hpctrain.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.experiment.check import check_names, refusal
 from hpctrain.experiment.compute_only import RESULT_FILE
 from hpctrain.experiment.trace_report import TABLE_FILE
-from hpctrain.launch.threads import physical_cores
+from hpctrain.launch.threads import usable_cores
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.storage.run_directory import RunDirectory
 
@@ -111,7 +111,7 @@ def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
     """The same for every number of ranks, or more ranks would have fewer; None: the configuration says, or another launcher."""
     if config.threads != "auto" or task.launcher is not None:
         return None
-    return max(1, physical_cores(os.sched_getaffinity(0)) // most_ranks)
+    return max(1, usable_cores(os.sched_getaffinity(0)) // most_ranks)
 
 
 def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None) -> Point:

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import click
+
+from hpctrain.paths import expanded
+
+
+class FilePath(click.Path):
+    """A path, in which `~` and `$VARIABLE` are filled in, as in paths of configurations: shells leave both in --out=~/x."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str):
+            try:
+                value = expanded(value)
+            except ValueError as error:
+                self.fail(f"{value} is no path: {error}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A finite time in seconds, of at least a bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return seconds
 
 
 def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -31,7 +57,7 @@ def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
     return [name for name in examples.names() if name.startswith(incomplete)]
 
 
-FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+FILE = click.argument("file", type=FilePath(dir_okay=False, path_type=Path))
 OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
 PASS_STYLE = click.option(
     "--progress",

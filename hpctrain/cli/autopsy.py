@@ -8,9 +8,11 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FilePath
+
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
 def autopsy(run: Path, as_json: bool) -> None:
     """Say which rank of a dead job went wrong first, and where.

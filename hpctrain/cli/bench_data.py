@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.bench_scaling import RankCounts
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ThreadCounts(RankCounts):
 )
 @click.option("--no-step", is_flag=True, help="Time no training step to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to which all figures are written as JSON.")
+@click.option("--out", type=FilePath(dir_okay=False, path_type=Path), help="File to which all figures are written as JSON.")
 def data(
     file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
 ) -> None:

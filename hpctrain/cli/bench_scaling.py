@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES
+from hpctrain.cli.arguments import OVERRIDES, FilePath, Seconds
 
 
 class RankCounts(click.ParamType):
@@ -27,7 +27,7 @@ class RankCounts(click.ParamType):
 @click.command()
 @OVERRIDES
 @click.option(
-    "--config", "file", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Configuration file to train."
+    "--config", "file", type=FilePath(dir_okay=False, path_type=Path), required=True, help="Configuration file to train."
 )
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
@@ -56,20 +56,21 @@ class RankCounts(click.ParamType):
 )
 @click.option(
     "--machine",
+    type=FilePath(),
     metavar="FILE|NAME",
     help="Machine that steps are predicted with, a file of `hpctrain calibrate` or an installed one; by default each job "
     "measures its links.",
 )
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     default=Path("scaling.json"),
     show_default=True,
     help="File to which all figures are written as JSON; the plot is written beside it.",
 )
 @click.option(
     "--timeout-seconds",
-    type=click.FloatRange(min=1),
+    type=Seconds(min=1),
     default=3600.0,
     show_default=True,
     help="Longest time that one run may take, in seconds.",

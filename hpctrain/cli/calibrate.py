@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import FilePath, Seconds
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
@@ -21,13 +22,13 @@ _DEADLINE_SECONDS = 300.0
 @click.command()
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     required=True,
     help="File to which the machine is written, such as machine.yaml; its name without the ending becomes the machine's.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=5),
+    type=Seconds(min=5),
     default=60.0,
     show_default=True,
     help="Longest time to measure, in seconds; large messages of slow networks are left out where it is short.",

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import Commands
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
-_PATH = click.argument("path", type=click.Path(path_type=Path))
+_PATH = click.argument("path", type=FilePath(path_type=Path))
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 
 
@@ -112,7 +113,7 @@ def show(path: Path, as_json: bool) -> None:
 @click.option(
     "--shards", type=click.IntRange(min=1), help="Number of shards. By default that of the ranks that wrote the checkpoint."
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Write to this path, which must not exist yet.")
+@click.option("--out", type=FilePath(path_type=Path), required=True, help="Write to this path, which must not exist yet.")
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
     """Write the same checkpoint in the other layout.
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FilePath
+
 
 @click.command()
-@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="File to which the report of all runs is written, too."
+    "--out", type=FilePath(dir_okay=False, path_type=Path), help="File to which the report of all runs is written, too."
 )
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, differences, and where bits part.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
@@ -45,12 +45,17 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration before it runs.
 
     Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line
-    on standard error; the exit code is then 2.
+    on standard error; the exit code is then 2. Where the training file is there, its header tells what its images need.
     """
     from hpctrain.experiment.check import check_names
+    from hpctrain.experiment.single_values import single_values_of
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
+    single = single_values_of(loaded)
+    single.check()
+    if single.warning is not None:
+        click.echo(f"warning: {single.warning}", err=True)
     click.echo(
         f"ok: {file}\n  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
@@ -77,7 +82,7 @@ def list_() -> None:
 @click.option(
     "--to",
     "directory",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FilePath(file_okay=False, path_type=Path),
     default=Path(),
     help="Copy to configs/ and jobs/ below this directory (the current one by default).",
 )

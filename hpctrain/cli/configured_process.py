@@ -20,12 +20,12 @@ from hpctrain.cli.job_process import JobProcess
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.log_ranks import NONE, begin_log
 from hpctrain.config.schema import Config
-from hpctrain.errors import HpctrainError, RankLostError
+from hpctrain.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch import keeper
-from hpctrain.launch.launcher import Launcher, detect
+from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, set_threads
 from hpctrain.log import get_logger
@@ -83,6 +83,16 @@ class ConfiguredProcess(JobProcess):
             keeper.own().finished()
             mpi.leave(self.world, code)
         super().leave(code)
+
+    def refuse_alone(self) -> None:
+        """Raise where this process would train by itself in a job that was given several.
+
+        Raises:
+            LaunchError: it would.
+        """
+        fault = lone_fault(self.launcher, os.environ)
+        if fault is not None:
+            raise LaunchError(fault)
 
     def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
         """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.data_check import check
 from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.cli.progress import progress
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 
-_INPUT = click.Path(path_type=Path)
-_OUTPUT = click.Path(path_type=Path, dir_okay=False)
+_INPUT = FilePath(path_type=Path)
+_OUTPUT = FilePath(path_type=Path, dir_okay=False)
 _FITS = click.Choice(["crop", "squash"])
 _SIDE = click.IntRange(1, 32768)  # pixels
 
@@ -33,7 +34,7 @@ def data() -> None:
 @click.argument("name", type=click.Choice(["fashion-mnist"]))
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FilePath(path_type=Path, file_okay=False),
     required=True,
     help="Directory to which train.h5 and test.h5 are written.",
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.progress import progress
 
 # NumPy and HDF5 are imported inside the command: the command line itself must start fast, and set threads before NumPy is there.
@@ -15,7 +16,7 @@ _DAMAGED = 2
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
 @click.option("--strict", is_flag=True, help="Leave with exit code 2 for duplicates and empty classes, too.")
 @click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core.")

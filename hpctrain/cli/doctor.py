@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES
+from hpctrain.cli.arguments import OVERRIDES, FilePath, Seconds
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.loading import load_config
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
@@ -19,18 +19,18 @@ from hpctrain.launch.launcher import detect
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.argument("file", type=FilePath(dir_okay=False, path_type=Path), required=False)
 @OVERRIDES
 @click.option("--strict", is_flag=True, help="Leave with exit code 2 where there are warnings, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and the place of each rank as JSON.")
 @click.option(
     "--run-directory",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FilePath(file_okay=False, path_type=Path),
     help="Directory in which runs will be made, to be tried out; by default the configuration's output, or runs.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=5),
+    type=Seconds(min=5),
     default=60.0,
     show_default=True,
     help="Longest time that the job may take, in seconds, also where MPI hangs.",

@@ -22,7 +22,7 @@ import click
 from hpctrain import rank_log
 from hpctrain.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.launch import exit_codes, last_words
-from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, place_of
+from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
 from hpctrain.speaker import colours
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -168,6 +168,8 @@ def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
 
     `srun hpctrain config check` is the same command on each rank; ranks that are alone with their start, each node's.
     """
+    if environment_fault(os.environ) is not None:  # no other rank is there
+        return False
     launcher = _launcher()
     if not in_job:
         return bool(launcher.rank)

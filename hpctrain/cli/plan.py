@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, Seconds
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.plan_search import search
@@ -18,16 +17,6 @@ from hpctrain.cli.plan_simulate import simulate
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
     from hpctrain.experiment.planned_run import PlannedRun
-
-
-class _Seconds(click.FloatRange):
-    """A time of at least 0. No order of operations follows from infinite ones, nor from what is no number."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return seconds
 
 
 _RANKS = click.option(
@@ -51,6 +40,7 @@ _PER_NODE = click.option(
 )
 _MACHINE = click.option(
     "--machine",
+    type=FilePath(),
     metavar="FILE|NAME",
     help="Machine that auto chooses for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
 )
@@ -58,7 +48,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything a
 _ALPHA = click.option(
     "--alpha",
     "alpha_seconds",
-    type=_Seconds(min=0),
+    type=Seconds(min=0),
     default=20e-6,
     show_default=True,
     help="Time that an empty message takes, in seconds; a run measures it, and orders operations by it.",
@@ -66,7 +56,7 @@ _ALPHA = click.option(
 _BETA = click.option(
     "--beta",
     "beta_seconds_per_byte",
-    type=_Seconds(min=0),
+    type=Seconds(min=0),
     default=0.8e-9,
     show_default=True,
     help="Time that a byte takes, in seconds (the default is a link of 10 Gb/s); a run measures it.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli import planner_options
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, Seconds
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.planner_options import check_writable
 from hpctrain.errors import ConfigError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
 @click.option(
-    "--write", type=click.Path(path_type=Path), help="File for the configuration with the best choice, as `train` takes it."
+    "--write", type=FilePath(path_type=Path), help="File for the configuration with the best choice, as `train` takes it."
 )
 @click.option(
     "--keep",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1),
+    type=Seconds(min=1),
     default=60.0,
     show_default=True,
     help="Time after which --measure begins nothing more, in seconds.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli import planner_options
-from hpctrain.cli.arguments import FILE, OVERRIDES
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.planner_options import check_writable
 
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
 @planner_options.IMAGE
 @planner_options.CLASSES
 @click.option(
-    "--png", type=click.Path(path_type=Path), help="File to which the curves are drawn; needs matplotlib (the extra `export`)."
+    "--png", type=FilePath(path_type=Path), help="File to which the curves are drawn; needs matplotlib (the extra `export`)."
 )
 @click.option(
-    "--trace", type=click.Path(path_type=Path), help="File for the trace of the step of the largest job, as runs write traces."
+    "--trace", type=FilePath(path_type=Path), help="File for the trace of the step of the largest job, as runs write traces."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
 def simulate(

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.bench_scaling import RankCounts
 from hpctrain.errors import ConfigError
 
@@ -81,6 +82,7 @@ class SlowRank(click.ParamType):
 
 MACHINE = click.option(
     "--machine",
+    type=FilePath(),
     required=True,
     metavar="FILE|NAME",
     help="Machine to plan for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import PASS_STYLE
+from hpctrain.cli.arguments import PASS_STYLE, FilePath
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.exit_codes import USER_ERROR
@@ -26,9 +26,10 @@ _MOST_LISTED = 20
 
 
 @click.command()
-@click.argument("places", metavar="IMAGE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("places", metavar="IMAGE...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option(
     "--checkpoint",
+    type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
     help="Checkpoint file or run directory that predicts; auto takes the newest run that has a checkpoint, best the best "
@@ -36,13 +37,13 @@ _MOST_LISTED = 20
 )
 @click.option(
     "--runs",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FilePath(file_okay=False, path_type=Path),
     help="Directory in which auto and best look for runs, of any name; by default runs.",
 )
 @click.option(
     "--config",
     "file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     help="Configuration file in place of the checkpoint's own one, needed for code of your own; auto and best take its runs.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Key of the configuration that has another value.")

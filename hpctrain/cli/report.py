@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.launcher import detect
@@ -25,13 +26,13 @@ _MOST_PICTURES = 24
 
 
 @click.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     help="File of the page; by default report.html in the directory of a single RUN, and in this directory for several.",
 )
-@click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
+@click.option("--png", type=FilePath(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
 @click.option(
     "--test",
     "judges",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.arguments import Seconds
 from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ATTEMPTS_FILE = "restarts.jsonl"
 )
 @click.option(
     "--pause",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=5.0,
     show_default=True,
     help="Wait so many seconds before a restart, and twice as long before each further one without a new checkpoint, up to 300.",

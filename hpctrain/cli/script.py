@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.errors import ConfigError
 from hpctrain.launch.launcher import detect
@@ -18,7 +19,7 @@ START_SECONDS = 60.0
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=FilePath(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def script(file: Path, arguments: tuple[str, ...]) -> None:
     """Run the Python program FILE, which calls hpctrain.start.

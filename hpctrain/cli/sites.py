@@ -34,7 +34,7 @@ def sites(name: str | None) -> None:
         [(site.name, site.profile.description + ("" if site.is_installed else f" ({site.path})")) for site in known]
     )
     click.echo(formatter.getvalue(), nl=False)
-    click.echo(f"\nProfiles of your own: {profile_files.own_directory()}/NAME.yaml")
+    click.echo(f"\nProfiles of your own: {profile_files.where_own()}/NAME.yaml")
 
 
 def _as_yaml(site: Site) -> str:

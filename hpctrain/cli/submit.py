@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, sites
+from hpctrain.cli.arguments import OVERRIDES, FilePath, sites
 from hpctrain.cli.loading import load_config
 
 
 @click.command()
-@click.argument("file", metavar="CONFIG", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", metavar="CONFIG", type=FilePath(dir_okay=False, path_type=Path))
 @OVERRIDES
 @click.option(
     "--site",
@@ -27,10 +27,10 @@ from hpctrain.cli.loading import load_config
 @click.option("--time", "limit", metavar="HH:MM:SS", help="Ask for this time; a job that it stops is queued again.")
 @click.option("--account", help="Charge this account or project.")
 @click.option("--queue", help="Use this queue, partition or quality of service.")
-@click.option("--hostfile", type=click.Path(dir_okay=False, path_type=Path), help="Start on the hosts that this file names.")
+@click.option("--hostfile", type=FilePath(dir_okay=False, path_type=Path), help="Start on the hosts that this file names.")
 @click.option(
     "--stage",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     metavar="TAR",
     help="Unpack this environment on each node's own disk and run from there.",
 )

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.arguments import FilePath
+
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=FilePath(path_type=Path))
 @click.option("--all", "whole", is_flag=True, help="Print all rows, where by default the lightest are summed up in one.")
 def trace(run: Path, whole: bool) -> None:
     """Show where the time of a traced run went.

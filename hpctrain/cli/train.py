@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.log_ranks import log_ranks_option
@@ -30,6 +30,7 @@ _PRINTED = "-"  # in place of a file's name
 @OVERRIDES
 @click.option(
     "--resume",
+    type=FilePath(),
     metavar="auto|best|PATH",
     help="Go on from this run directory or checkpoint file; auto takes the newest valid one of the newest run of this name, best "
     "goes back to the best one.",
@@ -53,12 +54,13 @@ _PRINTED = "-"  # in place of a file's name
 )
 @click.option(
     "--schedule-from",
+    type=FilePath(),
     metavar="RUN",
     help="Average gradients in the slices and the order of this run, a directory or a checkpoint file, to repeat it bit by bit.",
 )
 @click.option(
     "--stopped-file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False, path_type=Path),
     help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
 )
 @log_ranks_option
@@ -103,6 +105,7 @@ def train(
 
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
+        job.refuse_alone()
         if compute_only:
             session = job.start(file, (*overrides, "trace=true"))
             from hpctrain.experiment.run import run_compute_only
@@ -150,6 +153,7 @@ def _remove_trial(job: ConfiguredProcess) -> None:
 @OVERRIDES
 @click.option(
     "--checkpoint",
+    type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
     help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
@@ -159,6 +163,7 @@ def _remove_trial(job: ConfiguredProcess) -> None:
 @click.option("--per-class", is_flag=True, help="Print the accuracy of each class, too, the worst first.")
 @click.option(
     "--confusion",
+    type=FilePath(),
     metavar="[FILE]",
     is_flag=False,
     flag_value=_PRINTED,

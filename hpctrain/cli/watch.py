@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.arguments import FilePath, Seconds
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,10 +21,10 @@ _RUNS = Path("runs")
 
 
 @click.command()
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option(
     "--runs",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FilePath(file_okay=False, path_type=Path),
     default=_RUNS,
     show_default=True,
     help="Directory whose newest run is followed where no RUN is given.",
@@ -30,7 +32,7 @@ _RUNS = Path("runs")
 @click.option("--once", is_flag=True, help="Show the run as it is now and end.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     default=1.0,
     show_default=True,
     help="Look again after so many seconds.",

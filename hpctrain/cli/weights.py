@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import Commands
 from hpctrain.errors import CheckpointError, ConfigError
 
-_FILE = click.argument("file", type=click.Path(path_type=Path))
+_FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
@@ -38,7 +39,7 @@ def weights() -> None:
 @click.option("--model", required=True, help="Name of the model in the catalogue (see `hpctrain list models`).")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, which ends in .safetensors.")
+@click.option("--out", type=FilePath(path_type=Path), required=True, help="File to write, which ends in .safetensors.")
 def import_weights(file: Path, model: str, classes: int | None, options: tuple[str, ...], out: Path) -> None:
     """Check weights from elsewhere and write them for training.
 
@@ -56,13 +57,13 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
 
 
 @weights.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=FilePath(path_type=Path))
 @click.option("--best", is_flag=True, help="Take the checkpoint with the best evaluation of a run instead of the newest.")
 @click.option("--averaged", is_flag=True, help="Take the average of the weights, which a training with ema.decay keeps.")
 @click.option("--model", help="Name of the model: of a file that does not say it, or of code of your own, to have it loaded.")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write: .safetensors, .pt, .pth or .onnx.")
+@click.option("--out", type=FilePath(path_type=Path), required=True, help="File to write: .safetensors, .pt, .pth or .onnx.")
 def export(
     source: Path, best: bool, averaged: bool, model: str | None, classes: int | None, options: tuple[str, ...], out: Path
 ) -> None:
@@ -126,7 +127,7 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a word of another form.
     """
-    import yaml
+    from hpctrain.config.source import read_yaml
 
     values = {}
     for word in options:
@@ -134,8 +135,8 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             raise ConfigError(f"--option {word} must have the form KEY=VALUE, such as width=0.5.")
         try:
-            values[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
+            values[key], _ = read_yaml(text, "--option")
+        except ConfigError:
             raise ConfigError(f"The value of --option {word} is not valid YAML; an example is width=0.5.") from None
     return values
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
+from hpctrain.config.section import Integer, Named, Number, PathText, Section, Text, Threads, switch
 from hpctrain.config.size import AUTO, Size
 
 MOST_PIXELS = 65_536
@@ -119,6 +119,7 @@ class CacheConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_switch(cls, value: Any) -> Any:
+        value = switch(value)
         return ({} if value else {"memory": 0}) if isinstance(value, bool) else value
 
 
@@ -134,10 +135,10 @@ class DataConfig(Section):
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_synthetic)
 
-    train: Text = Field(
+    train: PathText = Field(
         description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for made-up images."
     )
-    test: Text | None = Field(
+    test: PathText | None = Field(
         default=None,
         description="Path of the HDF5 file to evaluate on, or synthetic, for made-up images; null switches evaluation off.",
     )

@@ -9,11 +9,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from hpctrain.config.section import DECIMAL
+
 #: in place of a duration: until the end of the Slurm job
 SLURM: Literal["slurm"] = "slurm"
 
-_UNITS = re.compile(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?")
-_CLOCK = re.compile(r"(?:(\d+)-(?=\d+:\d+:))?(?:(\d+):)?(\d+):(\d\d)")
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_UNITS = re.compile(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?")
+# As Slurm writes them: minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
+_CLOCKS = (
+    re.compile(r"()(?:([0-9]+):(?=[0-5]?[0-9]:))?([0-9]+):([0-5][0-9])"),
+    re.compile(r"([0-9]+)-([01]?[0-9]|2[0-3])(?::([0-5][0-9])(?::([0-5][0-9]))?)?"),
+)
 _SECONDS = (86_400, 3_600, 60, 1)
 
 
@@ -24,10 +31,17 @@ def parse_duration(text: str) -> float:
         ValueError: it is none.
     """
     compact = "".join(text.split()).lower()
-    match = _CLOCK.fullmatch(compact) or (_UNITS.fullmatch(compact) if compact else None)
-    if match is None:
+    if is_bare_number(compact):
         return float(compact)
+    match = next((found for clock in _CLOCKS if (found := clock.fullmatch(compact))), None) or _UNITS.fullmatch(compact)
+    if match is None or not compact:
+        raise ValueError(text)
     return sum(unit * float(part) for unit, part in zip(_SECONDS, match.groups(), strict=True) if part)
+
+
+def is_bare_number(text: str) -> bool:
+    """Whether a duration has no unit: seconds in a configuration, but minutes to users of Slurm."""
+    return DECIMAL.fullmatch("".join(text.split())) is not None
 
 
 def _duration(value: Any) -> Any:

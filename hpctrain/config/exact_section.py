@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Section
+from hpctrain.config.section import Integer, Section, switch
 
 DEFAULT_SHARDS = 8
 MOST_SHARDS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
@@ -35,6 +35,7 @@ class ExactConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_switch(cls, value: Any) -> Any:
+        value = switch(value)
         if isinstance(value, bool):
             return {"shards": DEFAULT_SHARDS if value else None}
         return value

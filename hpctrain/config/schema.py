@@ -16,7 +16,7 @@ from hpctrain.config.duration import Duration
 from hpctrain.config.evaluation_sections import EarlyStopConfig, EmaConfig, EvaluateConfig
 from hpctrain.config.exact_section import ExactConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
-from hpctrain.config.section import Integer, Named, Number, Section, Text, Threads
+from hpctrain.config.section import Integer, Named, Number, PathText, Section, Text, Threads
 
 
 def _one_component(value: Any) -> Any:
@@ -180,7 +180,7 @@ def _or_action(schema: dict[str, Any]) -> None:
 class InitConfig(Section):
     """The start of a training: weights from a file, and layers that are not trained."""
 
-    weights: Text | None = Field(
+    weights: PathText | None = Field(
         default=None,
         description="File of weights in torchvision's names that training starts from: .safetensors, .pt or .pth; null draws all "
         "weights by the seed.",
@@ -342,7 +342,7 @@ class Config(Section):
     plan: PlanConfig = Field(
         default_factory=PlanConfig, description="The parallelism of each layer: what the ranks that share samples split; or auto."
     )
-    machine: Text | None = Field(
+    machine: PathText | None = Field(
         default=None,
         description="Machine file, or the name of one that comes with hpctrain, from which auto chooses and step times are "
         "predicted; null measures the machine at the start, for a minute at most, where auto needs it.",
@@ -391,7 +391,10 @@ class Config(Section):
         description="Directory in which each rank records what it posts and waits for, for hpctrain autopsy: run takes that of "
         "the run, none keeps nothing, any other is used as it is, such as one on the nodes' own disks.",
     )
-    output: Text = Field(default="runs", description="Directory in which run directories are made.")
+    output: PathText = Field(
+        default="runs",
+        description="Directory in which run directories are made. As in all paths, ~ and $VARIABLE are filled in.",
+    )
 
     @property
     def automatic(self) -> tuple[str, ...]:

@@ -7,11 +7,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from hpctrain.paths import expanded
+
 # A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
+# A number that can be read in one way only. Readers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
+DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
+_EXACT_IN_FLOAT = 2**53
 
 
 def plain(value: Any) -> Any:
@@ -33,16 +39,47 @@ def plain(value: Any) -> Any:
     raise ValueError("a number, string, boolean, list or mapping with string keys")
 
 
-def _no_bool(value: Any) -> Any:
-    # Python counts True as 1, so `batch: yes` would pass for 1.
+def _number(value: Any) -> Any:
+    # Python counts True as 1, so `batch: true` would pass for 1.
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number")
+    if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
+        near = value.strip().replace("_", "").lstrip("0")
+        hint = f"; the nearest legal value is {near}" if DECIMAL.fullmatch(near) else ""
+        raise PydanticCustomError(
+            "decimal_type", "must be a number in decimal digits, without leading zeros or underscores{hint}", {"hint": hint}
+        )
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_no_bool)]
-Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+def _integer(value: Any) -> Any:
+    if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
+        value = float(value)  # 1e3, which YAML 1.1 takes for a string
+    if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:
+        raise PydanticCustomError("integer_type", "must be written as an integer, as a number of its size loses digits otherwise")
+    return _number(value)
+
+
+def expanded_path(value: str) -> str:
+    """Return `expanded(value)` in a validator, where an error must be pydantic's."""
+    try:
+        return expanded(value)
+    except ValueError as error:
+        raise PydanticCustomError("path_type", "{rule}", {"rule": str(error)}) from None
+
+
+def switch(value: Any) -> Any:
+    """Return True or False for a word of YAML 1.1 that stands for one, such as "yes" or "off"; any other value as it is."""
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
+#: a path that all ranks share; `~` and variables are filled in when the configuration is read
+PathText = Annotated[Text, AfterValidator(expanded_path)]
 
 
 def _count_or_auto(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 #: in place of a size: chosen at the start
 AUTO: Literal["auto"] = "auto"
 
-_TEXT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e\+?\d{1,2})?)(?:([kmgt])(i?)b?|b)?")
+_TEXT = re.compile(r"((?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e\+?[0-9]{1,2})?)(?:([kmgt])(i?)b?|b)?")
 _MOST = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 

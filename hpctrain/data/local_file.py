@@ -26,6 +26,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import share
 from hpctrain.data.format import ImageFile
 from hpctrain.data.local_copy import LocalCopy, fixed_size, table_bytes
+from hpctrain.paths import expanded
 from hpctrain.storage.atomic_write import write_bytes
 
 # Of the free space of a disk, that is taken at most.
@@ -137,11 +138,12 @@ def _directory(name: str) -> Path:
     Raises:
         OSError: a variable is not set, or there can be no such directory.
     """
-    path = os.path.expanduser(os.path.expandvars(name))
-    if "$" in path:
-        raise OSError("a variable in it is not set on this node")
-    Path(path).mkdir(parents=True, exist_ok=True)
-    return Path(path)
+    try:
+        path = Path(expanded(name))
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:

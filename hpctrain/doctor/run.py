@@ -17,7 +17,7 @@ from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
-from hpctrain.launch.launcher import Launcher, place_of
+from hpctrain.launch.launcher import Launcher, environment_fault, place_of
 from hpctrain.launch.threads import VARIABLES, set_threads
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class DoctorRank:
         if place.leads_job and gpu.from_start(str(notes.facts.get(gpu.CHECK.name))) is not None:
             return self._report(job.examine_alone(place, notes.facts))  # MPI would end the whole job
         notes.phase(job.STARTS)
+        fault = environment_fault(os.environ)
+        if fault is not None and self.launcher.starts_mpi:
+            raise LaunchError(fault)
         from hpctrain.comm import mpi
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 

@@ -21,6 +21,7 @@ from hpctrain.experiment.image_sizes import check_image_shapes
 from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
+from hpctrain.experiment.single_values import single_values
 from hpctrain.experiment.transport import chosen
 from hpctrain.models import catalogue
 from hpctrain.nn.layer import Layer
@@ -111,7 +112,10 @@ def _build(session: Session, known: DataFacts | None) -> Parts:
         steps_per_epoch=len(loader),
         warmup_epochs=config.schedule.warmup_epochs,
     )
-    notes = (*train.notes, *(test.notes if test is not None else ()))
+    plan = parallel_plan(config, session.grid.cols)
+    single = single_values(config, shapes, len(data.class_names), len(train.file), plan, config.data.train)
+    single.check()
+    notes = (*train.notes, *(test.notes if test is not None else ()), *((single.warning,) if single.warning else ()))
     return Parts(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 

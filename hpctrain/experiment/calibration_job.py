@@ -13,7 +13,7 @@ from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.launch.threads import physical_cores
+from hpctrain.launch.threads import usable_cores
 from hpctrain.planner import machine_file, rate_measurement
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.machine import Link, Machine, OperatorClass
@@ -43,7 +43,7 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
         name=out.stem,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
-        physical_cores=physical_cores,
+        physical_cores=usable_cores,
     )
     if world.rank == 0:
         machine_file.write(out, machine)

@@ -17,6 +17,7 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import explanation
 from hpctrain.flight.ring import End, file_name
 from hpctrain.launch import keeper
+from hpctrain.paths import path_of
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter
 
@@ -66,8 +67,10 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     Collective. Where the run has `shrunk`, ranks have other numbers now, and the records until then go into a directory below.
     """
     flight, where = session.progress.flight, session.config.flight
-    target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
     wanted = flight is not None and where != NOWHERE
+    # A directory of the nodes' own may have another name on each, so each rank fills in the variables.
+    own = where in (IN_RUN, NOWHERE) or raise_on_all_ranks(session.world, lambda: path_of(where))
+    target = own / directory.path.name if isinstance(own, Path) else directory.flight
     sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
     tell = missing_on(session.world, sentence)
     if tell is not None:

@@ -43,6 +43,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.paths import path_of
 from hpctrain.planner.job import Candidate
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica import Replica
@@ -264,9 +265,9 @@ class Job(StartedRank):
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
-            file = reference = ImageFile.open(str(path))
+            file = reference = ImageFile.open(str(path_of(path)))
             if like is not None:
-                reference = ImageFile.open(str(like))
+                reference = ImageFile.open(str(path_of(like)))
                 file = in_order_of(file, reference.class_names, str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
@@ -329,7 +330,7 @@ class Job(StartedRank):
             CheckpointError: it cannot be written; in the background that is told, tried again, and raised at the block's end.
             DivergedError: a parameter is not finite. CorruptedStateError: ranks hold something differently. Nothing is written.
         """
-        self.checkpoints.save(replica, Path(path), notes, background=background)
+        self.checkpoints.save(replica, self._path(path), notes, background=background)
 
     def load_weights(self, replica: Replica, path: str | Path, *, ignore: Sequence[str] = ()) -> None:
         """Start from a file of weights in torchvision's names (docs/weights.md): parameters and running statistics, nothing else.
@@ -341,7 +342,7 @@ class Job(StartedRank):
             CheckpointError: the file cannot be read or does not fit the model.
         """
         put_weights(
-            self.world, replica, Path(path), ignore, "of this program", hint='leave such layers out, as in ignore=["fc.*"]'
+            self.world, replica, self._path(path), ignore, "of this program", hint='leave such layers out, as in ignore=["fc.*"]'
         )
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
@@ -350,7 +351,11 @@ class Job(StartedRank):
         Raises:
             CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
         """
-        return self.checkpoints.load(replica, Path(path))
+        return self.checkpoints.load(replica, self._path(path))
+
+    def _path(self, path: str | Path) -> Path:
+        """Return a path with `~` and variables filled in. Collective."""
+        return raise_on_all_ranks(self.world, lambda: path_of(path))
 
 
 def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:

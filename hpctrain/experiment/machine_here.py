@@ -8,7 +8,7 @@ from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.experiment.calibration_job import facts_here
-from hpctrain.launch.threads import physical_cores
+from hpctrain.launch.threads import usable_cores
 from hpctrain.planner import rate_measurement
 from hpctrain.planner.calibration import MeasureRates, calibrate
 from hpctrain.planner.machine import Machine
@@ -39,5 +39,5 @@ def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadli
         name=NAME,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
-        physical_cores=physical_cores,
+        physical_cores=usable_cores,
     )

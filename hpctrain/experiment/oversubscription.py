@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hpctrain.comm.base import Communicator
-from hpctrain.launch.threads import physical_cores
+from hpctrain.launch.threads import usable_cores
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
@@ -15,5 +15,5 @@ def oversubscribed(node: Communicator, world: Communicator, threads: int) -> boo
         node: the ranks of this rank's node. threads: of this rank.
     """
     of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
-    cores = physical_cores(frozenset().union(*(mask for mask, _ in of_node)))
+    cores = usable_cores(frozenset().union(*(mask for mask, _ in of_node)))
     return any(world.allgather_object(sum(count for _, count in of_node) > cores))

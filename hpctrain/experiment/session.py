@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,11 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.schema import Config
+from hpctrain.errors import LaunchError
 from hpctrain.experiment.automatic_choice import Resolved
 from hpctrain.experiment.grid import check_batch, columns
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.launcher import Launcher, check_world
+from hpctrain.launch.launcher import Launcher, check_world, environment_fault, lone_fault
 from hpctrain.launch.threads import ThreadPlan, outnumbers_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
@@ -152,9 +154,15 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
     flight: is told of waits during start-up.
 
     Raises:
-        LaunchError: the world has another size than the launcher, or HPCTRAIN_EXPECT_RANKS, was asked for.
+        LaunchError: the launcher is gone, or the world has another size than it, or HPCTRAIN_EXPECT_RANKS, was asked for.
     """
+    fault = environment_fault(os.environ)
+    if fault is not None and launcher.starts_mpi:
+        raise LaunchError(fault)
     if not launcher.starts_mpi:
+        alone = lone_fault(launcher, os.environ)
+        if alone is not None:
+            log.get_logger(__name__).warning(alone)
         return SingleCommunicator()
     from hpctrain.comm import mpi
 

@@ -29,18 +29,24 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """The room in this process's control groups, and in those around them: a job's limit may stand above that of its step."""
+    for controller, mount, *files in _VERSIONS:
+        for folder in control_groups(controller, mount, root):
+            yield from _room(folder, *files)
+
+
+def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield this process's control group and those around it, inside out: a job's limit may stand above that of its step.
+
+    Args:
+        controller: of version 1; empty for version 2. mount: of its hierarchy. root: of the file system, for tests.
+    """
     with contextlib.suppress(OSError, ValueError):
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        for controller, mount, *files in _VERSIONS:
-            top = root / mount.relative_to("/")
-            for _, controllers, group in lines:
-                if controller in controllers.split(","):
-                    folder = top / group.lstrip("/")
-                    for place in (folder, *folder.parents):
-                        if place == top.parent:
-                            break
-                        yield from _room(place, *files)
+        top = root / mount.relative_to("/")
+        for _, controllers, group in lines:
+            if controller in controllers.split(","):
+                folder = top / group.lstrip("/")
+                yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))
 
 
 def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:

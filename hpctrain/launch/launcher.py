@@ -5,10 +5,12 @@ Imports neither NumPy nor mpi4py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpctrain.errors import LaunchError
 from hpctrain.speaker import place
@@ -21,6 +23,13 @@ _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_",
 
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
 _FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
+
+# Set for each rank: the descriptor of a socket, by process managers of MPICH's kind, or the port of a server on its node.
+_PMI_SOCKET, _SERVERS = "PMI_FD", ("PMIX_SERVER_URI", "PMI_PORT")
+_WAYS = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
+_LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+):([0-9]+)")
+_LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
+_LISTENS = "0A"  # in the kernel's table of sockets
 
 # Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
@@ -183,6 +192,94 @@ def expand_counts(text: str) -> list[int]:
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """Return a sentence where MPI would read the variables of a launcher that is gone; None where all is as launchers set it.
+
+    They stay in the shell of an interactive allocation, and in what that starts singly. MPI would end the process with a stack.
+
+    Args:
+        root: of the file system, for tests.
+    """
+    launcher = _detect(environ)
+    gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _no_way(launcher, environ)
+    if gone is None:
+        return None
+    left = " ".join(sorted(name for name in environ if name.startswith(_LEFT_OVER)))
+    return (
+        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is no rank of its job; start "
+        f"it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
+    )
+
+
+def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
+    """What is wrong with the socket that process managers of MPICH's kind hand to each rank."""
+    text = environ.get(_PMI_SOCKET, "")
+    if not text.isdecimal():
+        return None
+    try:
+        target = os.readlink(root / f"proc/self/fd/{text}")
+    except FileNotFoundError:
+        return f"{_PMI_SOCKET} is {text}, but no such descriptor is open"
+    except OSError:
+        return None
+    return None if target.startswith("socket:") else f"{_PMI_SOCKET} is {text}, but this descriptor is {target}, no socket"
+
+
+def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
+    """What is wrong with the server on this node that launchers start for its ranks."""
+    servers = {name: value for name, value in environ.items() if name.startswith(_SERVERS)}
+    ports = {name: _LOCAL_PORT.search(value) for name, value in servers.items()}
+    found = {name: int(match[1]) for name, match in ports.items() if match is not None}
+    if not found or len(found) < len(servers):
+        return None
+    try:
+        tables = [
+            table.read_text().splitlines()[1:] for table in (root / "proc/net/tcp", root / "proc/net/tcp6") if table.exists()
+        ]
+        rows = [line.split() for lines in tables for line in lines]
+        listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
+    except (OSError, ValueError, IndexError):
+        return None
+    name = min(found)
+    return None if not tables or listening & set(found.values()) else f"{name} names port {found[name]}, where nothing listens"
+
+
+def _no_way(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+    """What is wrong where a rank has no way to the others at all."""
+    if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
+        return None
+    if any(name.startswith(_WAYS) for name in environ):
+        return None
+    return f"{launcher.rank_variable} is set, but neither {_PMI_SOCKET} nor PMI_PORT"
+
+
+def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+    """Return a sentence where a process that no launcher has started is alone in a job that was given several; else None.
+
+    In a batch script that is right for all commands but a training, which is meant to run on all of them.
+    """
+    if launcher.name != "none" or EXPECT_RANKS in environ:
+        return None
+    for variable in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+        count = _integer(environ, variable) or 1
+        if count > 1:
+            return _alone(f"{variable} is {count}", "`srun python -m mpi4py -m hpctrain ...`")
+    hosts: set[str] = set()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = environ.get("PBS_NODEFILE", "")
+        hosts = set(Path(name).read_text(encoding="utf-8").split()) if name and "PBS_JOBID" in environ else hosts
+    if len(hosts) > 1:
+        return _alone(f"PBS_NODEFILE names {len(hosts)} hosts", f"`mpiexec -n {len(hosts)} python -m mpi4py -m hpctrain ...`")
+    return None
+
+
+def _alone(asked: str, command: str) -> str:
+    return (
+        f"{asked}, but this process was started without a launcher, so it is the only rank; start it as {command}, or set "
+        f"{EXPECT_RANKS}=1 for one rank alone."
+    )
 
 
 # What srun must be given so that the ranks of an MPI find each other: a word of the library's name, its usual name, the option.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.cpu_quota import whole_quota
 from hpctrain.launch.launcher import Launcher
 
 _VARIABLE = "OMP_NUM_THREADS"
@@ -87,10 +88,11 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
     """Physical cores that this rank may call its own, at least 1, and how that was found.
 
     A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
-    takes no more than it was asked for with --cpus-per-task, bound or not.
+    takes no more than it was asked for with --cpus-per-task, bound or not. Where a control group limits processor time, the ranks
+    of a node share that.
     """
     mask = os.sched_getaffinity(0)
-    cores, reason = _cores_by_mask(launcher, mask, environ)
+    cores, reason = _within_quota(launcher, *_cores_by_mask(launcher, mask, environ))
     asked = _asked_of_slurm(launcher, mask, environ)
     if asked is None or asked == cores:
         return cores, reason
@@ -102,8 +104,25 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
 def outnumbers_cores(launcher: Launcher) -> bool:
     """True where the ranks of this node share its cores and are more than these."""
     mask = os.sched_getaffinity(0)
-    ranks = launcher.local_size or 1
+    ranks, quota = launcher.local_size or 1, whole_quota()
+    if quota is not None and ranks > quota:
+        return True
     return ranks > physical_cores(mask) and not _is_bound(launcher, mask, os.environ)
+
+
+def _within_quota(launcher: Launcher, cores: int, reason: str) -> tuple[int, str]:
+    """The same, where processor time is limited."""
+    quota, ranks = whole_quota(), launcher.local_size or 1
+    if quota is None or quota // ranks >= cores:
+        return cores, reason
+    shared = "" if ranks == 1 else f", shared by {ranks} ranks"
+    return max(1, quota // ranks), f"a control group allows the time of {quota} {'core' if quota == 1 else 'cores'}{shared}"
+
+
+def usable_cores(cpus: Iterable[int]) -> int:
+    """Return the number of physical cores among logical CPUs, and no more than control groups allow the time of."""
+    quota, cores = whole_quota(), physical_cores(cpus)
+    return cores if quota is None else min(cores, quota)
 
 
 def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.log import get_logger
+from hpctrain.paths import user_directory
 from hpctrain.planner.operator_key import OperatorKey
 from hpctrain.storage import atomic_write
 
@@ -42,11 +43,10 @@ class Setting:
         return f"{self.processor} | {self.kernels} | {self.threads} threads | {self.concurrency} ranks"
 
 
-def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The file in the user's cache directory: below XDG_CACHE_HOME, by default ~/.cache."""
-    base = environment.get("XDG_CACHE_HOME", "")
-    directory = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return directory / "hpctrain" / "operator-times.json"
+def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file in the user's cache directory: below XDG_CACHE_HOME, by default ~/.cache. None without a home."""
+    directory = user_directory("XDG_CACHE_HOME", ".cache", environment)
+    return None if directory is None else directory / "operator-times.json"
 
 
 class OperatorTimes:

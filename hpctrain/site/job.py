@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.config.duration import parse_duration
+from hpctrain.config.duration import is_bare_number, parse_duration
 from hpctrain.errors import ConfigError
 from hpctrain.site.profile_files import Site
 
 #: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
 DOCTOR_SECONDS = 80
+#: that a script without the scheduler's signal leaves to a training, see templates/forwarded.j2
+_LEAST_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,9 @@ class JobRequest:
 
     Attributes:
         nodes: number of nodes. ranks_per_node, cores_per_rank: their numbers; cores, not hardware threads.
-        time: limit, as HH:MM:SS. account, queue: as the scheduler names them. hostfile: with a host on each line, for sites
-            without a scheduler. stage: a tar of the environment to unpack on each node. restarts: the number of times that a job
-        which was stopped is queued again. doctor: False leaves the look at the nodes out.
+        time: limit, as HH:MM:SS or 5h30m. account, queue: as the scheduler names them. hostfile: with a host on each line, for
+            sites without a scheduler. stage: a tar of the environment to unpack on each node. restarts: the number of times that
+            a job which was stopped is queued again. doctor: False leaves the look at the nodes out.
     """
 
     nodes: int
@@ -98,6 +101,7 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
     """
     profile = site.profile
     batch = profile.scheduler in ("slurm", "pbs")
+    limits = not own_limit and (profile.scheduler == "pbs" or (not batch and request.time is not None))
     _check_nodes(site, request)
     ranks = _ranks(site, request)
     cores = _cores(site, request, ranks)
@@ -106,8 +110,8 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
         nodes=request.nodes,
         ranks=ranks,
         cpus=cores * profile.node.cpus_per_core,
-        time=_time(request.time or profile.time),
-        limits=not own_limit and (profile.scheduler == "pbs" or (not batch and request.time is not None)),
+        time=_time(site, request.time, least=profile.signal_seconds if profile.scheduler == "slurm" else _LEAST_SECONDS * limits),
+        limits=limits,
         directives=tuple(_directives(site, request)),
         hostfile=str(request.hostfile or "hosts"),
         stage=_stage(site, request),
@@ -116,14 +120,36 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
     )
 
 
-def _time(text: str) -> str:
-    """A time limit as all schedulers read it, HH:MM:SS."""
+def _time(site: Site, asked: str | None, *, least: int) -> str:
+    """Return a time limit as all schedulers read it, HH:MM:SS.
+
+    Args:
+        least: number of seconds before the end at which ranks are told, which the limit must exceed.
+
+    Raises:
+        ConfigError: no time, one without a unit, or one that is too short.
+    """
+    label, text = (f"time of site {site.name}", site.profile.time) if asked is None else ("--time", asked)
     try:
-        seconds = int(parse_duration(text))
+        seconds = parse_duration(text)
     except ValueError:
-        seconds = 0
-    if seconds < 1:
-        raise ConfigError(f"--time is {text!r}, but must be a time such as 06:00:00 or 5h30m.")
+        seconds = 0.0
+    if not 1 <= seconds < math.inf:
+        raise ConfigError(f"{label} is {text!r}, but must be a time such as 06:00:00 or 5h30m.")
+    if is_bare_number(text):
+        raise ConfigError(
+            f"{label} is {text!r}, but a number alone means minutes to some schedulers and seconds to others; write "
+            f"{text.strip()}m or {text.strip()}s, or a time such as 1h30m or 01:30:00."
+        )
+    if seconds <= least:
+        raise ConfigError(
+            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training is to save a checkpoint {least} s before the "
+            f"end; the nearest legal value is {_clock(least + 1)}."
+        )
+    return _clock(int(seconds))
+
+
+def _clock(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 

@@ -13,8 +13,8 @@ Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 
 #: text that stays in its line of a script
 Line = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]+$")]
-#: text within double quotes of a shell: variables such as $USER are filled in, nothing is run
-Quoted = Annotated[str, StringConstraints(pattern=r"^[^\n\r\"`\\]*$")]
+#: text within double quotes of a shell: variables such as $USER are filled in, nothing is run, and ~ would stay as it is
+Quoted = Annotated[str, StringConstraints(pattern=r"^(?:[^~\n\r\"`\\][^\n\r\"`\\]*)?$")]
 Time = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$")]
 
 NOT_SAID = "not said"

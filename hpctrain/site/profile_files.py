@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from hpctrain.config.source import KeyPath, Source, read_yaml
 from hpctrain.errors import ConfigError
 from hpctrain.nearest import choices
+from hpctrain.paths import user_directory
 from hpctrain.site.profile import SiteProfile
 from hpctrain.site.profile_faults import faults
 
@@ -35,16 +36,22 @@ class Site:
         return self.path.parent == INSTALLED
 
 
-def own_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a user's own profiles lie: $XDG_CONFIG_HOME/hpctrain/sites, or below ~/.config."""
-    base = environ.get("XDG_CONFIG_HOME", "")
-    # The specification of that variable has relative paths ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "hpctrain" / "sites"
+def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where a user's own profiles lie: $XDG_CONFIG_HOME/hpctrain/sites, or below ~/.config. None without a home."""
+    directory = user_directory("XDG_CONFIG_HOME", ".config", environ)
+    return None if directory is None else directory / "sites"
+
+
+def where_own(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the place of a user's own profiles, for people."""
+    directory = own_directory(environ)
+    return "$XDG_CONFIG_HOME/hpctrain/sites" if directory is None else str(directory)
 
 
 def paths(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """The file of each profile by its name, in the order of names; a user's own one hides an installed one of that name."""
-    by_name = {path.stem: path for folder in (INSTALLED, own_directory(environ)) for path in folder.glob("*.yaml")}
+    folders = [folder for folder in (INSTALLED, own_directory(environ)) if folder is not None]
+    by_name = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     return {name: by_name[name] for name in sorted(by_name)}
 
 
@@ -56,9 +63,7 @@ def read(name: str, environ: Mapping[str, str] = os.environ) -> Site:
     """
     known = paths(environ)
     if name not in known:
-        raise ConfigError(
-            f"There is no site {name!r}; {choices(name, known)}. Profiles of your own lie in {own_directory(environ)}."
-        )
+        raise ConfigError(f"There is no site {name!r}; {choices(name, known)}. Profiles of your own lie in {where_own(environ)}.")
     data, places = _extended(known[name], environ, ())
     source = Source(str(known[name]), places)
     try:

@@ -33,6 +33,9 @@ schedule: constant
         ("03:50:00", 13_800),
         ("50:00", 3_000),
         ("1-02:00:00", 93_600),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("90:00", 5_400),
     ],
 )
 def test_a_text_is_seconds(text: str, seconds: float) -> None:
@@ -48,7 +51,9 @@ def test_a_configuration_takes_all_of_them(written: str, seconds: float | str | 
     assert parse(_REST, overrides=[f"max_time={written}"])[0].max_time == seconds
 
 
-@pytest.mark.parametrize("written", ["0", "-5", "soon", "3h50", "yes", ".inf", "[1]", "0:00"])
+@pytest.mark.parametrize(
+    "written", ["0", "-5", "soon", "3h50", "1:75", "1-24", "1:75:00", "010", "0x10", "1_000", "yes", ".inf", "[1]", "0:00"]
+)
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(ConfigError, match=r'must be a time above 0, such as "3h50m", "00:50:00" or a number of seconds'):
         parse(_REST, overrides=[f"max_time={written}"])

@@ -51,8 +51,24 @@ def test_what_lies_too_deep_is_one_sentence(nested):
         read_yaml(nested, "f")
 
 
-def test_dates_stay_strings():
-    assert read_yaml("name: 2026-01-31\n", "f")[0] == {"name": "2026-01-31"}
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("2026-01-31", "2026-01-31T10:00:00Z", "010", "-010", "00", "0777", "08", "0x10", "0o17", "0b11", "1_000", "1_0.5"),
+        *("1:30", "190:20:30", "1:30.5", "01.5", "0_1", "+.5_0", "yes", "Yes", "no", "NO", "on", "off", "Off", "y", "n", "="),
+    ],
+)
+def test_what_versions_of_yaml_read_differently_stays_as_written(text):
+    assert read_yaml(f"a: {text}\n", "f")[0] == {"a": text}
+    assert read_yaml(f"{text}: 1\n", "f")[0] == {text: 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10", 10), ("-3", -3), ("+5", 5), ("0", 0), ("1.0e-05", 1e-05), (".5", 0.5), ("0.5", 0.5), ("2.", 2.0), ("~", None)],
+)
+def test_numbers_in_decimal_digits_are_numbers(text, value):
+    assert read_yaml(f"a: {text}\n", "f")[0] == {"a": value}
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
@@ -76,7 +92,7 @@ def test_merge_keys_and_aliases():
         ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, ['"a.b"', "twice", "line 2"]),
         ("a:\n  - {b: 1,\n     b: 2}\n", 3, ['"a.0.b"', "twice"]),
         ("a: 1\n2: 3\n", 2, ["key 2", "quotes"]),
-        ("a: 1\nyes: 3\n", 2, ["key yes", "quotes"]),
+        ("a: 1\ntrue: 3\n", 2, ["key true", "quotes"]),
         ("a: 1\n? [x, y]\n: 3\n", 2, ["list or mapping"]),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, ["not valid YAML"]),
         ("a: 1\n\tb: 2\n", 2, ["not valid YAML"]),

@@ -148,7 +148,10 @@ def test_a_link_or_another_mode_in_its_place_is_left_alone(make_file: Make, tmp_
 @pytest.mark.parametrize(
     ("directory", "reason"),
     [
-        ("$NOT_SET_HERE/x", "$NOT_SET_HERE/x cannot be used: a variable in it is not set on this node"),
+        (
+            "$NOT_SET_HERE/x",
+            "$NOT_SET_HERE/x cannot be used: the variable NOT_SET_HERE in it is not set here; set it, or write the path out",
+        ),
         ("/proc/nothing", "/proc/nothing cannot be used: No such file or directory"),
         ("{}/train.h5", "cannot be used: File exists"),
     ],

@@ -89,11 +89,49 @@ def test_a_hostfile_must_name_enough_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_time", "shown", "seconds"), [("5h30m", "05:30:00", 19_800), ("36:00:00", "36:00:00", 129_600), ("90", "00:01:30", 90)]
+    ("given_time", "shown", "seconds"),
+    [
+        ("5h30m", "05:30:00", 19_800),
+        ("36:00:00", "36:00:00", 129_600),
+        ("90m", "01:30:00", 5_400),
+        ("90:00", "01:30:00", 5_400),
+        ("1-12", "36:00:00", 129_600),
+        ("1-12:30", "36:30:00", 131_400),
+    ],
 )
 def test_times_are_written_as_schedulers_read_them(given_time: str, shown: str, seconds: int) -> None:
     job = _plan("slurm", JobRequest(1, time=given_time))
     assert (job.time, job.time_seconds) == (shown, seconds)
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("time", ["90", "1", "3600", "1.5", "1e3", " 90 "])
+def test_a_time_without_a_unit_is_refused_on_every_site(site: str, time: str) -> None:
+    with pytest.raises(ConfigError, match=r"a number alone means minutes .* write .*m or .*s, or a time such as 1h30m"):
+        _plan(site, JobRequest(1, account=_account(site), time=time))
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "time", ["1-24", "1-", "-12", "1:60", "1:75:00", "1-12:60", "inf", "nan", "1e999", "9" * 400 + "h", "1h30"]
+)
+def test_what_is_no_time_is_refused_on_every_site(site: str, time: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--time is .*, but must be a time such as 06:00:00 or 5h30m\.$"):
+        _plan(site, JobRequest(1, account=_account(site), time=time))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_limit_leaves_time_before_the_checkpoint_at_its_end(site: str) -> None:
+    profile = profile_files.read(site, {}).profile
+    least = profile.signal_seconds if profile.scheduler == "slurm" else 60
+    for seconds in (1, least):
+        with pytest.raises(ConfigError, match=rf"saves? a checkpoint {least} s before the end; the nearest legal value is 00:0"):
+            _plan(site, JobRequest(1, account=_account(site), time=f"{seconds}s"))
+    assert _plan(site, JobRequest(1, account=_account(site), time=f"{least + 1}s")).time_seconds == least + 1
+
+
+def _account(site: str) -> str | None:
+    return None if profile_files.read(site, {}).profile.account is None else "mine"
 
 
 def test_account_and_queue_become_the_sites_options() -> None:

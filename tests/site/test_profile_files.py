@@ -39,8 +39,8 @@ def test_shipped_profiles_are_the_repositorys() -> None:
 def test_the_configuration_directory_follows_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     usual = Path("/home/somebody/.config/hpctrain/sites")
-    assert profile_files.own_directory({}) == usual
-    assert profile_files.own_directory({"XDG_CONFIG_HOME": "relative"}) == usual
+    assert profile_files.own_directory() == usual
+    assert profile_files.own_directory({"XDG_CONFIG_HOME": "relative", "HOME": "/home/somebody"}) == usual
     assert profile_files.own_directory({"XDG_CONFIG_HOME": "/x"}) == Path("/x/hpctrain/sites")
 
 

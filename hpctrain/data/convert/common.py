@@ -17,6 +17,7 @@ from hpctrain.data.format import ImageFile
 from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 from hpctrain.launch.available_memory import available_bytes
+from hpctrain.launch.cpu_quota import whole_quota
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,7 +37,8 @@ def no_progress(count: int) -> None:
 
 def default_threads() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, whole_quota() or cores)
 
 
 def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.comm.grid import check_grid
-from hpctrain.doctor.check import Check, JobView, nothing
+from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.experiment.single_values import SingleValues, single_values_of
 
 WRONG_GRID = FindingKind(
     "wrong-grid",
@@ -17,8 +18,28 @@ WRONG_GRID = FindingKind(
     "Set `grid.rows` and `grid.cols` so that they multiply to the number of ranks.",
 )
 
+SINGLE_VALUE = FindingKind(
+    "single-value",
+    Severity.FAULT,
+    "A batch norm would take its statistics over a single value per channel in every step, and pass on its bias alone.",
+    "Set `batch` higher, or `batch_norm.statistics` to synchronised, or use larger images.",
+)
+SHORT_BATCH = FindingKind(
+    "short-batch",
+    Severity.REMARK,
+    "The last batch of each epoch leaves a batch norm a single value per channel.",
+    "Choose a `batch` that leaves none or more images over.",
+)
 
-def judge(job: JobView, facts: Sequence[None]) -> list[DoctorFinding]:
+
+def gather(place: OwnPlace) -> SingleValues | None:
+    """The batch norms of the job, from the header of its training file. Rank 0 looks."""
+    if place.config is None or not place.leads_job:
+        return None
+    return single_values_of(place.config, place.launcher.expected_size or 1)
+
+
+def judge(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
     """One finding."""
     config = job.config
     if config is None:
@@ -33,7 +54,18 @@ def judge(job: JobView, facts: Sequence[None]) -> list[DoctorFinding]:
         plan = parallel_plan(config, cols)
     except HpctrainError as error:
         return [WRONG_GRID.from_error(str(error))]
+    single = facts[0] or SingleValues()
+    if single.refusal is not None:
+        return [SINGLE_VALUE.from_error(single.refusal)]
+    if single.warning is not None:
+        return [SHORT_BATCH.found(f"{single.warning}.")]
     return [fine(f"{describe(plan)}.")]
 
 
-CHECK = Check("grid", "the configuration's grid and batch on this number of ranks", (WRONG_GRID,), nothing, judge)
+CHECK = Check(
+    "grid",
+    "the configuration's grid and batch on this number of ranks",
+    (WRONG_GRID, SINGLE_VALUE, SHORT_BATCH),
+    gather,
+    judge,
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, fine
-from hpctrain.launch.launcher import Launcher, world_fault
+from hpctrain.launch.launcher import Launcher, lone_fault, world_fault
 
 SINGLETONS = FindingKind(
     "singletons",
@@ -23,6 +23,12 @@ WORLD_SIZE = FindingKind(
     Severity.FAULT,
     "MPI's world has another size than the launcher, or `HPCTRAIN_EXPECT_RANKS`, was asked for.",
     "Start as many ranks as `HPCTRAIN_EXPECT_RANKS` says, or unset it.",
+)
+ONE_OF_SEVERAL = FindingKind(
+    "one-of-several",
+    Severity.WARNING,
+    "The scheduler gave the job several ranks or nodes, but this process was started without a launcher: a training is refused.",
+    "Start it by `srun` or `mpiexec`, or set `HPCTRAIN_EXPECT_RANKS=1` for one rank alone.",
 )
 ALONE = FindingKind(
     "alone",
@@ -47,15 +53,17 @@ class LauncherFacts:
     Attributes:
         beside: the mpiexec in the folder of this Python; empty where there is none.
         siblings: processes of the same command that the same process has started, this one among them.
+        alone: why a training is refused, where the job was given several ranks and this process is the only one.
     """
 
     beside: str
     siblings: int = 1
+    alone: str | None = None
 
 
 def gather(place: OwnPlace) -> LauncherFacts:
     """The facts of this rank."""
-    return LauncherFacts(mpiexec_beside_python(), 1 + len(_siblings(os.getppid())))
+    return LauncherFacts(mpiexec_beside_python(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
 
 
 def mpiexec_beside_python() -> str:
@@ -104,6 +112,8 @@ def judge(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
             "what started them is no launcher that MPI here knows."
         )
         return [SINGLETONS.found(sentence, f"{first.beside or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
+    if launcher.name == "none" and first.alone is not None:
+        return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
         return [ALONE.found("One process without a launcher: nothing can be said of several ranks.")]
     count = "1 rank" if job.size == 1 else f"{job.size} ranks"
@@ -114,7 +124,7 @@ def judge(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
 CHECK = Check(
     "launcher",
     "the launcher, and whether MPI's world has the size that it was asked for",
-    (SINGLETONS, WRONG_LAUNCHER, WORLD_SIZE, ALONE),
+    (SINGLETONS, WRONG_LAUNCHER, WORLD_SIZE, ONE_OF_SEVERAL, ALONE),
     gather,
     judge,
 )

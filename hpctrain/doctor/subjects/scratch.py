@@ -11,6 +11,8 @@ from pathlib import Path
 from hpctrain.doctor.check import Check, JobView, OwnPlace, present
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.doctor.subjects.directories import existing, probe_path
+from hpctrain.errors import ConfigError
+from hpctrain.paths import path_of
 
 NO_SCRATCH = FindingKind(
     "no-scratch",
@@ -58,7 +60,10 @@ def gather(place: OwnPlace) -> list[ScratchFacts] | None:
     if _SHARED_MEMORY.is_dir():
         places.append(look(_SHARED_MEMORY, ""))
     if place.config is not None and place.config.flight not in ("run", "none"):
-        places.append(look(existing(Path(place.config.flight)), "flight"))
+        try:
+            places.append(look(existing(path_of(place.config.flight)), "flight"))
+        except ConfigError:  # a variable that this node has not set
+            places.append(ScratchFacts(place.config.flight, "flight", errno.ENOENT, 0))
     return places
 
 

@@ -1,0 +1,84 @@
+"""Paths as users write them, and the user's own directories, which an environment may lack."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})")
+
+
+def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return a path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` filled in; a `$` that no name follows stays as it is.
+
+    All paths of configurations and of the command line pass through here.
+
+    Raises:
+        ValueError: a variable is not set, or a home directory is not known. The text continues "x is $NAME/y, but".
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or ""
+        found = environ.get(name, "")
+        if not found:  # with an empty value, $SCRATCH/runs would be /runs
+            raise ValueError(f"the variable {name} in it is not set here; set it, or write the path out")
+        return found
+
+    path = _VARIABLE.sub(value, text)
+    if not path.startswith("~"):
+        return path
+    user, slash, rest = path[1:].partition("/")
+    directory = _home_of(user) if user else home(environ)
+    if directory is None and user:
+        raise ValueError(f"there is no user {user} here; write ./{path} for a file of that name")
+    if directory is None:
+        raise ValueError("HOME is not set, and this user has no entry in passwd; set HOME, or write the path out")
+    return f"{str(directory).rstrip('/')}{slash}{rest}" or "/"
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Return `expanded(path)` for a program.
+
+    Raises:
+        ConfigError: a variable is not set, or a home directory is not known.
+    """
+    try:
+        return Path(expanded(os.fspath(path)))
+    except ValueError as error:
+        raise ConfigError(f"A path is {os.fspath(path)}, but {error}.") from None
+
+
+def _home_of(user: str) -> Path | None:
+    try:
+        return Path(pwd.getpwnam(user).pw_dir)
+    except (KeyError, ValueError):
+        return None
+
+
+def home(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the user's home directory: `$HOME`, else that of the user's entry in passwd. None without either."""
+    named = environ.get("HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def user_directory(variable: str, below_home: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return hpctrain's directory below `$variable`, or below a directory of the user's home. None without either.
+
+    Args:
+        variable: of the XDG base directory specification, which has relative paths ignored.
+    """
+    base = environ.get(variable, "")
+    if os.path.isabs(base):
+        return Path(base) / "hpctrain"
+    directory = home(environ)
+    return None if directory is None else directory / below_home / "hpctrain"
