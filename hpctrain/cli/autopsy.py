@@ -20,9 +20,10 @@ def autopsy(run: Path, as_json: bool) -> None:
     from hpctrain.flight import report
     from hpctrain.flight.autopsy import autopsy as findings
 
-    records = report.records_in(directory_of(run))
+    found = report.find_records(directory_of(run))
+    records, notes = found.records, found.notes()
     if as_json:
-        click.echo(json.dumps(report.as_json(records), indent=1))
+        click.echo(json.dumps(report.as_json(records, notes), indent=1))
         return
     width = shutil.get_terminal_size().columns
     for sentence in findings(records).sentences:
@@ -33,6 +34,8 @@ def autopsy(run: Path, as_json: bool) -> None:
     for record in records:
         if record.sentence:
             click.echo(click.wrap_text(f"rank {record.rank}: {record.sentence}", width, subsequent_indent="  "))
+    for note in notes:
+        click.echo(click.wrap_text(f"note: {note}", width, subsequent_indent="  "))
     logs = _logs(run, [record.rank for record in records])
     if logs:
         click.echo(logs)
@@ -50,13 +53,15 @@ def _logs(run: Path, ranks: list[int]) -> str:
 
 
 def directory_of(run: Path) -> Path:
-    """Where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself."""
-    from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
+    """Return where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself.
 
-    pointer, below = run / FLIGHT_POINTER, RunDirectory(run).flight
-    if pointer.is_file():
-        return Path(pointer.read_text().strip())
-    return below if below.is_dir() else run
+    Raises:
+        DataError: the file that points to it is damaged.
+    """
+    from hpctrain.storage.run_directory import RunDirectory
+
+    kept = RunDirectory(run).flight_records()
+    return kept if kept.is_dir() else run
 
 
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:

@@ -14,7 +14,7 @@ from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
 from hpctrain.experiment.session import Session
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import explanation
+from hpctrain.flight.report import BEFORE_LOSS, explanation
 from hpctrain.flight.ring import End, file_name
 from hpctrain.launch import keeper
 from hpctrain.storage.run_directory import RunDirectory
@@ -22,9 +22,6 @@ from hpctrain.train.metrics import Reporter
 
 #: of the configuration's `flight`: in the run directory, and nowhere
 IN_RUN, NOWHERE = "run", "none"
-
-#: of directories of records, numbered from 1 on
-_BEFORE_LOSS = "before-loss-"
 
 
 @contextlib.contextmanager
@@ -119,8 +116,8 @@ def _set_aside(directory: Path, *, leads: bool) -> None:
         return
     records = list(directory.glob(file_name(0).replace("00000", "*")))
     with contextlib.suppress(OSError):
-        number = 1 + len(list(directory.glob(f"{_BEFORE_LOSS}*")))
-        below = directory / f"{_BEFORE_LOSS}{number}"
+        number = 1 + len(list(directory.glob(f"{BEFORE_LOSS}*")))
+        below = directory / f"{BEFORE_LOSS}{number}"
         below.mkdir()
         for record in records:
             record.rename(below / record.name)

@@ -24,7 +24,8 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     """The findings from the records of one start."""
     if not records:
         return Autopsy(("No rank has left a record.",))
-    missing = sorted(set(range(records[0].ranks)) - {record.rank for record in records})
+    ranks = [record.ranks for record in records]
+    missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
     unlike = _mismatch(records)  # first: an MPI may end a rank for it, hang, or go on with other numbers
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended in good order.",))
