@@ -202,7 +202,9 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
     """Flight records from now on, where they are wanted and there is room; a training goes on without them. Collective."""
     sentence = None
     try:
-        if directory is not None:
+        if directory is None:
+            flight_records.keep_nowhere(flight)
+        else:
             flight_records.keep_in(flight, Path(directory))
     except OSError as error:
         sentence = flight_records.missing(Path(directory or ""), error)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import click
 
+from hpctrain.errors import DataError
+
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
-def autopsy(run: Path, as_json: bool) -> None:
+def autopsy(run: Path | None, as_json: bool) -> None:
     """Say which rank of a dead job went wrong first, and where.
 
-    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended.
+    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended. By
+    default it is the latest start on this machine that came to no run directory.
     """
     from hpctrain.flight import report
     from hpctrain.flight.autopsy import autopsy as findings
 
+    run = _latest_start() if run is None else run
     found = report.find_records(directory_of(run))
     records, notes = found.records, found.notes()
     if as_json:
@@ -39,6 +44,21 @@ def autopsy(run: Path, as_json: bool) -> None:
     logs = _logs(run, [record.rank for record in records])
     if logs:
         click.echo(logs)
+
+
+def _latest_start() -> Path:
+    """The directory of the records of the latest start.
+
+    Raises:
+        DataError: there is none.
+    """
+    from hpctrain.flight.start_records import RECORDS, latest
+
+    directory = latest(os.environ)
+    if directory is None:
+        raise DataError(f"No start has left flight records on this machine; give the directory of a run, or set {RECORDS}.")
+    click.echo(f"records of {directory}", err=True)
+    return directory
 
 
 def _logs(run: Path, ranks: list[int]) -> str:

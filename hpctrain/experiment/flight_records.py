@@ -38,6 +38,7 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         abort=world.abort,
         rank=world.rank,
         pulse=keeper.own().pulse,
+        end_keeper=keeper.own().end,
         explain=explain,
     ).start()
     try:
@@ -65,6 +66,8 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     flight, where = session.progress.flight, session.config.flight
     target = directory.flight if where == IN_RUN else Path(where) / directory.path.name
     wanted = flight is not None and where != NOWHERE
+    if flight is not None and not wanted:
+        keep_nowhere(flight)
     sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
     tell = missing_on(session.world, sentence)
     if tell is not None:
@@ -93,6 +96,12 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
         OSError: the file cannot be made, or there is no room for it.
     """
     keeper.own().record(flight.keep_in(target))
+
+
+def keep_nowhere(flight: FlightRecorder) -> None:
+    """From now on this rank's record is memory, and its keeper writes into none."""
+    keeper.own().record(None)
+    flight.keep_nowhere()
 
 
 def missing(target: Path, error: OSError) -> str:

@@ -19,6 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.launch.exit_codes import End as End
 from hpctrain.rank_spans import ranks_of
 
 MAGIC = int.from_bytes(b"hpcFLY02", "little")
@@ -80,20 +81,6 @@ class Field(IntEnum):
     LINE = 8  # of the program, as a name; 0: not known
 
 
-class End(IntEnum):
-    """How a process ended, as far as it knew, or as its keeper saw."""
-
-    RUNNING = 0
-    FINISHED = 1
-    FAILED = 2
-    DEADLINE = 3
-    SIGNAL = 4
-    LEFT = 5  # by something that called exit()
-    WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
-    LAUNCHER = 7  # by its keeper, as the launcher's process had ended or was stopped
-    CLOSED = 8  # by its keeper, as the process had closed the descriptors of others
-
-
 class RingWriter:
     """A ring of this process: in its own memory at first, in a file once there is a directory for it.
 
@@ -121,6 +108,13 @@ class RingWriter:
             moved = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
+        self._go_on_in(moved)
+
+    def leave_file(self) -> None:
+        """Go on in this process's own memory."""
+        self._go_on_in(mmap.mmap(-1, _SIZE))
+
+    def _go_on_in(self, moved: mmap.mmap) -> None:
         moved[:] = self._map[:]
         self.words, old, earlier = memoryview(moved).cast("q"), self.words, self._map
         self._map = moved
@@ -305,13 +299,13 @@ def _fault(words: memoryview) -> str:
     return ""
 
 
-def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
+def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
     """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
 
-    An end that the process has written itself stays.
+    An end that the process has written itself stays; False then.
 
     Args:
-        number: of the signal; for End.LEFT, the exit code.
+        number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP where it was stopped, else 0.
 
     Raises:
         OSError: the file cannot be written.
@@ -319,9 +313,11 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
     descriptor = os.open(path, os.O_RDWR)
     try:
         head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in (Word.MAGIC, Word.ENDED)]
-        if head == [MAGIC, End.RUNNING]:
-            for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
-                os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
+        if head != [MAGIC, End.RUNNING]:
+            return False
+        for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
+            os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
+        return True
     finally:
         os.close(descriptor)
 
