@@ -43,6 +43,9 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
     ).start()
     try:
         yield
+        heartbeat.close()
+        if keeper.own().stays_stopped():
+            heartbeat.end_keeper()
         flight.ended(End.FINISHED)
     finally:
         heartbeat.close()

@@ -2,8 +2,8 @@
 
 Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
 wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
-suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: one that is stopped could
-not tell the launcher of this rank's end.
+suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: one that is stopped
+could not tell the launcher of this rank's end.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Heartbeat:
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
         if self._pulse.look_at_keeper(self._tick_seconds):
-            self._give_up_keeper()
+            self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
         """Seconds of the wait that goes on, if any, before this tick and after it."""
@@ -103,10 +103,9 @@ class Heartbeat:
             self._pulse.beat()
             self.look()
 
-    def _give_up_keeper(self) -> None:
+    def end_keeper(self) -> None:
         """End a keeper that is stopped or hangs, so that the launcher learns of an end, and this process with it."""
-        seconds = self._pulse.deadline_seconds
-        sentence = f"the parent process of this rank was stopped or hung for {seconds:g} s, and is ended with it"
+        sentence = "the parent process of this rank was stopped, or hung, and is ended with it"
         self._recorder.ended(End.FAILED, sentence)
         last_words.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()

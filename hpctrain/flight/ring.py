@@ -19,6 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.exit_codes import End as End
 from hpctrain.rank_spans import ranks_of
 
@@ -302,7 +303,8 @@ def _fault(words: memoryview) -> str:
 def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
     """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
 
-    An end that the process has written itself stays; False then.
+    An end that the process has written itself stays; False then. But one that has finished its run may still end by a signal,
+    with an exit code that stands for a failure, or without a launcher.
 
     Args:
         number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP where it was stopped, else 0.
@@ -313,7 +315,8 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
     descriptor = os.open(path, os.O_RDWR)
     try:
         head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in (Word.MAGIC, Word.ENDED)]
-        if head != [MAGIC, End.RUNNING]:
+        ended_well = end is End.DEADLINE or (end is End.LEFT and number in (FINISHED, STOPPED))
+        if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
             return False
         for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
             os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)

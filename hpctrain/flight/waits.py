@@ -108,6 +108,10 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
+        if other.seen_ns == other.begun_ns:  # no heartbeat has begun, and a rank at its start may be silent
+            since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
+            sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
+            continue
         gone = f", and was silent for {silent:.0f} s at the end: ended, stopped, or its node lost" if silent else ""
         sentences.append(f"{_whereabouts(other)}{gone}.")
     return Autopsy(tuple(sentences), tuple(absent))

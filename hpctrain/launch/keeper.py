@@ -77,11 +77,17 @@ class Keeper:
             with contextlib.suppress(OSError):
                 os.write(self.said, _FINISHED)
                 os.close(self.said)
-            end = time.monotonic() + _WAKE_SECONDS
-            while (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
-                if time.monotonic() > end:
-                    self.end()
-                time.sleep(_ALONE_SECONDS)
+            if self.stays_stopped():
+                self.end()
+
+    def stays_stopped(self) -> bool:
+        """Whether the keeper is stopped, and not woken within seconds, as after the suspension of a whole job."""
+        end = time.monotonic() + _WAKE_SECONDS
+        while self.said is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
+            if time.monotonic() > end:
+                return True
+            time.sleep(_ALONE_SECONDS)
+        return False
 
     def end(self) -> None:
         """End the keeper, and with it this process: the launcher learns of that, and ends the job."""
@@ -170,11 +176,11 @@ class _Rank:
         latest = self.record if not records else Path(os.fsdecode(records[-1])) if records[-1] else None
         return latest, last == _FINISHED
 
-    def marked(self, record: Path | None, number: int, end: End) -> bool:
-        """Write its end into its record; True where it had not done so itself."""
+    def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
+        """Write its end into its record; False where it had done so itself, None where there is no record."""
         with contextlib.suppress(OSError):
-            return record is not None and self.mark(record, number, end)
-        return False
+            return None if record is None else self.mark(record, number, end)
+        return None
 
     def lost_launcher(self) -> WatchedProcess | None:
         """Look at the processes of the launcher; the one that has ended, or has been stopped for the deadline."""
@@ -194,7 +200,8 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
     look_at = time.monotonic() + _LOOK_SECONDS
     while True:
         received = signal.sigtimedwait(held | {signal.SIGCHLD}, max(0.0, look_at - time.monotonic()))
-        if received is not None and received.si_signo != signal.SIGCHLD:
+        # Not those that are not waited for: after a stop, CPython may return a number that no signal has.
+        if received is not None and received.si_signo in held:
             os.kill(child.process, received.si_signo)
         ended, status = os.waitpid(child.process, os.WNOHANG)
         if ended:
@@ -212,23 +219,26 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
 def _leave_as(child: _Rank, code: int) -> NoReturn:
     """Leave as the child has left, with an exit code or, negative, by a signal."""
     record, finished = child.words()
+    if code == BUG and child.pulse.guarded:
+        _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock{child.place(record)}.")
+        code = DEADLINE
     if code < 0:
-        child.marked(record, -code, End.SIGNAL)
+        child.mark_end(record, -code, End.SIGNAL)
         _leave_by(Signals(-code), child, record)
-    if code == DEADLINE:
-        marked = child.marked(record, code, End.DEADLINE)
-    elif code > SIGNALLED:
-        marked = child.marked(record, code - SIGNALLED, End.SIGNAL)
-    else:
-        marked = not finished and child.marked(record, code, End.LEFT)
-    unexplained = code not in _EXPLAINED or (marked and code != DEADLINE)
-    if not finished and unexplained and code < SIGNALLED:
+    if code == DEADLINE or code > SIGNALLED:
+        number, end = (0, End.DEADLINE) if code == DEADLINE else (code - SIGNALLED, End.SIGNAL)
+        child.mark_end(record, number, end)
+        finished = True
+    marked = None if finished else child.mark_end(record, code, End.LEFT)
+    # One that could not tell the others of its end, by MPI, must end as these learn of it, instead of at their deadline.
+    overlooked = code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED and not child.pulse.deadline_seconds
+    if not finished and (code not in _EXPLAINED if marked is None else marked):
         end = f"something called exit() in it{child.place(record)}"
         _say(child.rank, f"the process left with exit code {code} before the run was over: {end}.")
-        code = BUG if code in (FINISHED, STOPPED) else code
-        if may_overlook_exit_codes(os.environ):  # else the other ranks would wait for this one until their deadline
-            os.kill(os.getpid(), signal.SIGKILL)
-    _await_launcher(child)
+        code, overlooked = BUG if code in (FINISHED, STOPPED) else code, True
+    _await_launcher(child, record)
+    if overlooked and may_overlook_exit_codes(os.environ):
+        os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
 
@@ -246,7 +256,7 @@ def _end_still(child: _Rank) -> NoReturn:
         time.sleep(_ALONE_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.process, signal.SIGKILL)
-    _await_launcher(child)
+    _await_launcher(child, record)
     os._exit(DEADLINE)
 
 
@@ -255,7 +265,7 @@ def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
     record, _ = child.words()
     os.kill(child.process, signal.SIGKILL)
     os.waitpid(child.process, 0)
-    child.marked(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
+    child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
     _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too{child.place(record)}.")
     if not lost.gone:
@@ -263,11 +273,12 @@ def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
     os._exit(DEADLINE)
 
 
-def _await_launcher(child: _Rank) -> None:
-    """Before this process ends: end a launcher's process that stays stopped for the deadline, as it would never learn of the end."""
+def _await_launcher(child: _Rank, record: Path | None) -> None:
+    """Before this process ends: end a launcher's process that stays stopped for the deadline, and would never learn of it."""
     while (lost := child.lost_launcher()) is None and any(process.stopped_seconds for process in child.launchers):
         time.sleep(_LOOK_SECONDS)
     if lost is not None and not lost.gone:
+        child.mark_end(record, signal.SIGSTOP, End.LAUNCHER)
         _say(
             child.rank,
             f"the launcher's process {lost.name} ({lost.number}) was stopped for {lost.stopped_seconds:.0f} s: it is ended.",
@@ -287,7 +298,7 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
     hint = child.memory.hint() if number == signal.SIGKILL else ""
     _say(child.rank, f"the process was ended by {number.name}{hint} before the run was over{child.place(record)}.")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _await_launcher(child)
+    _await_launcher(child, record)
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 
-_BEATS, _DEADLINE, _WATCHED, _KEEPER = range(4)
+_BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED = range(5)
 
 
 class Pulse:
@@ -39,6 +39,15 @@ class Pulse:
     def rest(self) -> None:
         """In the rank: from now on it may stand still."""
         self._words[_WATCHED] = 0
+
+    def guard(self, guarded: bool) -> None:
+        """In the rank: a timer that needs no interpreter's lock ends it from now on, with the exit code of a bug, or no more."""
+        self._words[_GUARDED] = guarded
+
+    @property
+    def guarded(self) -> bool:
+        """Whether such a timer runs, or has ended the rank."""
+        return self._words[_GUARDED] != 0
 
     def look(self, seconds: float) -> bool:
         """In the keeper, every so many seconds: whether the rank has stood still for too long."""

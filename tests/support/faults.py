@@ -91,6 +91,12 @@ def fail(run, self, *rest):
     raise {}
 once(TrainingStep, "run", fail, in_step_2)
 """
+_CLOSED = """
+def close(run, self, *rest):
+    os.closerange({})
+    return run(self, *rest)
+once(TrainingStep, "run", close, in_step_2)
+"""
 _OTHER = """
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.processes import launcher_process, status_of
@@ -267,19 +273,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault("SIGXCPU", _STEP.format("os.kill(os.getpid(), signal.SIGXCPU)"), ("Rank 1 was ended by SIGXCPU",)),
     Fault("SIGQUIT", _STEP.format("os.kill(os.getpid(), signal.SIGQUIT)"), ("Rank 1 was ended by SIGQUIT",)),
     Fault("stack overflow", _STEP.format("signal.raise_signal(11)"), ("Rank 1 was ended by SIGSEGV",)),
-    Fault("all descriptors closed", _STEP.format("os.closerange(0, 4096)"), ("Rank 1",)),
-    Fault("the standard streams closed", _STEP.format("os.closerange(0, 3)"), ("Rank 1",)),
+    Fault("all descriptors closed", _CLOSED.format("0, 4096"), ("Rank 1",)),
     Fault(
         "SIGSTOP of the parent process",
         _OTHER.format("os.getppid()", "SIGSTOP"),
         ("Rank 1 failed first: the parent process of this rank",),
     ),
-    Fault("SIGSTOP of the launcher's process", _OTHER.format(_LAUNCHER, "SIGSTOP"), ("was stopped for",), blamed=False),
+    Fault("SIGSTOP of the launcher's process", _OTHER.format(_LAUNCHER, "SIGSTOP"), ("launcher's process",), blamed=False),
     Fault("SIGKILL of the launcher's process", _OTHER.format(_LAUNCHER, "SIGKILL"), ("launcher's process",), blamed=False),
     Fault(
         "SIGSTOP of the launcher's command",
         _OTHER.format(f"status_of({_LAUNCHER}).parent", "SIGSTOP"),
-        ("was stopped for",),
+        ("launcher's process",),
         blamed=False,
     ),
     Fault("no memory", _STEP.format("__import__('numpy').empty(1 << 59)"), ("Rank 1 failed first: Memory ran out on rank 1",)),
