@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 # Commands whose process computes: their signals are blocked before anything else is loaded.
@@ -34,26 +35,29 @@ def _compute(command: str) -> None:
     open_closed_streams()
     import faulthandler
     import os
-    from functools import partial
 
-    from hpctrain.flight.ring import End, mark_end
+    from hpctrain.flight import start_records
+    from hpctrain.flight.ring import mark_end
     from hpctrain.launch.keeper import Keeper, keep
-    from hpctrain.launch.launcher import rank_of
+    from hpctrain.launch.launcher import started_by
     from hpctrain.launch.output_file import go_on_without_output
     from hpctrain.launch.signals import SignalWatch, of_process
 
     if command != "script":
         os.environ.setdefault(*_NO_PLUGINS)
-    rank = rank_of(os.environ)
-    mark_left = partial(mark_end, end=End.LEFT)
-    keeper = keep(rank, held, mark_end, mark_left) if command in _RANKS else Keeper()
+    launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()
+    if command in _RANKS:
+        record = start_records.place_of_start(os.environ, launcher)
+        keeper = keep(launcher.rank, held, mark_end, record)
+        recording.enter_context(start_records.recorded(record, launcher))
     go_on_without_output()
     faulthandler.enable()  # stacks at a crash, and where the keeper ends a process that hangs
-    watch = SignalWatch(held, rank=rank, at_once=command != "train").start()
+    watch = SignalWatch(held, rank=launcher.rank, at_once=command != "train").start()
     if command == "script":
         of_process(watch)
     try:
-        _command(watch)
+        with recording:
+            _command(watch)
     finally:
         watch.close()
         keeper.finished()

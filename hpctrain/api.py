@@ -204,7 +204,9 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
     target = None if directory is None else raise_on_all_ranks(world, lambda: path_of(directory))
     sentence = None
     try:
-        if target is not None:
+        if target is None:
+            flight_records.keep_nowhere(flight)
+        else:
             flight_records.keep_in(flight, target)
     except OSError as error:
         sentence = flight_records.missing(target or Path(), error)

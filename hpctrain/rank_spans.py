@@ -16,10 +16,21 @@ def spans(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def ranks_of(text: str) -> tuple[int, ...]:
-    """The ranks that `spans` has written."""
+def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
+    """Return the ranks that `spans` has written.
+
+    Args:
+        below: number of ranks of the job, where the text may be damaged.
+
+    Raises:
+        ValueError: the text is none of `spans`, or has a rank that is not `below`.
+    """
     ranks: list[int] = []
     for span in text.split(", ") if text else ():
         first, _, last = span.partition("-")
+        if below is not None and not 0 <= int(first) <= int(last or first) < below:
+            raise ValueError(f"{span} is not below {below}")
         ranks.extend(range(int(first), int(last or first) + 1))
+        if below is not None and len(ranks) > below:
+            raise ValueError(f"more than {below} ranks")
     return tuple(ranks)

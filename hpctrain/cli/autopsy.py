@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import click
 
 from hpctrain.cli.arguments import FilePath
+from hpctrain.errors import DataError
 
 
 @click.command()
-@click.argument("run", type=FilePath(path_type=Path))
+@click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
-def autopsy(run: Path, as_json: bool) -> None:
+def autopsy(run: Path | None, as_json: bool) -> None:
     """Say which rank of a dead job went wrong first, and where.
 
-    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended.
+    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended. By
+    default it is the latest start on this machine that came to no run directory.
     """
     from hpctrain.flight import report
     from hpctrain.flight.autopsy import autopsy as findings
 
-    records = report.records_in(directory_of(run))
+    run = _latest_start() if run is None else run
+    found = report.find_records(directory_of(run))
+    records, notes = found.records, found.notes()
     if as_json:
-        click.echo(json.dumps(report.as_json(records), indent=1))
+        click.echo(json.dumps(report.as_json(records, notes), indent=1))
         return
     width = shutil.get_terminal_size().columns
     for sentence in findings(records).sentences:
@@ -35,9 +40,26 @@ def autopsy(run: Path, as_json: bool) -> None:
     for record in records:
         if record.sentence:
             click.echo(click.wrap_text(f"rank {record.rank}: {record.sentence}", width, subsequent_indent="  "))
+    for note in notes:
+        click.echo(click.wrap_text(f"note: {note}", width, subsequent_indent="  "))
     logs = _logs(run, [record.rank for record in records])
     if logs:
         click.echo(logs)
+
+
+def _latest_start() -> Path:
+    """The directory of the records of the latest start.
+
+    Raises:
+        DataError: there is none.
+    """
+    from hpctrain.flight.start_records import RECORDS, latest
+
+    directory = latest(os.environ)
+    if directory is None:
+        raise DataError(f"No start has left flight records on this machine; give the directory of a run, or set {RECORDS}.")
+    click.echo(f"records of {directory}", err=True)
+    return directory
 
 
 def _logs(run: Path, ranks: list[int]) -> str:
@@ -52,13 +74,15 @@ def _logs(run: Path, ranks: list[int]) -> str:
 
 
 def directory_of(run: Path) -> Path:
-    """Where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself."""
-    from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
+    """Return where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself.
 
-    pointer, below = run / FLIGHT_POINTER, RunDirectory(run).flight
-    if pointer.is_file():
-        return Path(pointer.read_text().strip())
-    return below if below.is_dir() else run
+    Raises:
+        DataError: the file that points to it is damaged.
+    """
+    from hpctrain.storage.run_directory import RunDirectory
+
+    kept = RunDirectory(run).flight_records()
+    return kept if kept.is_dir() else run
 
 
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:

@@ -190,6 +190,7 @@ class ConfiguredProcess(JobProcess):
 
         self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
         self._device_messages = tried(self._config, self.launcher)  # and this one
+        self.flight.phase("")
         self.start_world(self._deadline_seconds)
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 
@@ -232,9 +233,10 @@ class ConfiguredProcess(JobProcess):
         return session
 
     def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
+        self.flight.phase("reading the configuration")
         begin_log(self._log_ranks, self.launcher)
         self.exits.callback(rank_log.end)
-        _tell_start(self.launcher)
+        _tell_start(self.launcher, self.flight)
         config, source = read()
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.experiment.check import check_names
@@ -249,8 +251,9 @@ class ConfiguredProcess(JobProcess):
         return filled(config), threads
 
 
-def _tell_start(launcher: Launcher) -> None:
-    """Log which process this is, for its file."""
+def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
+    """Log which process this is, for its file, and where its record lies until the run has a directory."""
+    _log.debug("flight record until there is a run directory: %s", flight.begun_in)
     words = " ".join(sys.argv[1:])
     _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 

@@ -21,6 +21,7 @@ import click
 
 from hpctrain import rank_log
 from hpctrain.errors import HpctrainError, LaunchError, RankLostError
+from hpctrain.flight.start_records import hint
 from hpctrain.launch import exit_codes, last_words
 from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
 from hpctrain.speaker import colours
@@ -95,6 +96,11 @@ def job_ends_on_error(
         with user_errors_end_in_sentences(rank, abort, failed):
             yield
     except KeyboardInterrupt:
+        sentence = "KeyboardInterrupt inside of a run ends the job."
+        failed(sentence, ())
+        if rank():  # all ranks get what a person sends: rank 0 says it, and the job ends
+            time.sleep(_ALONE_AFTER_SECONDS)
+        last_words.say(rank(), [sentence, *hint()], sys.stderr, stacks=False)
         _leave(abort, 130)
     except _Left:
         raise
@@ -103,7 +109,10 @@ def job_ends_on_error(
         failed(f"{call} inside of a run", ())
         # MPI would wait in this rank for the others to end, and they in a step for this one.
         last_words.say(
-            rank(), [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job."], sys.stderr, stacks=False
+            rank(),
+            [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job.", *hint()],
+            sys.stderr,
+            stacks=False,
         )
         _leave(abort, BUG)
     except MemoryError as error:
@@ -117,7 +126,7 @@ def job_ends_on_error(
         _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
-        last_words.say(rank(), traceback.format_exc().splitlines(), sys.stderr, stacks=False)
+        last_words.say(rank(), [*traceback.format_exc().splitlines(), *hint()], sys.stderr, stacks=False)
         _leave(abort, BUG)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain import log
+from hpctrain.flight import start_records
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch import shared_segments
@@ -34,7 +35,7 @@ class JobProcess:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.world: Communicator | None = None
-        self.flight = FlightRecorder()
+        self.flight: FlightRecorder = start_records.taken()
         self.exits, self.watched = contextlib.ExitStack(), contextlib.ExitStack()
         self._removed = shared_segments.Removed()
 
@@ -59,7 +60,8 @@ class JobProcess:
             shared_segments.announce()
             if not self.launcher.local_rank:
                 self._removed = shared_segments.remove_stale()
-        self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
+        with self.flight.waiting("the start of MPI"):
+            self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
         if self.launcher.starts_mpi:
             log.configure(self.world.rank, self.world.size)
             shared_segments.remember()

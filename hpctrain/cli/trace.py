@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -20,15 +19,16 @@ def trace(run: Path, whole: bool) -> None:
     RUN is the directory of a run with trace=true. Rows that took most of a step come first.
     """
     from hpctrain.errors import DataError
+    from hpctrain.storage.whole_file import json_object, read_whole
     from hpctrain.trace import time_table, time_table_text
 
     path = run / "time_table.json"
     if not path.is_file():
         raise DataError(f"{run} holds no time_table.json; give the directory of a run with trace=true that has ended.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        table, facts = time_table.from_json(content["table"]), (content["clock_error_seconds"], content["ranks"])
-    except (ValueError, TypeError, KeyError) as error:
+        content = json_object(read_whole(path)) or {}
+        table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is no time table of this version; trace the run again.") from error
     width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
     for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):

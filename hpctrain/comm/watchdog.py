@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE
-from hpctrain.launch import last_words
+from hpctrain.launch import keeper, last_words
 
 # A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
 _BACKSTOP_SECONDS = 2.0
@@ -20,19 +20,21 @@ _BACKSTOP_SECONDS = 2.0
 def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
     """End this process where the block takes longer than the deadline; the launcher then ends the job.
 
-    Prints rank, phase and all stacks on stderr. Exit code 124, or 1 where the phase holds the interpreter lock. Not to be
-    nested: there is one such timer in a process.
+    Prints rank, phase and all stacks on stderr. Exit code 124; or 1 where the phase holds the interpreter lock and the process
+    has no keeper, which makes 124 of it. Not to be nested: there is one such timer in a process.
     """
     assert sys.__stderr__ is not None
     timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
     timer.daemon = True
     backstop = deadline_seconds + last_words.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
     faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
+    keeper.own().pulse.guard(True)
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        keeper.own().pulse.guard(False)
         faulthandler.cancel_dump_traceback_later()
 
 

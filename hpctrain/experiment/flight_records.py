@@ -14,7 +14,7 @@ from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
 from hpctrain.experiment.session import Session
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import explanation
+from hpctrain.flight.report import BEFORE_LOSS, explanation
 from hpctrain.flight.ring import End, file_name
 from hpctrain.launch import keeper
 from hpctrain.paths import path_of
@@ -23,9 +23,6 @@ from hpctrain.train.metrics import Reporter
 
 #: of the configuration's `flight`: in the run directory, and nowhere
 IN_RUN, NOWHERE = "run", "none"
-
-#: of directories of records, numbered from 1 on
-_BEFORE_LOSS = "before-loss-"
 
 
 @contextlib.contextmanager
@@ -42,10 +39,14 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         abort=world.abort,
         rank=world.rank,
         pulse=keeper.own().pulse,
+        end_keeper=keeper.own().end,
         explain=explain,
     ).start()
     try:
         yield
+        heartbeat.close()
+        if keeper.own().stays_stopped():
+            heartbeat.end_keeper()
         flight.ended(End.FINISHED)
     finally:
         heartbeat.close()
@@ -71,6 +72,8 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     # A directory of the nodes' own may have another name on each, so each rank fills in the variables.
     own = where in (IN_RUN, NOWHERE) or raise_on_all_ranks(session.world, lambda: path_of(where))
     target = own / directory.path.name if isinstance(own, Path) else directory.flight
+    if flight is not None and not wanted:
+        keep_nowhere(flight)
     sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
     tell = missing_on(session.world, sentence)
     if tell is not None:
@@ -101,6 +104,12 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
     keeper.own().record(flight.keep_in(target))
 
 
+def keep_nowhere(flight: FlightRecorder) -> None:
+    """From now on this rank's record is memory, and its keeper writes into none."""
+    keeper.own().record(None)
+    flight.keep_nowhere()
+
+
 def missing(target: Path, error: OSError) -> str:
     """The sentence on records that cannot be kept."""
     return f"no flight records: {target} cannot be written ({error.strerror})"
@@ -122,8 +131,8 @@ def _set_aside(directory: Path, *, leads: bool) -> None:
         return
     records = list(directory.glob(file_name(0).replace("00000", "*")))
     with contextlib.suppress(OSError):
-        number = 1 + len(list(directory.glob(f"{_BEFORE_LOSS}*")))
-        below = directory / f"{_BEFORE_LOSS}{number}"
+        number = 1 + len(list(directory.glob(f"{BEFORE_LOSS}*")))
+        below = directory / f"{BEFORE_LOSS}{number}"
         below.mkdir()
         for record in records:
             record.rename(below / record.name)

@@ -5,7 +5,6 @@ Only reads; needs no MPI and no NumPy.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -19,7 +18,8 @@ from hpctrain.experiment.run_events import RunEvent, events_of
 from hpctrain.flight.autopsy import autopsy
 from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import End, FlightRecord
-from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.whole_file import json_object, read_whole
 
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0
@@ -116,31 +116,23 @@ class RunReader:
             status = os.stat(self.directory.metrics_path)
             read_at = (status.st_ino, status.st_size, status.st_mtime_ns)
             if read_at != self._read_at:
-                self._records = tuple(_lines(self.directory.metrics_path.read_bytes()))
+                self._records = tuple(_lines(read_whole(self.directory.metrics_path)))
                 self._read_at = read_at
-        except OSError:
+        except (DataError, OSError):
             return ()
         return self._records
 
 
 def _lines(content: bytes) -> list[Record]:
     """All whole lines that are JSON objects."""
-    records: list[Record] = []
-    for line in content.split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    records = (json_object(line) for line in content.split(b"\n")[:-1])
+    return [record for record in records if record is not None]
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
     """The records of the ranks, without their operations; none where none can be read here."""
-    pointer = directory.path / FLIGHT_POINTER
     try:
-        return records_in(Path(pointer.read_text().strip()) if pointer.is_file() else directory.flight, operations=False)
+        return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
         return ()
 

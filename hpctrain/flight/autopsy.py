@@ -17,14 +17,16 @@ _ALIKE = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
     """The records of the latest start among them, by rank."""
     latest = max((record.job for record in records), default=0)
-    return tuple(sorted((record for record in records if record.job == latest), key=lambda record: record.rank))
+    jobs = (latest, 0)  # a rank that has not met the others yet knows no number
+    return tuple(sorted((record for record in records if record.job in jobs), key=lambda record: record.rank))
 
 
 def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     """The findings from the records of one start."""
     if not records:
         return Autopsy(("No rank has left a record.",))
-    missing = sorted(set(range(records[0].ranks)) - {record.rank for record in records})
+    ranks = [record.ranks for record in records]
+    missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
     unlike = _mismatch(records)  # first: an MPI may end a rank for it, hang, or go on with other numbers
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended in good order.",))
@@ -44,6 +46,12 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
     alike, how = [first.rank], f"was ended by {Signals(first.signal).name}" if first.end is End.SIGNAL else "failed"
     if first.end is End.LEFT:
         how = f"left with exit code {first.signal} before the run was over"
+    if first.end is End.CLOSED:
+        how = "closed the descriptors of other parts of the program, as by os.closerange"
+    if first.end is End.LAUNCHER:  # all ranks of a node lose it at once
+        alike = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
+        did = "was stopped" if first.signal else "had ended"
+        how = f"{'was' if len(alike) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
     if first.end is End.FAILED:  # all ranks say what concerns all of them
         alike = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
         cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(alike)) else ""

@@ -2,7 +2,8 @@
 
 Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
 wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
-suspended for an hour is an hour older, but has not been stuck for one.
+suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: one that is stopped
+could not tell the launcher of this rank's end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Heartbeat:
         recorder: counts them, whichever thread they are of, and is told what is seen.
         deadline_seconds: without a move, after which the process prints where it hangs and calls `abort`.
         abort: ends the whole job with an exit code. rank: for messages.
-        pulse: tells the keeper that this thread lives. explain: lines that say more, from the records of all ranks.
+        pulse: tells the keeper that this thread lives, and the reverse. end_keeper: ends the keeper, and this process with it.
+        explain: lines that say more, from the records of all ranks.
         stream: where the report goes; stderr by default.
     """
 
@@ -44,12 +46,13 @@ class Heartbeat:
         abort: Callable[[int], None],
         rank: int,
         pulse: Pulse | None = None,
+        end_keeper: Callable[[], None] = lambda: None,
         explain: Callable[[], Sequence[str]] = lambda: (),
         stream: TextIO | None = None,
     ) -> None:
         self._recorder = recorder
         self._deadline_seconds, self._abort, self._rank, self._explain = deadline_seconds, abort, rank, explain
-        self._stream, self._pulse = stream, Pulse() if pulse is None else pulse
+        self._stream, self._pulse, self._end_keeper = stream, Pulse() if pulse is None else pulse, end_keeper
         self._tick_seconds = min(_LONGEST_TICK_SECONDS, deadline_seconds / _TICKS_OF_A_DEADLINE)
         self._still_seconds = self._waited_seconds = 0.0
         self._wait_since_ns = 0
@@ -81,6 +84,8 @@ class Heartbeat:
             self._recorder.flush()  # others may soon want to know, on other nodes, too
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
+        if self._pulse.look_at_keeper(self._tick_seconds):
+            self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
         """Seconds of the wait that goes on, if any, before this tick and after it."""
@@ -97,6 +102,13 @@ class Heartbeat:
         while not self._closed.wait(self._tick_seconds):
             self._pulse.beat()
             self.look()
+
+    def end_keeper(self) -> None:
+        """End a keeper that is stopped or hangs, so that the launcher learns of an end, and this process with it."""
+        sentence = "the parent process of this rank was stopped, or hung, and is ended with it"
+        self._recorder.ended(End.FAILED, sentence)
+        last_words.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
+        self._end_keeper()
 
     def _give_up(self) -> None:
         """Say where the process hangs, with all stacks, then end the job."""

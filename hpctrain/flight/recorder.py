@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -29,6 +30,7 @@ class FlightRecorder:
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.directory: Path | None = None
         self.beats = 0
+        self._begun_at: Path | None = None
         self._clock_ns = clock_ns
         self._ring = RingWriter()
         self._lines = SourceLines(self._ring.name)
@@ -50,8 +52,12 @@ class FlightRecorder:
             deadline_seconds: without progress, after which the process gives up.
         """
         words = self._ring.words
-        words[Word.JOB], words[Word.RANK], words[Word.RANKS] = job, rank, ranks
-        words[Word.DEADLINE] = int(deadline_seconds * 1e9)
+        self.stands_at(rank, ranks)
+        words[Word.JOB], words[Word.DEADLINE] = job, int(deadline_seconds * 1e9)
+
+    def stands_at(self, rank: int, ranks: int) -> None:
+        """The rank of the process and their number, as the launcher says before there is MPI."""
+        self._ring.words[Word.RANK], self._ring.words[Word.RANKS] = rank, ranks
 
     def keep_in(self, directory: Path) -> Path:
         """From now on the ring is a file in `directory`, which is made where it does not exist; give its path.
@@ -62,7 +68,34 @@ class FlightRecorder:
         path = directory / file_name(self._ring.words[Word.RANK])
         self._ring.move(path)
         self.directory = directory
+        self._remove_begun()
         return path
+
+    def begin_in(self, directory: Path) -> None:
+        """As `keep_in`, until there is another directory, or the process ends in good order: the file is removed then.
+
+        Raises:
+            OSError: as of `keep_in`.
+        """
+        self._begun_at = self.keep_in(directory)
+
+    @property
+    def begun_in(self) -> Path | None:
+        """The directory of `begin_in`, as long as the file is there; None later."""
+        return None if self._begun_at is None else self._begun_at.parent
+
+    def keep_nowhere(self) -> None:
+        """From now on the ring is memory of this process alone."""
+        self._ring.leave_file()
+        self.directory = None
+        self._remove_begun()
+
+    def _remove_begun(self) -> None:
+        begun_at, self._begun_at = self._begun_at, None
+        if begun_at is not None:
+            with contextlib.suppress(OSError):
+                begun_at.unlink()
+                begun_at.parent.rmdir()  # by the last rank, unless it is not empty
 
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
@@ -184,6 +217,8 @@ class FlightRecorder:
             words[Word.SEEN] = self._clock_ns()
             words[Word.ENDED] = end
             self.flush()
+        if end is End.FINISHED:
+            self._remove_begun()
 
     def flush(self) -> None:
         """Bring the file up to date for other nodes; waits for the disk."""

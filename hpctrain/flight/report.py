@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import DataError
@@ -18,21 +21,82 @@ _ENDS = {
     End.SIGNAL: "killed",
     End.LEFT: "left",
     End.WENT_ON: "went on",
+    End.LAUNCHER: "launcher",
+    End.CLOSED: "closed",
 }
+_NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
+#: begins the names of directories of records, numbered from 1 on: of the ranks until some were lost
+BEFORE_LOSS = "before-loss-"
+# Sentences on damaged records that are printed; the others are counted.
+_MOST_TOLD = 8
+
+
+@dataclass(frozen=True)
+class FoundRecords:
+    """The content of a directory of records.
+
+    Attributes:
+        records: of the latest start, by rank. damaged: a sentence for each record that cannot be read. others: number of
+            entries that are no records.
+    """
+
+    records: tuple[FlightRecord, ...]
+    damaged: tuple[str, ...] = ()
+    others: int = 0
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each of the first damaged records, and one with the number of the others."""
+        lines = list(self.damaged[:_MOST_TOLD])
+        if len(self.damaged) > _MOST_TOLD:
+            lines.append(f"{len(self.damaged) - _MOST_TOLD} more records cannot be read.")
+        if self.others:
+            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and left out.")
+        return lines
+
+
+def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
+    """Return the records of the latest start in a directory, and what else is there. operations: as `read` takes it.
+
+    Raises:
+        DataError: no record there can be read, or the directory cannot.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except NotADirectoryError as error:
+        raise DataError(f"{directory} is no directory; give that of a run.") from error
+    except FileNotFoundError as error:
+        raise DataError(f"There is no directory {directory}; give that of a run.") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(directory)!r} cannot be read ({error}); give the directory of a run.") from error
+    records, damaged = [], []
+    ours = [(int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))]
+    for rank, path in ours:
+        try:
+            record = read(path, operations=operations)
+        except DataError as error:
+            damaged.append(str(error))
+        except OSError as error:
+            damaged.append(f"{path} cannot be read: {error.strerror or error}.")
+        else:
+            if record.rank == rank:
+                records.append(record)
+            else:
+                damaged.append(f"{path} holds the record of rank {record.rank}; delete it.")
+    if not records:
+        if damaged:
+            raise DataError(f"No flight record in {directory} can be read. {damaged[0]}")
+        raise DataError(f"{directory} holds no flight records (rank-*.flight); give the directory of a run that kept them.")
+    earlier = sum(name.startswith(BEFORE_LOSS) for name in names)
+    return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours) - earlier)
 
 
 def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecord, ...]:
-    """The records of the latest start in a directory, by rank. operations: as `read` takes it.
+    """Return the records of the latest start in a directory, by rank; see `find_records`.
 
     Raises:
-        DataError: there are none, or a file is none.
+        DataError: no record there can be read.
     """
-    if not directory.is_dir():
-        raise DataError(f"There is no directory {directory}; give that of a run.")
-    paths = sorted(directory.glob(file_name(0).replace("00000", "*")))
-    if not paths:
-        raise DataError(f"{directory} holds no flight records (rank-*.flight); give the directory of a run that kept them.")
-    return newest([read(path, operations=operations) for path in paths])
+    return find_records(directory, operations=operations).records
 
 
 def explanation(directory: Path | None) -> list[str]:
@@ -56,12 +120,13 @@ def table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
     return rows
 
 
-def as_json(records: Sequence[FlightRecord]) -> dict[str, object]:
-    """All of it: the findings, and each rank's state with its unfinished operations."""
+def as_json(records: Sequence[FlightRecord], notes: Sequence[str] = ()) -> dict[str, object]:
+    """Return the findings, and each rank's state with its unfinished operations. notes: on files that were left out."""
     result = autopsy(records)
     return {
         "findings": list(result.sentences),
         "blamed": list(result.blamed),
+        "notes": list(notes),
         "ranks": [_state(record) for record in records],
     }
 

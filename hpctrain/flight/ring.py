@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.launch.exit_codes import FINISHED, STOPPED
+from hpctrain.launch.exit_codes import End as End
 from hpctrain.rank_spans import ranks_of
 
 MAGIC = int.from_bytes(b"hpcFLY02", "little")
@@ -29,6 +33,8 @@ _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
 _NAMES_AT = _SIZE - _NAME_BYTES
 _LONGEST_NAME = 4000
+#: more ranks than any job has; a larger number is damage
+_MOST_RANKS = 1 << 20
 #: the name that stands for those that find no room
 _NO_ROOM = "(name left out: the table is full)"
 
@@ -76,18 +82,6 @@ class Field(IntEnum):
     LINE = 8  # of the program, as a name; 0: not known
 
 
-class End(IntEnum):
-    """How a process ended, as far as it knew, or as its keeper saw."""
-
-    RUNNING = 0
-    FINISHED = 1
-    FAILED = 2
-    DEADLINE = 3
-    SIGNAL = 4
-    LEFT = 5  # by something that called exit()
-    WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
-
-
 class RingWriter:
     """A ring of this process: in its own memory at first, in a file once there is a directory for it.
 
@@ -115,6 +109,13 @@ class RingWriter:
             moved = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
+        self._go_on_in(moved)
+
+    def leave_file(self) -> None:
+        """Go on in this process's own memory."""
+        self._go_on_in(mmap.mmap(-1, _SIZE))
+
+    def _go_on_in(self, moved: mmap.mmap) -> None:
         moved[:] = self._map[:]
         self.words, old, earlier = memoryview(moved).cast("q"), self.words, self._map
         self._map = moved
@@ -225,21 +226,22 @@ class FlightRecord:
 
 
 def read(path: Path, *, operations: bool = True) -> FlightRecord:
-    """A rank's record, also one that is being written.
+    """Return a rank's record, which may still be written to.
 
-    operations: False: leave them out, for those who look at many records again and again.
+    Args:
+        operations: False: leave them out, for those who look at many records again and again.
 
     Raises:
-        DataError: the file is none, or is cut short.
+        DataError: the file is no record, is cut short, or holds numbers that no record has.
+        OSError: the file cannot be read.
     """
-    data = path.read_bytes()
-    if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        raise DataError(
-            f"{path} is no flight record of this version: it has {len(data)} bytes; give a directory of rank-*.flight."
-        )
+    data = _content(path)
     words = memoryview(data)[: _SIZE - _NAME_BYTES].cast("q")
     if sys.byteorder != "little":
         raise DataError(f"{path} was written on a little-endian machine; read it on one.")
+    fault = _fault(words)
+    if fault:
+        raise DataError(f"{path} is a damaged flight record: {fault}; delete it.")
     names = dict(_names(data, words[Word.NAMES]))
 
     def text(word: int) -> str:
@@ -265,19 +267,47 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
         wait_since_ns=words[Word.WAIT_SINCE],
         wait_number=words[Word.WAIT_RECORD],
         sentence=text(words[Word.SENTENCE]),
-        blamed=_ranks(text(words[Word.BLAMED])),
+        blamed=_ranks(text(words[Word.BLAMED]), words[Word.RANKS]),
         deadline_ns=words[Word.DEADLINE],
         operations=tuple(_operations(words, text)) if operations else (),
     )
 
 
-def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
+def _content(path: Path) -> bytes:
+    """Return the bytes of a record's file: that many and no more, and never from a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        data = os.pread(descriptor, _SIZE, 0) if stat.S_ISREG(status.st_mode) and status.st_size == _SIZE else b""
+    finally:
+        os.close(descriptor)
+    if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
+        raise DataError(
+            f"{path} is no flight record of this version: it has {status.st_size} bytes; give a directory of rank-*.flight."
+        )
+    return data
+
+
+def _fault(words: memoryview) -> str:
+    """Return what is impossible in the head of a record; empty where nothing is."""
+    rank, ranks, end, number = (words[word] for word in (Word.RANK, Word.RANKS, Word.ENDED, Word.SIGNAL))
+    if not 0 <= rank < ranks <= _MOST_RANKS:
+        return f"it is of rank {rank} of {ranks}"
+    if end not in End.__members__.values():
+        return f"it has the unknown end {end}"
+    if end == End.SIGNAL and number not in signal.Signals.__members__.values():
+        return f"it was ended by the unknown signal {number}"
+    return ""
+
+
+def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
     """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
 
-    An end that the process has written itself stays.
+    An end that the process has written itself stays; False then. But one that has finished its run may still end by a signal,
+    with an exit code that stands for a failure, or without a launcher.
 
     Args:
-        number: of the signal; for End.LEFT, the exit code.
+        number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP where it was stopped, else 0.
 
     Raises:
         OSError: the file cannot be written.
@@ -285,17 +315,20 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> None:
     descriptor = os.open(path, os.O_RDWR)
     try:
         head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in (Word.MAGIC, Word.ENDED)]
-        if head == [MAGIC, End.RUNNING]:
-            for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
-                os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
+        ended_well = end is End.DEADLINE or (end is End.LEFT and number in (FINISHED, STOPPED))
+        if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
+            return False
+        for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
+            os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
+        return True
     finally:
         os.close(descriptor)
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    """The ranks of a name; none where the table had no room for it, or its end is torn."""
+def _ranks(text: str, ranks: int) -> tuple[int, ...]:
+    """The ranks of a name; none where the table had no room for it, its end is torn, or the job has not that many ranks."""
     try:
-        return ranks_of(text)
+        return ranks_of(text, ranks)
     except ValueError:
         return ()
 
@@ -305,8 +338,15 @@ def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:
     while place < min(length, _NAME_BYTES - 8):
         at = _NAMES_AT + place
         size = int.from_bytes(data[at : at + 8], "little")
-        yield place, data[at + 8 : at + 8 + size].decode("utf-8", "replace")
+        yield place, _shown(data[at + 8 : at + 8 + size].decode("utf-8", "replace"))
         place += 8 + size + -size % 8
+
+
+def _shown(name: str) -> str:
+    """A name without control characters, which a terminal would obey."""
+    if name.isprintable():
+        return name
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in name)
 
 
 def _operations(words: memoryview, text: Callable[[int], str]) -> Iterator[RecordedOperation]:

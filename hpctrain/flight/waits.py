@@ -54,12 +54,12 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     awaited = awaited_operation(record)
     if awaited is None:  # outside the queues: those that do not wait for the same
         named = _OF_RANKS.search(record.wait)
-        ranks = ranks_of(named[1]) if named else tuple(by_rank)
+        ranks = _ranks(named[1] if named else "", record, by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
     flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
     flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
     for operation in flying or [awaited]:
-        absent = _absent(operation, by_rank)
+        absent = _absent(operation, record, by_rank)
         if absent:
             return _Absence(operation, absent)
     return _Absence(flying[0] if flying else awaited, ())
@@ -72,14 +72,19 @@ def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
     )
 
 
-def _absent(operation: RecordedOperation, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    members = _members(operation, by_rank)
+def _absent(operation: RecordedOperation, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    _, _, ranks = operation.queue.rpartition(" of ")
+    members = _ranks(ranks, record, by_rank)
     return tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
 
 
-def _members(operation: RecordedOperation, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    name, _, ranks = operation.queue.rpartition(" of ")
-    return ranks_of(ranks) if name else tuple(by_rank)
+def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    """Return the ranks that a name ends with; all ranks of the job where it names none, or is damaged."""
+    try:
+        ranks = ranks_of(text, record.ranks)
+    except ValueError:
+        ranks = ()
+    return ranks or tuple(sorted({*range(record.ranks), *by_rank}))
 
 
 def _has_started(record: FlightRecord, operation: RecordedOperation) -> bool:
@@ -103,6 +108,10 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
+        if other.seen_ns == other.begun_ns:  # no heartbeat has begun, and a rank at its start may be silent
+            since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
+            sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
+            continue
         gone = f", and was silent for {silent:.0f} s at the end: ended, stopped, or its node lost" if silent else ""
         sentences.append(f"{_whereabouts(other)}{gone}.")
     return Autopsy(tuple(sentences), tuple(absent))

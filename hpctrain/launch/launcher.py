@@ -119,9 +119,9 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     return replace(launcher, expected_size=int(wanted), overruled_size=launcher.expected_size)
 
 
-def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's rank as its launcher gave it; None without a launcher. Reads nothing that can be wrong."""
-    return _detect(environ).rank
+def started_by(environ: Mapping[str, str]) -> Launcher:
+    """As `detect`, but HPCTRAIN_EXPECT_RANKS counts for nothing. Reads nothing that can be wrong."""
+    return _detect(environ)
 
 
 def place_of(rank: int | None) -> str:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.launch.processes import status_of
+
 MEMORY = Path("/dev/shm")
 
 #: begins of the names that MPICH, Open MPI, UCX, PSM and Intel MPI give to segments
@@ -169,11 +171,8 @@ def _name(process: int) -> str:
 
 def _begun(process: int) -> str:
     """When a process began, in ticks since the machine did; "" where it has ended, though its parent may not have asked yet."""
-    try:
-        state, *values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else values[18]
+    status = status_of(process)
+    return "" if status is None or status.dead else str(status.begun)
 
 
 def _namespace() -> str:

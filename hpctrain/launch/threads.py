@@ -12,6 +12,7 @@ from pathlib import Path
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cpu_quota import whole_quota
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.processes import launcher_process
 
 _VARIABLE = "OMP_NUM_THREADS"
 #: in which thread pools read their number of threads
@@ -156,32 +157,14 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
 
 
 def _launcher_mask(rank_variable: str | None) -> set[int] | None:
-    """The cores of the launcher's process on this node: the nearest ancestor without a rank. None where it is not to be seen.
+    """The cores of the launcher's process on this node; None where it is not to be seen.
 
     Compared with the machine's cores, a container or `taskset mpiexec` would look like a binding of each rank.
     """
-    if rank_variable is None:
-        return None
-    process = os.getppid()
-    while process > 1 and _has_variable(process, rank_variable):
-        process = _parent(process)
+    process = launcher_process(rank_variable)
     with contextlib.suppress(OSError):
         return os.sched_getaffinity(process) if process > 0 else None
     return None
-
-
-def _has_variable(process: int, name: str) -> bool:
-    with contextlib.suppress(OSError):
-        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        return any(variable.startswith(f"{name}=".encode()) for variable in variables)
-    return False
-
-
-def _parent(process: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # "pid (name) state parent ...", where the name may hold blanks and brackets
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:

@@ -18,6 +18,7 @@ from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.storage import best_record
 from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
 
@@ -109,10 +110,9 @@ def _versions(path: Path) -> dict[str, str]:
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where the file is not there, or is none."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json_object(read_whole(path)) or {}
+    except (DataError, OSError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _checkpoints(directory: Path) -> Iterator[StoredCheckpoint]:

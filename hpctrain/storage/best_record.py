@@ -5,16 +5,17 @@ A run that goes on takes this from the metadata of its checkpoint; the record is
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, DataError
 from hpctrain.storage.atomic_write import PARTIAL, write_json
 from hpctrain.storage.run_directory import runs
+from hpctrain.storage.whole_file import json_object, read_whole
 
 #: in the directory of checkpoints
 NAME = "best.json"
+_LARGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class BestRecord:
     epoch: int
     measure: str
     value: float
+
+    def __post_init__(self) -> None:
+        texts, numbers = (self.checkpoint, self.measure), (self.step, self.epoch, self.value)
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("a field is of another type")
 
     def __str__(self) -> str:
         value = f"{self.value:.4f}" if self.measure.endswith("loss") else f"{self.value:.2%}"
@@ -61,8 +67,8 @@ def read(directory: Path) -> BestRecord | None:
     if not path.exists():
         return None
     try:
-        return BestRecord(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        return BestRecord(**(json_object(read_whole(path, _LARGEST_BYTES)) or {}))
+    except (DataError, OSError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no record of a best checkpoint ({error}); delete it, and the run writes it again when it goes on."
         ) from error
@@ -93,6 +99,6 @@ def find(output: Path, name: str) -> Path:
 
 def _written(directory: Path) -> object:
     try:
-        return json.loads((directory / NAME).read_bytes())
-    except (OSError, ValueError):
+        return json_object(read_whole(directory / NAME, _LARGEST_BYTES))
+    except (DataError, OSError):
         return None

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpctrain.errors import DataError
 from hpctrain.storage import metrics_file
+from hpctrain.storage.whole_file import json_object, read_whole
 
 #: hexadecimal digits of a hash
 DIGITS = 16
@@ -78,7 +79,7 @@ class HashFile:
         """The keys that an earlier part of the run has last, and its last step; nothing where there is none that can be read."""
         try:
             records = read_hashes(self._path)
-            *_, (keys, _) = _lines(self._path, self._path.read_bytes())
+            *_, (keys, _) = _lines(self._path, read_whole(self._path))
         except (DataError, FileNotFoundError, ValueError):
             return (), None
         return keys, max(records, default=None)
@@ -92,7 +93,7 @@ def read_hashes(path: Path) -> dict[int, HashRecord]:
     """
     if not path.exists():
         return {}
-    records = (_record(keys, line) for keys, line in _lines(path, path.read_bytes()) if line is not None)
+    records = (_record(keys, line) for keys, line in _lines(path, read_whole(path)) if line is not None)
     return {record.step: record for record in records}
 
 
@@ -105,7 +106,7 @@ def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mappin
     keys: tuple[str, ...] = ()
     *lines, _torn = content.split(b"\n")
     for number, text in enumerate(lines, 1):
-        line = _parsed(text)
+        line = json_object(text) or {}
         tensors = line.get("tensors")
         if isinstance(tensors, list) and all(isinstance(key, str) for key in tensors):
             keys = tuple(tensors)
@@ -114,14 +115,6 @@ def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mappin
             yield keys, line
         else:
             raise DataError(f"Line {number} of {path} holds no hashes of {len(keys)} tensors; delete the line.")
-
-
-def _parsed(text: bytes) -> Mapping[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return {}
-    return line if isinstance(line, dict) else {}
 
 
 def _is_record(line: Mapping[str, Any], keys: tuple[str, ...]) -> bool:

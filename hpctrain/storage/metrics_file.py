@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
+from hpctrain.storage.whole_file import json_object, read_whole
 
 _log = get_logger(__name__)
 
@@ -48,12 +48,13 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
     Raises:
         CheckpointError: the file cannot be written; it is what it was before.
+        DataError: it is no regular file.
     """
     if not path.exists():
         return
-    text = path.read_bytes()
+    text = read_whole(path)
     *lines, _torn = text.split(b"\n")
-    records = [_record(line) for line in lines]
+    records = [json_object(line) for line in lines]
     unreadable = [line for line, record in zip(lines, records, strict=True) if record is None]
     kept = [
         line
@@ -76,14 +77,6 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 def unreadable_path(path: Path) -> Path:
     """Where lines of `path` go that are no JSON objects."""
     return path.with_name(f"{path.stem}-unreadable.txt")
-
-
-def _record(line: bytes) -> Mapping[str, object] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -40,6 +41,7 @@ from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
 from hpctrain.storage.bookkeeping import Bookkeeping
+from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
+# Of a file system, with room to spare.
+_LONGEST_PATH = 1 << 14
 
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
@@ -189,6 +193,20 @@ class RunDirectory:
         else:
             write_text(pointer, f"{directory}\n")
 
+    def flight_records(self) -> Path:
+        """Return the directory that holds the flight records of the ranks, which may not exist.
+
+        Raises:
+            DataError: the file that names it is damaged.
+        """
+        pointer = self.path / FLIGHT_POINTER
+        if not pointer.is_file():
+            return self.flight
+        text = os.fsdecode(read_whole(pointer, _LONGEST_PATH)).strip()
+        if not text.isprintable() or not text:
+            raise DataError(f"{pointer} names no directory of flight records; delete it, and give that directory itself.")
+        return Path(text)
+
     def write_schedule(self, group: str, schedule: str) -> None:
         """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
         write_text(self.schedule_path(group), schedule)
@@ -247,19 +265,16 @@ class RunDirectory:
         """All complete lines; a last one that a kill has torn is left out.
 
         Raises:
-            DataError: another line is no JSON object.
+            DataError: another line is no JSON object, or the file is no regular one.
         """
         if not self.metrics_path.exists():
             return []
-        *lines, _torn = self.metrics_path.read_bytes().split(b"\n")
+        *lines, _torn = read_whole(self.metrics_path).split(b"\n")
         return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
 
     def _parsed(self, number: int, line: bytes) -> dict[str, object]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
+        record = json_object(line)
+        if record is None:
             raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
         return record
 

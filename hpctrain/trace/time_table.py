@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ _OPERATORS = (Category.FORWARD, Category.PARAMETERS, Category.INPUT)
 _MESSAGES = (Category.AVERAGING, Category.MESSAGES)
 _WORD = re.compile(r"[\w.]+")
 _SECONDS = 1e-9
+
+# Of fields, as their annotations are written.
+_TYPES: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": (int, float), "str": str}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class TimeTable:
     tracing_seconds: float = field(default=0.0)
 
 
+_Stored = TypeVar("_Stored", Late, Row, TimeTable)
+
+
 def from_json(content: Mapping[str, Any]) -> TimeTable:
     """A table that was written as `dataclasses.asdict` gives it.
 
@@ -85,12 +91,25 @@ def from_json(content: Mapping[str, Any]) -> TimeTable:
         TypeError, KeyError: it was written as something else.
     """
     rows = tuple(_row_from_json(row) for row in content["rows"])
-    return TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])})
+    return _checked(TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])}))
 
 
 def _row_from_json(content: Mapping[str, Any]) -> Row:
     late = content["late"]
-    return Row(**{**content, "late": None if late is None else Late(**late)})
+    return _checked(Row(**{**content, "late": None if late is None else _checked(Late(**late))}))
+
+
+def _checked(value: _Stored) -> _Stored:
+    """The same, where its numbers are numbers and its texts texts.
+
+    Raises:
+        TypeError: a field is of another type.
+    """
+    for each in fields(value):
+        expected = _TYPES.get(str(each.type))
+        if expected is not None and not isinstance(getattr(value, each.name), expected):
+            raise TypeError(f"{each.name} is {getattr(value, each.name)!r}")
+    return value
 
 
 class RowNames:

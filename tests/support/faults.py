@@ -18,12 +18,14 @@ from click.testing import CliRunner
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.data import format as data_format
+from hpctrain.flight.start_records import RECORDS
 from tests.support.jobs import Outcome, run_job
 
 #: of all faulty jobs; what hangs is to be ended within this time and some seconds for the start
 DEADLINE_SECONDS = 3.0
 RANKS = 3
 FAULTY = 1
+_START_RECORDS = "records-of-the-start"
 
 CONFIG = """
 name: faulty
@@ -84,6 +86,26 @@ class Fault:
 
 
 _STEP = 'once(TrainingStep, "run", lambda run, self, *rest: {}, in_step_2)'
+_RAISE = """
+def fail(run, self, *rest):
+    raise {}
+once(TrainingStep, "run", fail, in_step_2)
+"""
+_CLOSED = """
+def close(run, self, *rest):
+    os.closerange({})
+    return run(self, *rest)
+once(TrainingStep, "run", close, in_step_2)
+"""
+_OTHER = """
+from hpctrain.launch.launcher import detect
+from hpctrain.launch.processes import launcher_process, status_of
+def end(run, self, *rest):
+    os.kill({}, signal.{})
+    return run(self, *rest)
+once(TrainingStep, "run", end, in_step_2)
+"""
+_LAUNCHER = "launcher_process(detect(os.environ).rank_variable)"
 _MPI = """
 from hpctrain.comm.mpi import MpiCommunicator
 steps = []
@@ -239,6 +261,38 @@ FAULTS: tuple[Fault, ...] = (
         ("On rank 1 the momentum of ",),
         overrides=(*_CHECKS, "averager=sharded"),
     ),
+    *(
+        Fault(f"{name} at the start", line, words)
+        for name, line, words in (
+            ("an import error", "raise ImportError('no such module')", ("Rank 1 failed first: ImportError: no such module",)),
+            ("sys.exit", "sys.exit(3)", ("Rank 1 failed first: the program left with 3",)),
+            ("os._exit(0)", "os._exit(0)", ("Rank 1 left with exit code 0 before the run was over",)),
+            ("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", ("Rank 1 was ended by SIGKILL",)),
+            ("a sleep", "time.sleep(100)", ("Rank 1 never posted the start of MPI",)),
+            ("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)", ("Rank 1 never posted the start of MPI",)),
+        )
+    ),
+    Fault("os._exit(1)", _STEP.format("os._exit(1)"), ("Rank 1 left with exit code 1 before the run was over",)),
+    Fault("KeyboardInterrupt", _RAISE.format("KeyboardInterrupt"), ("Rank 1 failed first: KeyboardInterrupt inside of a run",)),
+    Fault("SystemExit of a program's own", _RAISE.format("SystemExit(0)"), ("Rank 1 failed first: sys.exit(0) inside of a run",)),
+    Fault("RecursionError", _RAISE.format("RecursionError('too deep')"), ("Rank 1 failed first: RecursionError: too deep",)),
+    Fault("SIGXCPU", _STEP.format("os.kill(os.getpid(), signal.SIGXCPU)"), ("Rank 1 was ended by SIGXCPU",)),
+    Fault("SIGQUIT", _STEP.format("os.kill(os.getpid(), signal.SIGQUIT)"), ("Rank 1 was ended by SIGQUIT",)),
+    Fault("stack overflow", _STEP.format("signal.raise_signal(11)"), ("Rank 1 was ended by SIGSEGV",)),
+    Fault("all descriptors closed", _CLOSED.format("0, 4096"), ("Rank 1",)),
+    Fault(
+        "SIGSTOP of the parent process",
+        _OTHER.format("os.getppid()", "SIGSTOP"),
+        ("Rank 1 failed first: the parent process of this rank",),
+    ),
+    Fault("SIGSTOP of the launcher's process", _OTHER.format(_LAUNCHER, "SIGSTOP"), ("launcher's process",), blamed=False),
+    Fault("SIGKILL of the launcher's process", _OTHER.format(_LAUNCHER, "SIGKILL"), ("launcher's process",), blamed=False),
+    Fault(
+        "SIGSTOP of the launcher's command",
+        _OTHER.format(f"status_of({_LAUNCHER}).parent", "SIGSTOP"),
+        ("launcher's process",),
+        blamed=False,
+    ),
     Fault("no memory", _STEP.format("__import__('numpy').empty(1 << 59)"), ("Rank 1 failed first: Memory ran out on rank 1",)),
 )
 
@@ -277,16 +331,14 @@ def run_fault(
     arguments = ["faulty.py", "train", "faulty.yaml", f"deadline_seconds={DEADLINE_SECONDS}", *fault.overrides]
     if device is not None:
         arguments.append("backend=cuda")
-    env = None if device is None else {DEVICE_VARIABLE: device}
+    env = {RECORDS: str(folder / _START_RECORDS)} | ({} if device is None else {DEVICE_VARIABLE: device})
     return run_job(RANKS, arguments, env=env, cwd=folder, timeout_seconds=timeout_seconds, through_mpi4py=through_mpi4py)
 
 
 def findings(folder: Path) -> Mapping[str, object]:
-    """The autopsy of the run in a folder; nothing where the job ended before it had a run directory."""
+    """The autopsy of the run in a folder; that of its start, where the job ended before it had a run directory."""
     runs = sorted((folder / "runs").iterdir()) if (folder / "runs").exists() else []
-    if not runs:
-        return {"findings": [], "blamed": []}
-    result = CliRunner().invoke(cli, ["autopsy", str(runs[-1]), "--json"])
+    result = CliRunner().invoke(cli, ["autopsy", str(runs[-1] if runs else folder / _START_RECORDS), "--json"])
     values: Mapping[str, object] = json.loads(result.output) if result.exit_code == 0 else {"findings": [], "blamed": []}
     return values
 
