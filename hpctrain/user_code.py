@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
+import site
 import sys
+import sysconfig
 import traceback
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
+_PACKAGE = Path(__file__).parent
+#: before the names of modules that are files named by a reference
+_OF_FILES = "_hpctrain_"
+#: modules that each program has: the program itself
+_NO_NAMES = ("__main__", "__mp_main__")
 
 #: the directory of the configuration file that this process has read last
 _beside: list[Path] = []
@@ -89,6 +98,24 @@ def digests() -> dict[str, str]:
     }
 
 
+def modules() -> dict[str, str]:
+    """Return the crc32 of the file of each module of the user's that this process has loaded, by the module's name.
+
+    They are all modules of Python code but those of Python itself, of its installed packages, and of hpctrain. A module without
+    a name of its own, as of a file that a reference names, is left out: see `digests`.
+    """
+    of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
+    others = tuple(f"{place}{os.sep}" for place in places)
+    files = {name: getattr(module, "__file__", None) for name, module in tuple(sys.modules.items())}
+    return {
+        name: f"{zlib.crc32(Path(file).read_bytes()):08x}"
+        for name, file in sorted(files.items())
+        if file is not None and file.endswith(".py") and not file.startswith(others) and name not in _NO_NAMES
+        if not name.startswith(_OF_FILES) and Path(file).is_file()
+    }
+
+
 def offers(group: str) -> tuple[Offer, ...]:
     """The offers of installed packages in a group of entry points, by name; imports none of them."""
     return tuple(
@@ -131,7 +158,7 @@ def _from_file(reference: str, place: str) -> ModuleType:
         raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}.')
     path = path.resolve()
     # No name that another module could have: the file's name alone may be that of an installed package.
-    name = f"_hpctrain_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

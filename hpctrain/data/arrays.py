@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +13,95 @@ from hpctrain.boxes import Box, whole
 from hpctrain.data.loader import Batch, MixedWith, Share, TileOfRank, cut
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler, counts
-from hpctrain.errors import ShapeError
+from hpctrain.errors import DataError, ShapeError
+
+# Of arrays that are looked at, as blocks of so many bytes; of larger ones, as maps of files may be, blocks are left out.
+_BLOCK_BYTES, _MOST_BYTES = 1 << 22, 1 << 29
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images (N, H, W, C) of a floating dtype, finite, and labels (N,) int64, each of a class."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def facts(self) -> dict[str, str]:
+        """Return the facts by which ranks know that they have the same arrays: shape, dtype and checksums of both.
+
+        Up to 512 MiB of images are read, blocks that are evenly spread.
+        """
+        checksum = 0
+        for _, block in _blocks(self.images):
+            checksum = zlib.crc32(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data, checksum)
+        return {
+            "images": f"{self.images.shape} {self.images.dtype} with crc32 {checksum:08x}",
+            "labels": f"{self.labels.shape} with crc32 {zlib.crc32(np.ascontiguousarray(self.labels).data):08x}",
+        }
+
+
+def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) -> Samples:
+    """Return arrays that an `ArrayLoader` takes.
+
+    Args:
+        images: (N, H, W, C) floating, or what NumPy makes such an array of. labels: (N,) integers in the same way.
+        classes: labels are in 0 .. classes - 1. dtype: floating, of the images that are returned.
+
+    Raises:
+        DataError: no array, another kind of numbers, an image that is not finite in `dtype`, or a label outside its range.
+        ShapeError: arrays of other shapes.
+    """
+    pixels, numbers = _array("images", images), _array("labels", labels)
+    if pixels.dtype.kind != "f":
+        raise DataError(
+            f"images has dtype {pixels.dtype}, but must be floating-point, normalised by you; "
+            "give (images / 255.0 - mean) / deviation for pixels of 0 to 255."
+        )
+    if numbers.dtype.kind not in "iu":
+        raise DataError(f"labels has dtype {numbers.dtype}, but must be integers from 0 to {classes - 1}; give their numbers.")
+    count = pixels.shape[0] if pixels.ndim else 0
+    if pixels.ndim != 4 or numbers.shape != (count,) or not count:
+        raise _no_samples(pixels, numbers, max(1, count))
+    outside = np.flatnonzero((numbers < 0) | (numbers >= classes))
+    if outside.size:
+        raise DataError(
+            f"Label {numbers[outside[0]]} of sample {outside[0]} is outside 0..{classes - 1} ({outside.size} such labels); "
+            f"the model has {classes} classes."
+        )
+    with np.errstate(over="ignore"):
+        pixels = pixels.astype(dtype, copy=False)
+    for begin, block in _blocks(pixels):
+        if not np.isfinite(block).all():
+            sample = begin + int(np.flatnonzero(~np.isfinite(block.reshape(len(block), -1)).all(axis=1))[0])
+            raise DataError(
+                f"Sample {sample} of images holds a value that is not finite in {pixels.dtype}; mend it, or leave it out."
+            )
+    return Samples(pixels, numbers.astype(np.int64, copy=False))
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except Exception as error:  # lists of several lengths, tensors on a device, whatever __array__ raises
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{name} is no array and cannot be made one ({reason}); give an array of NumPy.") from error
+
+
+def _no_samples(images: np.ndarray, labels: np.ndarray, count: int) -> ShapeError:
+    return ShapeError(
+        f"Images of shape {images.shape} and labels of shape {labels.shape} are not {count} samples; "
+        f"give images (N, H, W, C) and labels (N,) with N = {count}."
+    )
+
+
+def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first sample's number and the images of each block, or of evenly spread ones where they have over 512 MiB."""
+    rows = max(1, _BLOCK_BYTES // max(1, images[:1].nbytes))
+    begins = np.arange(0, len(images), rows)
+    if images.nbytes > _MOST_BYTES:
+        begins = begins[np.linspace(0, len(begins) - 1, max(2, _MOST_BYTES // _BLOCK_BYTES)).astype(int)]
+    for begin in begins.tolist():
+        yield begin, images[begin : begin + rows]
 
 
 class ArrayLoader:
@@ -42,12 +133,9 @@ class ArrayLoader:
         mixing: Mixing | None = None,
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
-            raise ShapeError(
-                f"Images of shape {images.shape} and labels of shape {labels.shape} are not {sampler.samples} samples; "
-                f"give images (N, H, W, C) and labels (N,) with N = {sampler.samples}."
-            )
+            raise _no_samples(images, labels, sampler.samples)
         self.sampler = sampler
-        self._images, self._labels = images, labels.astype(np.int64)
+        self._images, self._labels = images, labels.astype(np.int64, casting="same_kind")
         height, width, channels = images.shape[1:]
         self._image_shape = height, width, channels
         self._mixing = mixing

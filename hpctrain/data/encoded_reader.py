@@ -98,6 +98,13 @@ class EncodedReader(BlockReader):
             self._compare(sample, out)
         return None
 
+    def pixel_sums(self, sums: np.ndarray | None) -> np.ndarray | None:
+        return self._pixel_sums
+
+    def _pixel_sum(self, sample: int, stored_sum: int) -> int:
+        """Return the declared one, without decoding; a number that no pixels have if the stored bytes changed."""
+        return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
+
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:
         """Read and decode samples (n,); those of which that cannot be done, by their number, with the reason."""
         sizes = self.extents.sizes(samples)

@@ -1,15 +1,24 @@
-"""The facts that a run remembers of the data that it is trained on: enough to know it again, and to evaluate without it."""
+"""The facts that a run remembers of the data that it is trained on: enough to know it again, and to evaluate without it.
+
+And those by which the ranks of a job know that they read the same data.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageFile
+from hpctrain.data.stored import digest_of
+
+#: samples of which stored bytes are read to know a file, and the bytes that this may take; of two samples in any case
+_MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,39 @@ class ImageForm:
     def to_meta(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return asdict(self)
+
+
+def compared_facts(file: ImageFile) -> dict[str, Any]:
+    """Return the facts by which ranks know that they have opened the same data, in the order in which they are compared.
+
+    They are facts of the samples, not of their format: where a file of pixels and one of picture files hold the same samples,
+    the facts that both have are equal. A fact that a format does not have is left out. Labels, and the checksums of all samples,
+    are those that the file declares; of at most 16 samples, evenly spread, the stored bytes are read and compared with them.
+
+    Returns:
+        "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N),
+        "sums" (sha256 of these of all samples) and "images" (sha256 of all pixels).
+    """
+    reader, manifest = file.pixels, file.manifest
+    facts: dict[str, Any] = {
+        "samples": len(file),
+        "shape": file.shape,
+        "classes": tuple(unicodedata.normalize("NFC", name) for name in file.class_names),
+        "labels": manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False)),
+        "mean": _numbers(file.mean),
+        "deviation": _numbers(file.std),
+    }
+    if isinstance(reader, BlockReader):
+        mean_bytes = max(1, reader.extents.size_bytes // len(file))
+        count = min(len(file), _MOST_SAMPLES, max(2, _MOST_BYTES // mean_bytes))
+        samples = np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64))
+        facts |= {f"image {sample}": value for sample, value in reader.read_sums(samples).items()}
+        sums = reader.pixel_sums(file.sums)
+        if sums is not None:
+            facts["sums"] = digest_of(sums.astype("<u4", copy=False))
+    if "images" in manifest and "blob" not in manifest:
+        facts["images"] = manifest["images"]
+    return facts
 
 
 def _numbers(values: np.ndarray) -> tuple[float, ...]:

@@ -38,6 +38,7 @@ CHECKS: Sequence[Check] = (
     directories.DIRECTORY,
     directories.SHARED,
     hdf5.CHECK,
+    hdf5.SAME,
     scratch.CHECK,
     clocks.CHECK,
 )

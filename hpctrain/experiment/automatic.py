@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.data_section import SYNTHETIC
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError
 from hpctrain.experiment import grid, planned_job, planner_costs
 from hpctrain.experiment.automatic_choice import AutomaticChoice, Resolved, model_digest
 from hpctrain.experiment.candidate_keys import with_candidate, with_defaults
 from hpctrain.experiment.checkpoint_search import find_checkpoint
 from hpctrain.experiment.dry_run import prepare
+from hpctrain.experiment.images import open_alike
 from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.start_search import BestCandidate, StartedJob, best, find
 from hpctrain.planner import machine_file
 from hpctrain.planner.averaging_costs import AveragerChoice
@@ -50,11 +54,27 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     kept, lines = started.on_root(lambda: _stored(config, world.size, there, repeated))
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines)
+    _check_same_images(config, world)
     task = raise_on_all_ranks(world, lambda: stand_in(config, world.size))
     outcome = find(started, planned_job.job(task), _space(config, task, world.size), config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
     return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)))
+
+
+def _check_same_images(config: Config, world: Communicator) -> None:
+    """Compare the training file, from whose header the job follows; it may not be there yet. Collective.
+
+    Raises:
+        DataError: a rank has another one than most ranks, or one where others have none; on every rank.
+    """
+    path = config.data.train
+    there = path == SYNTHETIC or Path(path).exists()
+    compare(
+        world, Subject("another data.train", f"give all nodes the same {path}", {"whether it exists": there}, error=DataError)
+    )
+    if there:
+        open_alike(world, config, ("train",))
 
 
 def _stored(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,13 +12,22 @@ from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.sizes import ImageSizes
+from hpctrain.data.synthetic import Split
 from hpctrain.errors import DataError, DivergedError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.data_cache import DataCache, give_levels
 from hpctrain.experiment.device_faults import check_device
 from hpctrain.experiment.grid import check_overlap, parallel_plan
 from hpctrain.experiment.image_sizes import check_image_shapes
-from hpctrain.experiment.images import CHECKPOINT, check_shapes, evaluation_images, make_loader, training_images
+from hpctrain.experiment.images import (
+    CHECKPOINT,
+    check_shapes,
+    configured_splits,
+    evaluation_images,
+    make_loader,
+    open_alike,
+    training_images,
+)
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.single_values import single_values
@@ -78,7 +87,8 @@ def build(session: Session, known: DataFacts | None = None, *, stop_requested: C
     Raises:
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
-    parts = raise_on_all_ranks(session.world, lambda: _build(session, known))
+    opened = open_alike(session.world, session.config, configured_splits(session.config))
+    parts = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
     loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
     cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
     arithmetic = parts.backend.kernels.arithmetic
@@ -86,12 +96,14 @@ def build(session: Session, known: DataFacts | None = None, *, stop_requested: C
     return replace(parts, cache=cache, notes=(*parts.notes, *way, *cache.notes))
 
 
-def _build(session: Session, known: DataFacts | None) -> Parts:
+def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> Parts:
     config = session.config
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     check_device(config, backend.kernels)  # which "auto" may have chosen
-    train, data = training_images(session, known)
-    test = evaluation_images(config, data, config.data.train if known is None else CHECKPOINT)
+    train, data = training_images(config, opened["train"], known)
+    test = None
+    if "test" in opened:
+        test = evaluation_images(config, opened["test"], data, config.data.train if known is None else CHECKPOINT)
     shapes = train.shapes(config.epochs)
     if test is not None and train.sizes is None:
         check_shapes(shapes[0], test.shape)

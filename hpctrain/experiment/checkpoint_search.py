@@ -11,12 +11,14 @@ from typing import TypeVar
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import CheckpointError
+from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.log import get_logger
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.hdf5_store import root_digest
 from hpctrain.storage.run_directory import RunDirectory, runs
 from hpctrain.storage.shard_file import ShardFacts
-from hpctrain.storage.sharded_checkpoint import open_sharded
+from hpctrain.storage.sharded_checkpoint import manifest_digest, open_sharded
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
 
 AUTO, BEST = "auto", "best"
@@ -74,16 +76,31 @@ def read_together(world: Communicator, path: Path) -> CheckpointContent:
 
     Raises:
         CheckpointError: missing, damaged or of another version, alike on all ranks.
+        ConfigError: a rank has another checkpoint under that path than most ranks, alike on all ranks.
     """
     if not checkpoint.is_sharded(path):
         there = raise_on_all_ranks(world, lambda: checkpoint.read(path) if world.rank == 0 else None)
-        return raise_on_all_ranks(world, lambda: checkpoint.read(path) if there is None else there)
+        content = raise_on_all_ranks(world, lambda: checkpoint.read(path) if there is None else there)
+        _compare(world, path, content.meta.get("global_step"), lambda: root_digest(path))
+        return content
+    _compare(world, path, None, lambda: manifest_digest(path))
     shards, meta = _of_root(world, lambda: _manifest(path))
     tensors = ShardedTensors(path, shards)
     own = shares([shard.size for shard in shards], world.size)[world.rank]
     places = raise_on_all_ranks(world, lambda: tensors.verify(own))
     tensors.trust(dict(chain.from_iterable(others.items() for others in world.allgather_object(places))))
     return CheckpointContent(tensors, meta)
+
+
+def _compare(world: Communicator, path: Path, step: object, digest: Callable[[], str]) -> None:
+    """Compare a checkpoint that the ranks have found under one path. Collective.
+
+    It is no `CheckpointError` that ranks have different ones: an older checkpoint must not take the place of the newest one.
+    """
+    if world.size > 1:
+        sha256 = raise_on_all_ranks(world, digest)
+        facts = {**({} if step is None else {"global_step": step}), "sha256": sha256[:16]}
+        compare(world, Subject("another checkpoint", f"give all nodes the same {path}", facts))
 
 
 def _of_root(world: Communicator, work: Callable[[], Told]) -> Told:

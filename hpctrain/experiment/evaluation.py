@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,11 @@ from pathlib import Path
 from hpctrain import rank_log
 from hpctrain.backend.backend import make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.schema import Config
 from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
+from hpctrain.data.synthetic import Split
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment.build import build_replica
 from hpctrain.experiment.checkpoint_search import find_checkpoint
@@ -23,7 +26,7 @@ from hpctrain.experiment.images import (
     evaluation_images,
     make_loader,
     mirrored,
-    open_training_file,
+    open_alike,
     training_shape,
 )
 from hpctrain.experiment.resume import check_model, data_of, stored_config
@@ -90,7 +93,7 @@ def run_evaluation(
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
-    parts = raise_on_all_ranks(session.world, lambda: build_parts(session, path, content, averaged=averaged, flip=flip))
+    parts = build_parts(session, path, content, averaged=averaged, flip=flip)
     if parts.mirror is not None:  # each image is read twice
         give_levels(session, session.config.data.cache, [parts.loader])
         parts.mirror.read_through(parts.loader.pixels)
@@ -135,16 +138,25 @@ def keep_log(checkpoint: Path, rank: int) -> None:
         kept.keep_in(run.log_path(rank))
 
 
-def known_data(session: Session, path: Path, content: CheckpointContent) -> tuple[DataFacts, str]:
+def unknown_splits(content: CheckpointContent) -> tuple[Split, ...]:
+    """Return the splits whose files say what a checkpoint does not know of its data: none but for one of format version 1."""
+    return ("train",) if data_of(content) is None else ()
+
+
+def known_data(
+    config: Config, path: Path, content: CheckpointContent, opened: Mapping[Split, ImageFile]
+) -> tuple[DataFacts, str]:
     """The facts of the data that a checkpoint was trained on, and the place that they are from, for messages.
+
+    opened: the files of `unknown_splits`, at least.
 
     Raises:
         CheckpointError: the configuration describes another model than the checkpoint's.
     """
     data, place = data_of(content), CHECKPOINT
     if data is None:
-        data, place = DataFacts.of(open_training_file(session)), session.config.data.train
-    check_model(content, data, session.config, path)
+        data, place = DataFacts.of(opened["train"]), config.data.train
+    check_model(content, data, config, path)
     return data, place
 
 
@@ -172,15 +184,27 @@ def trained_replica(
 def build_parts(
     session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
 ) -> EvaluationParts:
-    """A rank's share of the evaluation of a checkpoint on the configured test set.
+    """A rank's share of the evaluation of a checkpoint on the configured test set. Collective.
 
     Raises:
         CheckpointError, DataError, ShapeError: as `run_evaluation`.
     """
+    opened = open_alike(session.world, session.config, (*unknown_splits(content), "test"))
+    return raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, averaged=averaged, flip=flip))
+
+
+def _build(
+    session: Session,
+    path: Path,
+    content: CheckpointContent,
+    opened: Mapping[Split, ImageFile],
+    *,
+    averaged: bool,
+    flip: bool,
+) -> EvaluationParts:
     config = session.config
-    data, place = known_data(session, path, content)
-    images = evaluation_images(config, data, place)
-    assert images is not None, "checked"
+    data, place = known_data(config, path, content, opened)
+    images = evaluation_images(config, opened["test"], data, place)
     replica = trained_replica(session, content, data, images, averaged=averaged)
     batch = config.evaluate.batch or config.batch
 

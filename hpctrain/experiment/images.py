@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.backend.kernels.base import KernelSet, PixelInput
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.watchdog import guard
 from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
 from hpctrain.config.schema import Config
@@ -25,6 +27,7 @@ from hpctrain.data.stored import normal_name
 from hpctrain.data.synthetic import Split, synthetic_file
 from hpctrain.errors import ShapeError
 from hpctrain.experiment.image_sizes import image_sizes, of_largest
+from hpctrain.experiment.same_start import Subject, compare, opened_file
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.unreadable import set_policy
 
@@ -74,28 +77,46 @@ def open_images(config: Config, split: Split) -> ImageFile:
     return synthetic_file(split, samples, (made_up.height, made_up.width, made_up.channels), made_up.classes)
 
 
-def open_training_file(session: Session) -> ImageFile:
-    """The configured file, or the end of the job where a file system lets a rank wait too long.
+def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> dict[Split, ImageFile]:
+    """Open the configured images of some splits on every rank, and compare them. Collective.
+
+    A file system that lets a rank wait too long ends the job.
 
     Raises:
-        DataError: as `ImageFile.open`.
+        DataError: as `ImageFile.open`, or a rank has opened other data than most ranks; alike on every rank.
     """
-    path = session.config.data.train
-    with guard(f"Opening {path}", session.config.deadline_seconds, rank=session.world.rank):
-        return open_images(session.config, "train")
+
+    def work() -> dict[Split, ImageFile]:
+        files: dict[Split, ImageFile] = {}
+        for split in splits:
+            with guard(f"Opening data.{split}", config.deadline_seconds, rank=world.rank):
+                files[split] = open_images(config, split)
+                if world.size > 1:
+                    subjects.append(opened_file(f"data.{split}", files[split]))
+        return files
+
+    subjects: list[Subject] = []
+    files = raise_on_all_ranks(world, work)
+    compare(world, *subjects)
+    return files
 
 
-def training_images(session: Session, known: DataFacts | None) -> tuple[Images, DataFacts]:
+def configured_splits(config: Config) -> tuple[Split, ...]:
+    """Return the splits that a configuration has images of."""
+    return ("train",) if config.data.test is None else ("train", "test")
+
+
+def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
     """The training set, and what a checkpoint remembers of it.
 
     Args:
+        opened: the configured file.
         known: what the network was trained on before: its classes keep their order, and its images their normalisation.
 
     Raises:
-        DataError: no such file, or other classes than the known ones.
+        DataError: other classes than the known ones.
     """
-    config = session.config
-    file = opened = open_training_file(session)
+    file = opened
     data = DataFacts.of(file)
     if known is not None:
         file = in_order_of(opened, known.class_names, CHECKPOINT)
@@ -104,15 +125,12 @@ def training_images(session: Session, known: DataFacts | None) -> tuple[Images, 
     return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
 
 
-def evaluation_images(config: Config, data: DataFacts, place: str) -> Images | None:
-    """The test set, with the classes and the normalisation of `data`, which `place` has; None where none is configured.
+def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
+    """The test set, with the classes and the normalisation of `data`, which `place` has. opened: the configured file.
 
     Raises:
-        DataError: no such file, or other classes.
+        DataError: other classes.
     """
-    if config.data.test is None:
-        return None
-    opened = open_images(config, "test")
     file = in_order_of(opened, data.class_names, place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)

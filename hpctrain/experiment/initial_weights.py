@@ -12,6 +12,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError
+from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.session import Session
 from hpctrain.models.state_dict import StateEntry, check_fits, declared_state
 from hpctrain.nn.network import Network
@@ -47,14 +48,7 @@ def put_weights(
         CheckpointError: as `start_from_weights`; no rank's replica has changed then.
     """
     network = replica.network
-    digests = world.allgather_object(raise_on_all_ranks(world, lambda: _checksum(path)))
-    different = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    if different:
-        raise CheckpointError(
-            f"{path} is another file on rank {different[0]} than on rank 0 (sha256 {digests[different[0]][:12]}, not "
-            f"{digests[0][:12]}); give all nodes the same file.",
-            ranks=different,
-        )
+    compare(world, raise_on_all_ranks(world, lambda: read_weights(world, path)))
     entries = declared_state(network.model)
 
     advice = f"Where a layer is meant to begin by the seed, as for another number of classes, {hint}."
@@ -70,11 +64,17 @@ def put_weights(
     replica.parameters_written()
 
 
-def _checksum(path: Path) -> str:
+def read_weights(world: Communicator, path: Path) -> Subject:
+    """Return a file of weights, which ranks must have alike. A rank that is alone does not read it.
+
+    Raises:
+        CheckpointError: there is no such file, or its name does not say which kind it is.
+    """
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():
         raise CheckpointError(f"There is no file of weights {path}; give the path of one.")
-    return weights_file.checksum(path)
+    facts = {} if world.size == 1 else {"sha256": weights_file.checksum(path)[:16]}
+    return Subject("another file of weights", f"give all nodes the same {path}", facts, error=CheckpointError)
 
 
 def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str, np.ndarray]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,14 +17,14 @@ from hpctrain.backend.backend import Backend, make_backend
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.data_section import CacheConfig
 from hpctrain.config.schema import NonFiniteConfig
-from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.arrays import ArrayLoader, as_samples
 from hpctrain.data.classes import in_order_of
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.data_cache import cache_of, give_levels
 from hpctrain.experiment.image_sizes import check_image_shapes
@@ -32,7 +33,7 @@ from hpctrain.experiment.loader_arguments import check_shape, mixing_of
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Choice, named, optimizer_of
 from hpctrain.experiment.progress import set_progress
-from hpctrain.experiment.same_start import check_same_replica
+from hpctrain.experiment.same_start import Subject, called_with, compare, opened_file
 from hpctrain.experiment.session import StartedRank
 from hpctrain.experiment.start_search import BestCandidate
 from hpctrain.experiment.user_code import check_alike
@@ -50,6 +51,10 @@ from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
 
 _AUTO = "auto"
+#: of an object without words of its own
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+#: the files of a loader, in messages
+_FILE, _LIKE = "data file", "file of `like`"
 _WRITTEN = "Where the program itself has written there, alike on all ranks, let it say so by replica.parameters_written()."
 
 
@@ -174,7 +179,9 @@ class Job(StartedRank):
     def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
         """A replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
         check_alike(self.world)
-        check_same_replica(self.world, _texts(arguments))
+        if self.size > 1:
+            made = Subject("another network in job.replica", "make the same on all ranks", _made(replica))
+            compare(self.world, called_with("job.replica", arguments), made)
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
         replica.require_alike(schedules=True)
@@ -258,16 +265,21 @@ class Job(StartedRank):
             cache: as `data.cache` has it; auto takes a quarter of free memory.
 
         Raises:
-            DataError: a file that cannot be read, or with other classes. ShapeError: images that the replica does not take.
+            DataError: a file that cannot be read, or with other classes, or ranks that have other files than most ranks.
+            ShapeError: images that the replica does not take.
             ConfigError: an option of `augment`, `mixing` or `cache`, sizes that are out of order, or mixed labels, that are not
-                taken.
+                taken; arguments that differ among ranks.
         """
+
+        arguments, files = dict(locals()), self._open(path, like)
+        if self.size > 1:
+            compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
-            file = reference = ImageFile.open(str(path_of(path)))
+            file = reference = files[_FILE]
             if like is not None:
-                reference = ImageFile.open(str(path_of(like)))
+                reference = files[_LIKE]
                 file = in_order_of(file, reference.class_names, str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
@@ -301,20 +313,36 @@ class Job(StartedRank):
         """This rank's share of arrays that every rank has whole, in batches, as they are.
 
         Args:
-            images: (N, H, W, C) floating, converted to the replica's dtype. labels: (N,) integers from 0.
+            images: (N, H, W, C) floating and finite, converted to the replica's dtype; an array, or what NumPy makes one of.
+            labels: (N,) integers from 0 to the replica's classes - 1.
             replica, batch, shuffle, seed, mixing: as for `loader`.
 
         Raises:
+            DataError: arrays of another kind, values outside their range, or ranks that have other arrays than most ranks.
             ShapeError: arrays of other shapes, or images that the replica does not take. ConfigError: as for `loader`.
         """
 
-        def make() -> ArrayLoader:
-            check_shape(images.shape[1:], replica)
-            sampler = Sampler(len(images), batch or self.batch, seed, shuffle)
-            floating = images.astype(replica.network.parameter_dtype, copy=False)
-            return ArrayLoader(floating, labels, sampler, **replica.place, mixing=mixing_of(mixing, seed, replica))
+        arguments = dict(locals())
 
-        return raise_on_all_ranks(self.world, make)
+        def make() -> tuple[ArrayLoader, Subject]:
+            samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
+            check_shape(samples.images.shape[1:], replica)
+            sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
+            mixed = mixing_of(mixing, seed, replica)
+            loader = ArrayLoader(samples.images, samples.labels, sampler, **replica.place, mixing=mixed)
+            facts = samples.facts() if self.size > 1 else {}
+            return loader, Subject("other arrays in job.array_loader", "give all ranks the same", facts, error=DataError)
+
+        loader, arrays = raise_on_all_ranks(self.world, make)
+        compare(self.world, called_with("job.array_loader", arguments), arrays)
+        return loader
+
+    def _open(self, path: str | Path, like: str | Path | None) -> dict[str, ImageFile]:
+        """Open the files of a loader, by what they are in messages. Collective."""
+        paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
+        return raise_on_all_ranks(
+            self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
+        )
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
         """Write parameters, statistics and optimiser state, whole or not at all; any grid can read them.
@@ -386,10 +414,7 @@ def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> N
     return answer
 
 
-def _texts(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments of a replica that ranks can compare: all but objects."""
-    return {
-        name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
-        for name, value in arguments.items()
-        if name not in ("self", "model") and not callable(value)
-    }
+def _made(replica: Replica) -> dict[str, str]:
+    """Return the operations of a replica's network in words, by the layer's name: a layer's options may come from anywhere."""
+    nodes = enumerate(replica.network.graph(1).nodes)
+    return {f"{node.name or 'operation'} ({number})": _ADDRESS.sub("", repr(node.spec)) for number, node in nodes}

@@ -57,7 +57,7 @@ def judge(session: Session, source: str, most: int) -> Judgement:
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
-    parts = raise_on_all_ranks(session.world, lambda: build_parts(session, path, content))
+    parts = build_parts(session, path, content)
     replica = parts.replica
     batches = predict(replica.network, parts.loader, replica.groups.all_ranks, session.progress, 1)
     predictions, probabilities = _joined(batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ import numpy as np
 
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.facts import DataFacts, ImageForm
+from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
-from hpctrain.data.pictures import DecodedPictures, picture_files
-from hpctrain.experiment.evaluation import existing_checkpoint, known_data, trained_replica
-from hpctrain.experiment.images import EVALUATION_IMAGES, Images, make_loader, mirrored, pictures
+from hpctrain.data.pictures import DecodedPictures, picture_facts, picture_files
+from hpctrain.data.synthetic import Split
+from hpctrain.experiment.evaluation import existing_checkpoint, known_data, trained_replica, unknown_splits
+from hpctrain.experiment.images import EVALUATION_IMAGES, Images, make_loader, mirrored, open_alike, pictures
+from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.predictor import predict
@@ -114,13 +117,23 @@ def run_prediction(session: Session, source: str, request: PredictionRequest) ->
     path, content = existing_checkpoint(session, source)
     listed = raise_on_all_ranks(session.world, lambda: picture_files(request.places) if session.is_root else ())
     files: tuple[Path, ...] = session.world.broadcast_object(listed)
-    parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, files, request))
+    if session.world.size > 1:
+        compare(session.world, Subject("other pictures", "give all nodes the same files", picture_facts(files), partial=True))
+    opened = open_alike(session.world, session.config, unknown_splits(content))
+    parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, files, request))
     answers = _answers(session, parts, files, min(request.top, len(parts.data.class_names)))
     return Predictions(path, request.averaged, parts.data.class_names, files, answers)
 
 
-def _build(session: Session, path: Path, content: CheckpointContent, files: Sequence[Path], request: PredictionRequest) -> _Parts:
-    data, _ = known_data(session, path, content)
+def _build(
+    session: Session,
+    path: Path,
+    content: CheckpointContent,
+    opened: Mapping[Split, ImageFile],
+    files: Sequence[Path],
+    request: PredictionRequest,
+) -> _Parts:
+    data, _ = known_data(session.config, path, content, opened)
     form = _form(content, data)
     if request.fit is not None:
         form = replace(form, fit=request.fit)

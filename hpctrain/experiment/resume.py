@@ -17,10 +17,11 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.data.classes import difference, in_order_of
 from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.experiment import resume_rules
 from hpctrain.experiment.checkpoint_search import find_checkpoint
-from hpctrain.experiment.images import CHECKPOINT, open_training_file
+from hpctrain.experiment.images import CHECKPOINT, open_alike
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
@@ -64,12 +65,16 @@ def find_start(session: Session, source: str) -> Start | None:
     """
     config = session.config
     there = find_checkpoint(session.world, config.output, config.name, source)
-    return None if there is None else raise_on_all_ranks(session.world, lambda: _start(session, *there))
+    if there is None:
+        return None
+    file = open_alike(session.world, config, ("train",))["train"]
+    return raise_on_all_ranks(session.world, lambda: _start(session, *there, file))
 
 
-def _start(session: Session, path: Path, content: CheckpointContent) -> Start:
+def _start(session: Session, path: Path, content: CheckpointContent, file: ImageFile) -> Start:
+    """The start from a checkpoint. file: the training file."""
     config, position = session.config, Position.from_meta(content.meta)
-    data, file = data_of(content), open_training_file(session)
+    data = data_of(content)
     if data is not None and difference(file.class_names, data.class_names) is None:
         file = in_order_of(file, data.class_names, CHECKPOINT)
     now = DataFacts.of(file)

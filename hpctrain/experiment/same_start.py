@@ -1,17 +1,26 @@
-"""The start of a job is the same on all ranks: what it was asked for, the packages that compute, and the files of hpctrain."""
+"""The start of a job is the same on all ranks: what it was asked for, the packages that compute, and all that each rank reads.
+
+Each rank reads data files, weights, checkpoints and code for itself, by a path under which another node may have another file.
+Ranks that go on with different inputs train something that no single process would, without an error. So whatever ranks read
+apart is a `Subject`, and is compared before anything is computed from it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError
+from hpctrain.data.facts import compared_facts
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import ConfigError, DataError, HpctrainError
 from hpctrain.experiment.resume_rules import flat
 from hpctrain.storage.run_directory import software_versions
 
@@ -31,18 +40,44 @@ _OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
-#: a kind of facts -> its name in a sentence, and what mends a difference
-_KINDS: Mapping[str, tuple[str, str]] = {
-    "configuration": ("another configuration", "give all ranks the same file and overrides"),
-    "arguments": ("other arguments of hpctrain.start", "give all ranks the same"),
-    "replica": ("other arguments of job.replica", "give all ranks the same"),
-    "program": ("another program", "give all nodes the same file"),
-    "packages": ("other packages", "give all nodes the same environment"),
-    "files": ("other files of hpctrain", "install the same version of it on all nodes"),
-    "GPU files": ("other files of hpctrain", "install the same version of it on all nodes"),
-}
-#: those of which files are compared by checksums, which say nothing to a reader
-_OF_FILES = ("program", "files", "GPU files")
+#: of which arguments of a program ranks may have their own
+_OWN_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
+
+
+def _is_not(key: str, here: object, there: object) -> str:
+    here, there = ("none" if value is None else value for value in (here, there))
+    return f"{key} is {here}, not {there}"
+
+
+def _differs(key: str, here: object, there: object) -> str:
+    """Name a file that is compared by its checksum, which says nothing to a reader."""
+    return f"{key} differs"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A subject that all ranks must have alike.
+
+    Attributes:
+        name: in a sentence, after "has". mend: what mends a difference, the end of the sentence.
+        facts: of this rank, as JSON can hold them; None: another rank of its node looks.
+        words: the words for a difference, from a fact's name, its value here, and its value on the rank compared with.
+        partial: a fact that a rank lacks is unknown there, and is compared among the other ranks; else it is None. The facts are
+            compared in their own order then, else by name.
+        error: the type that is raised.
+    """
+
+    name: str
+    mend: str
+    facts: Mapping[Any, Any] | None
+    words: Callable[[str, Any, Any], str] = _is_not
+    partial: bool = False
+    error: type[HpctrainError] = ConfigError
+
+    def first_difference(self, facts: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Any:
+        """Return the name of the first fact that differs, or None."""
+        keys = [key for key in reference if key in facts] if self.partial else sorted({**reference, **facts})
+        return next((key for key in keys if facts.get(key) != reference.get(key)), None)
 
 
 def check_same_start(world: Communicator, config: Config | None, *, leads_node: bool = True) -> None:
@@ -55,9 +90,12 @@ def check_same_start(world: Communicator, config: Config | None, *, leads_node: 
     Raises:
         ConfigError: names the first rank that differs from rank 0, and the first thing that does.
     """
+    if world.size == 1:
+        return
     values = {} if config is None else flat(config.model_dump(mode="json"))
     configuration = {key: value for key, value in values.items() if key not in _BY_NODE}
-    _check(world, {"configuration": configuration}, leads_node=leads_node)
+    asked = Subject("another configuration", "give all ranks the same file and overrides", configuration)
+    compare(world, asked, *_software(leads_node=leads_node))
 
 
 def check_same_program(
@@ -72,34 +110,76 @@ def check_same_program(
     Raises:
         ConfigError: as `check_same_start`.
     """
+    if world.size == 1:
+        return
     checksum = {} if program is None else {program.name: zlib.crc32(program.read_bytes())}
-    _check(world, {"arguments": arguments, "program": checksum}, leads_node=leads_node)
+    compare(
+        world,
+        Subject("other arguments of hpctrain.start", "give all ranks the same", arguments),
+        Subject("another program", "give all nodes the same file", checksum, _differs),
+        *_software(leads_node=leads_node),
+    )
 
 
-def _check(world: Communicator, asked: Mapping[str, Mapping[str, Any]], *, leads_node: bool) -> None:
-    """Compare what was asked for, by kind, and the software."""
+def _software(*, leads_node: bool) -> tuple[Subject, ...]:
+    """Return the packages that compute, and the files of hpctrain."""
     files = package_files(_PACKAGE) if leads_node else None
     of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
-    _compare(world, {**asked, "packages": software_versions(), "files": files, "GPU files": of_gpus})
+    mend = "install the same version of it on all nodes"
+    return (
+        Subject("other packages", "give all nodes the same environment", software_versions()),
+        Subject("other files of hpctrain", mend, files, _differs),
+        Subject("other files of hpctrain", mend, of_gpus, _differs),
+    )
 
 
-def check_same_replica(world: Communicator, arguments: Mapping[str, Any]) -> None:
-    """Compare the arguments of `Job.replica`, which decide what ranks post. Collective; every rank raises the same error.
+def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
+    """Return the arguments of a method of a program's job, of which objects and what ranks may have of their own are left out."""
+    texts = {
+        name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
+        for name, value in arguments.items()
+        if name not in _OWN_ARGUMENTS and not callable(value)
+    }
+    return Subject(f"other arguments of {method}", "give all ranks the same", texts)
+
+
+def opened_file(key: str, file: ImageFile) -> Subject:
+    """Return an open data file, of which a bounded number of samples is read. key: the configuration's, or what it is."""
+    facts, mend = compared_facts(file), f"give all nodes the same {file.path}"
+    return Subject(f"another {key}", mend, facts, _data_words, partial=True, error=DataError)
+
+
+def _data_words(key: str, here: Any, there: Any) -> str:
+    if key == "samples":
+        return f"{here} images, not {there}"
+    if key == "shape":
+        return f"images of {' x '.join(map(str, here))}, not {' x '.join(map(str, there))}"
+    if key == "classes" and len(here) != len(there):
+        return f"{len(here)} classes, not {len(there)}"
+    if key in ("classes", "mean", "deviation"):
+        number = next(number for number, values in enumerate(zip(here, there, strict=True)) if values[0] != values[1])
+        of = "" if key == "classes" else " of channel"
+        return f"{key.replace('classes', 'class')}{of} {number} is {here[number]!r}, not {there[number]!r}"
+    if key.startswith("image "):
+        return f"{key} has other pixels"
+    return f"other {key} (checksum {here[:12]}, not {there[:12]})"
+
+
+def compare(world: Communicator, *subjects: Subject) -> None:
+    """Compare what the ranks have read apart. Collective; every rank raises the same error.
+
+    A few dozen bytes of each rank travel where all is well, for all subjects together; facts travel only where they differ.
 
     Raises:
-        ConfigError: as `check_same_start`.
+        HpctrainError: of the subject's type. It names the first rank that differs from most ranks (from rank 0 where there is no
+            such majority), how many do, and the first fact that does.
     """
-    _compare(world, {"replica": arguments})
-
-
-def _compare(world: Communicator, facts: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """A few dozen bytes of each rank where all is well; the facts themselves travel only where they differ."""
-    digests = world.allgather_object({kind: None if values is None else _digest(values) for kind, values in facts.items()})
-    for kind in facts:
-        of_ranks = [digest[kind] for digest in digests]
-        reference = next((digest for digest in of_ranks if digest is not None), None)
-        if any(digest not in (None, reference) for digest in of_ranks):
-            _raise_difference(kind, world.allgather_object(facts[kind]))
+    if world.size == 1:
+        return
+    digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
+    for number, subject in enumerate(subjects):
+        if len({of_rank[number] for of_rank in digests} - {None}) > 1:
+            _refuse(world, subject)
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
@@ -113,18 +193,41 @@ def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
     return {name: zlib.crc32(path.read_bytes()) for name, path in compared.items() if name.startswith(_OF_GPUS) == of_gpus}
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+def _digest(facts: Mapping[Any, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _raise_difference(kind: str, by_rank: list[Mapping[str, Any] | None]) -> None:
-    """Raise the first difference to the first rank that has such facts."""
-    name, mending = _KINDS[kind]
-    first, reference = next((rank, values) for rank, values in enumerate(by_rank) if values is not None)
-    for rank, values in enumerate(by_rank):
-        if values is None or values == reference:
-            continue
-        key = next(key for key in sorted({**reference, **values}) if reference.get(key) != values.get(key))
-        here, there = ("none" if one is None else one for one in (values.get(key), reference.get(key)))
-        what = f"{key} differs" if kind in _OF_FILES else f"{key} is {here}, not {there}"
-        raise ConfigError(f"Rank {rank} has {name} than rank {first}: {what}; {mending}.")
+def _refuse(world: Communicator, subject: Subject) -> None:
+    """Raise the first difference, unless all of them are in facts that some ranks lack."""
+    of_ranks = world.allgather_object((platform.node(), subject.mend, subject.facts))
+    looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
+    groups: list[tuple[dict[Any, Any], list[int]]] = []
+    for rank in looked:
+        facts = of_ranks[rank][2]
+        known, members = next((group for group in groups if subject.first_difference(facts, group[0]) is None), ({}, []))
+        if not members:
+            groups.append((known, members))
+        members.append(rank)
+        known.update({**facts, **known})
+    if len(groups) == 1:
+        return
+    known, alike = max(groups, key=lambda group: len(group[1]))  # of several that are as large, the one with the lowest rank
+    others = [rank for rank in looked if rank not in alike]
+    host, mend, facts = of_ranks[others[0]]
+    key = subject.first_difference(facts, known)
+    where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
+    sentence = f"{_who(others, where, world.size)} {subject.name} than {_than(alike)}"
+    words = subject.words(key, facts.get(key), known.get(key))
+    ranks = [world.world_ranks[rank] for rank in others]
+    raise subject.error(f"{sentence}: {words}; {mend}.", ranks=ranks).of_all_ranks(world.world_ranks[0])
+
+
+def _who(ranks: Sequence[int], where: str, size: int) -> str:
+    more = len(ranks) - 1
+    return f"Rank {ranks[0]}{where}" + (f" and {more} more of {size} ranks have" if more else " has")
+
+
+def _than(ranks: Sequence[int]) -> str:
+    """Name the ranks that are compared with: rank 0 alone, if it is among them."""
+    more = len(ranks) - 1 if ranks[0] else 0
+    return f"rank {ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")

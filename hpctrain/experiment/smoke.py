@@ -93,8 +93,7 @@ def recipe_images(config: Config) -> RecipeImages:
     file = open_images(config, "train")
     data, classes = DataFacts.of(file), len(file.class_names)
     if test is not None and _exists(test):
-        evaluated = evaluation_images(config, data, config.data.train)
-        assert evaluated is not None
+        evaluated = evaluation_images(config, open_images(config, "test"), data, config.data.train)
         if not config.data.sizes:
             check_shapes(training_shape(config, data), evaluated.shape)
     height, width, channels = file.shape

@@ -5,24 +5,20 @@ from __future__ import annotations
 from hpctrain import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError
 from hpctrain.experiment.options import named, names
+from hpctrain.experiment.same_start import Subject, compare
 
 
 def check_alike(world: Communicator) -> None:
-    """Compare the code that the ranks have loaded. Collective; every rank raises the same error.
+    """Compare the code that the ranks have loaded, and the user's modules that it imports. Collective.
 
     Raises:
-        ConfigError: a rank has loaded other code under a name than rank 0.
+        ConfigError: a rank has loaded other code under a name than most ranks, alike on every rank.
     """
-    loaded = world.allgather_object(user_code.digests())
-    for rank, digests in enumerate(loaded):
-        if digests != loaded[0]:
-            reference = next(key for key in (*loaded[0], *digests) if loaded[0].get(key) != digests.get(key))
-            raise ConfigError(
-                f'Rank {rank} has other code for "{reference}" than rank 0 ({digests.get(reference)}, not '
-                f"{loaded[0].get(reference)}); give all nodes the same files."
-            )
+    if world.size > 1:
+        mend = "give all nodes the same files"
+        of_references = Subject("other code", mend, user_code.digests())
+        compare(world, of_references, Subject("other code", mend, user_code.modules(), partial=True))
 
 
 def is_trusted(stored: Config, config: Config) -> bool:

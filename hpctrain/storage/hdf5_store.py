@@ -157,6 +157,16 @@ def _check_header(path: Path, file: h5py.File) -> None:
         )
 
 
+def root_digest(path: Path) -> str:
+    """Return the checksum over the names and checksums of all tensors, which `read_store` has verified, or will.
+
+    Raises:
+        CheckpointError: HDF5 cannot read the file.
+    """
+    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
+        return _text(file, "sha256")
+
+
 def index_store(path: Path) -> tuple[dict[str, TensorPlace], str]:
     """The place of each tensor, by name, and the root's checksum, against which all of their checksums are verified.
 

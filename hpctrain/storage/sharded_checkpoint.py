@@ -102,6 +102,18 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     return ShardedTensors(path, [_shard(entry) for entry in content["shards"]]), content["meta"]
 
 
+def manifest_digest(path: Path) -> str:
+    """Return the checksum of a checkpoint's manifest, which has those of all shards; the manifest is not read.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        return (path / _DIGEST).read_text(encoding="ascii", errors="replace").partition(" ")[0]
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
+
+
 def _shard(entry: Mapping[str, Any]) -> ShardFacts:
     parts = {key: (tuple(shape), dtype, tuple(map(tuple, box))) for key, (shape, dtype, box) in entry["parts"].items()}
     return ShardFacts(entry["name"], entry["size"], entry["sha256"], parts)

@@ -31,4 +31,4 @@ def test_kinds_say_what_they_mean() -> None:
 
 
 def test_checks_that_need_all_ranks_come_in_one_order() -> None:
-    assert [check.name for check in CHECKS if check.joined] == ["progress", "versions", "sharing", "clocks"]
+    assert [check.name for check in CHECKS if check.joined] == ["progress", "versions", "sharing", "data files", "clocks"]

@@ -15,7 +15,7 @@ from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.data import batch_threads
-from hpctrain.experiment.images import make_loader, training_images
+from hpctrain.experiment.images import make_loader, open_images, training_images
 from hpctrain.launch.threads import ThreadPlan
 
 CONFIG = """
@@ -53,7 +53,7 @@ def _epoch(threads: object, cores: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         run(self, *arguments)
 
     monkeypatch.setattr(batch_threads.BatchThreads, "run", counted)
-    images, _ = training_images(session, None)
+    images, _ = training_images(session.config, open_images(session.config, "train"), None)
     loader = make_loader(session, images, None, batch=session.config.batch, shuffle=True)
     return np.concatenate([np.array(batch.x) for batch in loader.epoch(1)]), counts
 
@@ -77,7 +77,7 @@ class _PixelKernels(PixelInput, NumpyKernelSet):
 
 def test_kernels_that_take_pixels_get_them() -> None:
     session = _session(1, 1)
-    images, _ = training_images(session, None)
+    images, _ = training_images(session.config, open_images(session.config, "train"), None)
 
     def epoch(kernels: KernelSet) -> Iterator[np.ndarray | PixelBatch]:
         loader = make_loader(session, images, None, batch=16, shuffle=True, kernels=kernels)

@@ -14,7 +14,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import same_start
-from hpctrain.experiment.same_start import check_same_program, check_same_replica, check_same_start, package_files
+from hpctrain.experiment.same_start import Subject, called_with, check_same_program, check_same_start, compare, package_files
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.cli.test_starting import folder as folder
@@ -94,11 +94,11 @@ def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
     assert _program_sentences([{"batch": 8}, {"batch": 9}, {"batch": 8}], [one] * 3) == [sentence] * 3
 
 
-def test_replicas_are_compared_by_arguments() -> None:
+def test_calls_are_compared_by_arguments() -> None:
     def program(comm: ThreadCommunicator) -> None:
-        check_same_replica(comm, {"seed": "0"})
+        compare(comm, called_with("job.replica", {"seed": 0, "path": f"of rank {comm.rank}", "optimizer": program}))
         with pytest.raises(ConfigError, match=r"Rank 2 has other arguments of .*replica than rank 0: seed is 2, not 0"):
-            check_same_replica(comm, {"seed": str(comm.rank // 2 * 2)})
+            compare(comm, called_with("job.replica", {"seed": comm.rank // 2 * 2}))
 
     run_virtual(3, program)
 
@@ -128,9 +128,10 @@ def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: b
 
     def program(comm: Communicator) -> str:
         files = {"backend/cuda/x.py": comm.rank if differ else 0}
-        facts = {"files": {"nn/x.py": 0}, "GPU files": None if comm.rank == 1 else files}
+        mend, of_gpus = "install the same version of it on all nodes", None if comm.rank == 1 else files
         try:
-            same_start._compare(comm, facts)
+            for facts in ({"nn/x.py": 0}, of_gpus):
+                compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
         except ConfigError as error:
             return str(error)
         return ""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.doctor.check import Check, JobView, OwnPlace, present
+from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.doctor.subjects.directories import existing, probe_path
-from hpctrain.errors import DataError
+from hpctrain.errors import DataError, HpctrainError
 
 LOCKED = FindingKind(
     "hdf5-lock",
@@ -30,6 +30,13 @@ DATA = FindingKind(
     Severity.FAULT,
     "A data file of the configuration cannot be opened on some node.",
     "Make it, or give its path: `data.train`, `data.test`.",
+)
+
+OTHER_DATA = FindingKind(
+    "other-data",
+    Severity.FAULT,
+    "Ranks have other data files, or another file of weights, under the same path: a training is refused.",
+    "Give all nodes the same files.",
 )
 
 _SWITCH = "HDF5_USE_FILE_LOCKING"
@@ -119,4 +126,38 @@ def judge(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding
     return [fine(f"Locks work in the run directory{files}.")]
 
 
+def gather_same(place: JoinedPlace) -> tuple[str, int]:
+    """(what a training says of inputs that differ between ranks, or "", the number of files compared). Collective."""
+    config, world = place.own.config, place.world
+    if config is None:
+        return "", 0
+    from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+    from hpctrain.experiment.images import configured_splits, open_alike
+    from hpctrain.experiment.initial_weights import read_weights
+    from hpctrain.experiment.same_start import compare
+
+    try:
+        files = len(open_alike(world, config, configured_splits(config)))
+        if config.init.weights is not None:
+            weights = Path(config.init.weights)
+            compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
+            files += 1
+    except HpctrainError as error:
+        return str(error), 0
+    return "", files
+
+
+def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
+    """One finding; the ranks have told each other what differs."""
+    difference, files = facts[0]
+    if difference:
+        return [OTHER_DATA.from_error(difference)]
+    if job.size == 1 or not files:
+        return [fine("Nothing to compare.")]
+    return [fine(f"All ranks have the same {'data file' if files == 1 else f'{files} data files'}.")]
+
+
+SAME = Check(
+    "data files", "that all ranks have the same data files and weights", (OTHER_DATA,), gather_same, judge_same, joined=True
+)
 CHECK = Check("HDF5", "locks of HDF5 in the directory for runs, and the data files", (LOCKED, NO_LOCKS, DATA), gather, judge)
