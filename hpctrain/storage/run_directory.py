@@ -1,6 +1,7 @@
 """The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
 
-    <output>/<name>-<YYYYmmdd-HHMMSS>/
+    <output>/<name>-<YYYYmmdd-HHMMSS>/      the time of its start, in UTC
+        run.json         proves that the directory is a run, and orders it among others (see `RunMarker`)
         config.yaml      the resolved configuration, of the latest start
         config-<step>.yaml      what it was until that step, where a resume changed it
         versions.json    versions of everything that computes
@@ -22,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -53,6 +56,105 @@ _GIT_SECONDS = 10
 
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
+#: name of the file that proves that a directory is a run
+MARKER = "run.json"
+_FORMAT, _FORMAT_VERSION = "hpctrain-run", 1
+#: of a small JSON file that is read from a directory which may be anybody's
+_MOST_BYTES = 1 << 20
+_MOST_NS = 1 << 62
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """The identity of a run, and its place in the order of runs.
+
+    Args:
+        identity: random; the run's checkpoints hold it, too.
+        order: nanoseconds since 1970 at the start of the run, but always more than that of every run which was there then. So the
+            order of the runs of an output directory does not depend on clocks that differ, go back or jump.
+    """
+
+    identity: str
+    order: int
+
+
+def mark(path: Path, marker: RunMarker) -> None:
+    """Write the marker of the run directory `path`, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(marker.order // 10**9))
+    content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "run": marker.identity, "order": marker.order}
+    write_json(path / MARKER, {**content, "begun": begun})
+
+
+def marker_of(path: Path) -> RunMarker | None:
+    """Return the marker of the run directory `path`; None where it has none, as in runs of earlier versions."""
+    content = _json_object(path / MARKER)
+    identity, order = content.get("run"), content.get("order")
+    if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
+        return None
+    return RunMarker(identity, min(max(0, order), _MOST_NS))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is proven to be a run directory: by its marker, or by the versions that earlier versions kept."""
+    if not (path / "config.yaml").is_file():
+        return False
+    versions = _json_object(path / "versions.json")
+    return marker_of(path) is not None or ("python" in versions and "hpctrain" in versions)
+
+
+def claim(path: Path) -> None:
+    """Mark the run directory `path` of an earlier version, which has no marker; its place among the runs stays.
+
+    Raises:
+        OSError: the marker cannot be written.
+    """
+    if marker_of(path) is None:
+        mark(path, RunMarker(secrets.token_hex(8), _order(path)))
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    """Return the JSON object in a small file; an empty one where there is none."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return {}
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _order(path: Path) -> int:
+    """Return the place of a run in the order of runs; that of an earlier version began when its first record was made."""
+    marker = marker_of(path)
+    if marker is not None:
+        return marker.order
+    seconds = _first_seconds(path / "metrics.jsonl")
+    match = _STAMP.fullmatch(path.name)
+    if seconds is None and match is not None:  # the name alone is left, in the local time of the machine that the run began on
+        with contextlib.suppress(ValueError, OverflowError):
+            seconds = time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+    return 0 if seconds is None else min(max(0, int(seconds * 1e9)), _MOST_NS)
+
+
+def _first_seconds(metrics: Path) -> float | None:
+    """Return when the first record of a run was made, in seconds since 1970; None where that cannot be read."""
+    try:
+        if metrics.is_file():
+            with open(metrics, "rb") as file:
+                seconds = json.loads(file.readline(_MOST_BYTES))["time"]
+                return seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return None
+
+
+def _later_than_all(output: Path) -> int:
+    """Return the place of a new run below `output` in the order of runs."""
+    return max([time.time_ns(), *(1 + _order(run.path) for run in runs(output, None))])
 
 
 def software_versions(**others: str) -> dict[str, str]:
@@ -108,7 +210,7 @@ class RunDirectory:
         versions: Mapping[str, str],
         git: Mapping[str, object],
     ) -> RunDirectory:
-        """A new directory below `output`, named after the time; no two calls get the same one. One rank only.
+        """A new directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
 
         Raises:
             ConfigError: `name` is no plain file name, or the directory cannot be made.
@@ -119,11 +221,12 @@ class RunDirectory:
                 f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
             )
         try:
-            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"))
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            # Last, because a directory with a configuration is a run.
+            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            # Last, because a directory with a configuration and a marker is a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
             raise ConfigError(
@@ -141,7 +244,35 @@ class RunDirectory:
         run = cls(Path(path))
         if not (run.path / "config.yaml").is_file():
             raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+        if not is_run(run.path):
+            raise CheckpointError(
+                f"{path} is no run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
+                f"give the directory that a training named as its run directory."
+            )
         return run
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
+        """Return the run that the checkpoint `path` belongs to; None where it lies in no run, or in another one than its own.
+
+        A checkpoint holds the identity of its run. One that an earlier version wrote holds a configuration of the run instead.
+
+        Args:
+            meta: of the checkpoint.
+        """
+        for place in (path, path.absolute(), path.resolve()):
+            run = cls(place.parent.parent)
+            if place.parent.name != run.checkpoints.name or not is_run(run.path):
+                continue
+            marker, identity = marker_of(run.path), meta.get("run")
+            if (marker is not None and identity == marker.identity) if identity is not None else run._had(meta.get("config")):
+                return run
+        return None
+
+    def _had(self, config: object) -> bool:
+        """Return whether this is a configuration that the run has, or had."""
+        kept = [path for path in self.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
+        return any(path.is_file() and path.read_bytes() == str(config).encode() for path in kept)
 
     @property
     def checkpoints(self) -> Path:
@@ -210,17 +341,18 @@ class RunDirectory:
     def follow_config(self, config: str, step: int, earlier: str) -> None:
         """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
 
-        Configurations of steps behind `step` go, as the metrics of these do.
+        Configurations of steps behind `step` go, as the metrics of these do. Files that no run wrote stay.
 
         Raises:
             CheckpointError: the directory cannot be written; the configuration is what it was.
         """
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
-        gone = {path for match, path in dated if match and int(match[1]) >= step}
+        gone = {path for match, path in dated if match and int(match[1]) >= step and _is_dumped(path)}
         try:
             if config != earlier:
                 kept = self.path / f"config-{step:08d}.yaml"
-                write_text(kept, earlier)
+                if kept in gone or not os.path.lexists(kept):
+                    write_text(kept, earlier)
                 gone.discard(kept)
             if config != self.config():
                 write_text(self.path / "config.yaml", config)
@@ -274,6 +406,16 @@ def _make_unique(output: Path, stem: str) -> Path:
     raise AssertionError("unreachable")
 
 
+def _is_dumped(path: Path) -> bool:
+    """Return whether a file is a configuration as a run writes it: in the dump's form, to the last byte, with all keys."""
+    try:
+        text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_BYTES else ""
+        content = yaml.safe_load(text)
+        return isinstance(content, dict) and "output" in content and text == yaml.safe_dump(content, sort_keys=False, width=120)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return False
+
+
 def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -285,16 +427,18 @@ def _finite(value: object) -> object:
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names.
+    """All runs below `output` whose configuration has exactly that name, newest first by the order that their markers keep.
+
+    Directories that are not proven to be runs are left out.
 
     name: None: whatever their names.
     """
-    stamped = []
+    ordered = []
     for path in Path(output).glob("*/config.yaml"):
         match = _STAMP.fullmatch(path.parent.name)
-        if match and (name is None or _name_in(path) == name):
-            stamped.append((match[1], int(match[2] or 1), path.parent))
-    return [RunDirectory(path) for *_, path in sorted(stamped, reverse=True)]
+        if match and (name is None or _name_in(path) == name) and is_run(path.parent):
+            ordered.append((_order(path.parent), match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
 
 
 def _name_in(path: Path) -> str | None:
