@@ -31,13 +31,13 @@ class Submission:
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
-    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time.
+    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time in UTC.
 
     Args:
         name: of the run. train: configuration and overrides.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.") or "run"
-    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     logs = output / _FOLDER
     # Slurm's number stays when a job is queued again; the others write to their log themselves.
     log = f"{stem}-%j.log" if site.profile.scheduler == "slurm" else f"{stem}.log"
