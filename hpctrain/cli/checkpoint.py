@@ -149,7 +149,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
     from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
-    from hpctrain.storage.run_directory import is_run
+    from hpctrain.storage.run_marker import is_run
 
     directory = _directory(path)
     if not directory.is_dir():

@@ -24,7 +24,8 @@ from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.run_directory import RunDirectory, marker_of
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_marker import marker_of
 from hpctrain.storage.shard_file import ShardFacts, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.train.metrics import Reporter, RunningSums

@@ -29,7 +29,8 @@ from hpctrain.experiment.images import (
 from hpctrain.experiment.resume import check_model, data_of, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.run_directory import RunDirectory, is_run
+from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_marker import is_run
 from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_bar import Advance

@@ -39,7 +39,8 @@ from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
-from hpctrain.storage.run_directory import RunDirectory, claim, runs, software_versions
+from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
+from hpctrain.storage.run_marker import claim
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.log_reporter import LogReporter
 from hpctrain.train.metrics import Reporter, RunningSums

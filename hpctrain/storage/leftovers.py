@@ -18,7 +18,7 @@ from hpctrain.storage.atomic_write import PARTIAL
 #: a write that has added nothing for so long is over
 ABANDONED_SECONDS = 3600.0
 
-_LEFT = re.compile(rf"(?P<of>.+\.(?:h5|shards))(?:\.(?:[0-9a-f]+|old))?{re.escape(PARTIAL)}", re.DOTALL)
+_LEFT = re.compile(rf"(?P<of>.+?\.(?:h5|shards))(?:\..+)?{re.escape(PARTIAL)}", re.DOTALL)
 _OF_A_RUN = re.compile(r"checkpoint-\d{8,}(?:-before)?(?:-set-aside)?\.(?:h5|shards)")
 
 
